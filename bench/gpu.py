@@ -188,7 +188,7 @@ def turns(name: str, quick: bool) -> dict[str, Any]:
     import workloads
 
     from fsdpx import optim
-    from fsdpx.ext.gpu.replay import ReplayObserver
+    from fsdpx.ext.gpu.replay import CudaGraphObserver
 
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
@@ -223,7 +223,7 @@ def turns(name: str, quick: bool) -> dict[str, Any]:
             one()
             wait()
             begun[kind].append(1e3 * (time.perf_counter() - begin))
-    (observer,) = (one for one in trainer.inspect.engine.observers if isinstance(one, ReplayObserver))
+    (observer,) = (one for one in trainer.inspect.engine.observers if isinstance(one, CudaGraphObserver))
     for _ in range(3 if quick else 30):
         for kind, one in steps.items():
             wait()

@@ -38,7 +38,11 @@ def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
         mark = "" if approximate == "none" else " (tanh)"
         yield f"gelu{mark}", size, lambda a=approximate: kernels.gelu(np, x, a)
         yield f"gelu_backward{mark}", size, lambda a=approximate: kernels.gelu_backward(np, x, dy, a)
-        yield f"gelu_recompute{mark}", size, lambda a=approximate: kernels.gelu_recompute(np, x, dy.copy(), a)
+        yield (
+            f"recompute_gelu_and_backward{mark}",
+            size,
+            lambda a=approximate: kernels.recompute_gelu_and_backward(np, x, dy.copy(), a),
+        )
     yield "relu", size, lambda: kernels.relu(np, x)
     yield "relu_backward", size, lambda: kernels.relu_backward(np, x, dy)
     yield "sigmoid", size, lambda: kernels.sigmoid(np, x)
@@ -60,7 +64,7 @@ def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     yield "squared_error", size, lambda: kernels.squared_error(np, x, dy)
     yield "squared_error_backward", size, lambda: kernels.squared_error_backward(np, x, dy, 1.0)
     yield "square_sum", size, lambda: kernels.square_sum(np, x.reshape(-1))
-    yield "square_sums", size, lambda: kernels.square_sums(np, x.reshape(-1), 1024)
+    yield "sum_squares_of_blocks", size, lambda: kernels.sum_squares_of_blocks(np, x.reshape(-1), 1024)
     yield "drop", size, lambda: kernels.drop(np, x, NumberRange(0, "a", 0, x.size), 0.1)
     keep = dy > 0
     yield "drop_backward", size, lambda: kernels.drop_backward(np, dy, keep, 0.1)
@@ -162,14 +166,14 @@ def images(x: np.ndarray, size: str) -> Iterator[Case]:
     yield "channel_sums", size, lambda: kernels.channel_sums(np, x)
     yield "channel_squares", size, lambda: kernels.channel_squares(np, x, a)
     yield "channel_affine", size, lambda: kernels.channel_affine(np, x, a, a, a)
-    yield "channel_sums_with", size, lambda: kernels.channel_sums_with(np, x, x, a, a)
-    yield "channel_norm_backward", size, lambda: kernels.channel_norm_backward(np, x, x, a, a, a, a)
+    yield "channel_gradient_sums", size, lambda: kernels.channel_gradient_sums(np, x, x, a, a)
+    yield "channel_norm_backward_input", size, lambda: kernels.channel_norm_backward_input(np, x, x, a, a, a, a)
     each, turned = np.ones(x.shape[:2], x.dtype), np.ascontiguousarray(x)
     yield "channels_last", size, lambda: kernels.channels_last(np, turned)
     _, mean, rstd = windows.group_norm(np, x, a, a, 8, 1e-5)
     yield "group_norm", size, lambda: windows.group_norm(np, x, a, a, 8, 1e-5)
     yield "group_norm_backward_input", size, lambda: windows.group_norm_backward_input(np, x, x, mean, rstd, a, 8)
-    yield "group_norm_moments", size, lambda: windows.group_norm_moments(np, x)
+    yield "channel_means_and_square_deviations", size, lambda: windows.channel_means_and_square_deviations(np, x)
     yield "group_norm_affine", size, lambda: windows.group_norm_affine(np, x, each, each, each)
     yield "group_norm_gradient_sums", size, lambda: windows.group_norm_gradient_sums(np, x, x, each, each)
     yield "group_norm_backward", size, lambda: windows.group_norm_backward(np, x, x, each, each, each, each)
@@ -182,7 +186,7 @@ def graphs(x: np.ndarray, edges: np.ndarray, size: str) -> Iterator[Case]:
     order, offsets = np.argsort(senders), np.searchsorted(receivers, np.arange(x.shape[1] + 1))
     most = int(np.diff(offsets).max())
     y = segments.segment_softmax(np, edges, offsets, receivers, most)
-    yield "add_gathered_rows", size, lambda: segments.add_gathered_rows(np, edges, x, senders, x, receivers)
+    yield "add_indexed_rows", size, lambda: segments.add_indexed_rows(np, edges, x, senders, x, receivers)
     yield "segment_sum", size, lambda: segments.segment_sum(np, edges, offsets, None, most)
     yield "segment_sum (in another order)", size, lambda: segments.segment_sum(np, edges, offsets, order, most)
     yield "segment_max", size, lambda: segments.segment_max(np, edges, offsets, most)

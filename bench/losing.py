@@ -24,7 +24,7 @@ from workloads import MODELS, batch, in_fsdpx
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.init import open_fault_tolerant_communicator
 
 __all__ = ["chain", "cost", "recovery"]
 
@@ -43,7 +43,7 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
     chose to have between two copies."""
     layers, loss = in_fsdpx(MODELS[name])
     options = {"loss": loss, "optimizer": optim.AdamW(lr=3e-4), "strategy": "fsdp"}
-    plain = layers.as_distributed(comm=open_survivor_communicator(comm), **options)
+    plain = layers.as_distributed(comm=open_fault_tolerant_communicator(comm), **options)
     elastic = layers.as_distributed(comm=comm, elastic=True, **options)
     parts, whole = batch(MODELS[name], comm.rank, comm.size), batch(MODELS[name])
     ranks, clock = elastic.call_runner._coordinator, elastic.inspect.engine.clock
@@ -76,12 +76,12 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
 def watched(copies: Any) -> list[float]:
     """Seconds of each `take` from now on."""
     taken: list[float] = []
-    take = copies.start_copying
+    take = copies.start_copying_to_buddies
 
     def timed(*arguments: Any) -> None:
         taken.append(clocked(lambda: take(*arguments)))
 
-    copies.start_copying = timed
+    copies.start_copying_to_buddies = timed
     return taken
 
 

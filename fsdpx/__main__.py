@@ -312,7 +312,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "plan a job, without MPI": {
         "show": Command("program, memory and traffic of a step", "show:show", _add_show_options,
             "show gpt-small --ranks 8 --strategy zero2"),
-        "plan": Command("rank strategies and meshes for a machine", "plan:plan_job", "plan:add_options",
+        "plan": Command("rank strategies and meshes for a machine", "plan:search_and_format_plan", "plan:add_options",
             "plan gpt-small --ranks 16 --machine a100-dgx-200g"),
         "measure-machine": Command("write machine.toml for `plan`, from measurements", "plan:measure_and_write_machine",
             "plan:add_measure_options", "mpiexec measure-machine --output machine.toml"),

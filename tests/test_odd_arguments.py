@@ -12,7 +12,7 @@ from odd_arguments import find_raw_errors, find_uneven_errors, list_calls, write
 
 import fsdpx
 from fsdpx import data, nn, optim
-from fsdpx.core.base.arguments import describe_hint, fits_hint, wrap_with_argument_check
+from fsdpx.core.base.arguments import describe_hint, fits_hint, wrap_with_type_hint_check
 from fsdpx.errors import ConfigError
 
 SOME = (
@@ -129,7 +129,7 @@ def test_hints_are_told_in_words() -> None:
 
 
 def test_an_error_of_the_body_stays_where_all_arguments_fit() -> None:
-    @wrap_with_argument_check
+    @wrap_with_type_hint_check
     def divide(a: int, b: int) -> float:
         return a / b
 

@@ -105,7 +105,7 @@ class DistributedSampler:
                 "equal chunks; the next that can is "
                 f"{-(-self.batch // self.reproducible_chunks) * self.reproducible_chunks}"
             )
-        if self._count_batch_samples(0) == 0:
+        if self._count_global_batch_samples(0) == 0:
             raise DataError(
                 f"DistributedSampler: {self.n} samples do not give one global batch of {self.batch} "
                 f"(drop_last={self.drop_last}, reproducible_chunks={self.reproducible_chunks})"
@@ -124,7 +124,7 @@ class DistributedSampler:
         if _require_int("epoch", epoch, 0) != self.epoch:
             self.epoch, self.position, self._resume, self._pass = index(epoch), 0, False, None
 
-    def get_order(self, epoch: int) -> np.ndarray:
+    def get_global_order(self, epoch: int) -> np.ndarray:
         """Return the order of all samples in an epoch, before they are split over ranks.
 
         Parameters
@@ -153,8 +153,8 @@ class DistributedSampler:
         iterator of BatchShard
             one shard per step
         """
-        order = self.get_order(epoch)
-        while rows := self._count_batch_samples(position):
+        order = self.get_global_order(epoch)
+        while rows := self._count_global_batch_samples(position):
             low, high = self._get_rank_bounds(rows)
             after = position + self.batch
             yield BatchShard(order[position + low : position + high], rows, min(after, self.n))
@@ -193,19 +193,19 @@ class DistributedSampler:
         """Return the number of samples that this rank gets per epoch."""
         whole, rest = divmod(self.n, self.batch)
         low, high = self._get_rank_bounds(self.batch)
-        low_rest, high_rest = self._get_rank_bounds(self._count_batch_samples(self.n - rest))
+        low_rest, high_rest = self._get_rank_bounds(self._count_global_batch_samples(self.n - rest))
         return whole * (high - low) + high_rest - low_rest
 
     @property
     def step_count(self) -> int:
         """Number of global batches per epoch."""
         whole, rest = divmod(self.n, self.batch)
-        return whole + (self._count_batch_samples(self.n - rest) > 0)
+        return whole + (self._count_global_batch_samples(self.n - rest) > 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a dict with the epoch, the position and the options that determine the order. It is the same on every
         rank, and can be loaded on any number of ranks."""
-        over = self._count_batch_samples(self.position) == 0
+        over = self._count_global_batch_samples(self.position) == 0
         epoch, position = (self.epoch + 1, 0) if over else (self.epoch, self.position)
         n = {} if self.uneven else {"n": self.n}
         return {"epoch": epoch, "position": position, **n, "seed": self.seed, "shuffle": self.shuffle}
@@ -250,7 +250,7 @@ class DistributedSampler:
         """
         return self._pass is not None and self._pass() is epoch_pass
 
-    def _count_batch_samples(self, position: int) -> int:
+    def _count_global_batch_samples(self, position: int) -> int:
         """Return the number of samples in the global batch that starts at `position`; 0 if there is no such batch."""
         rows = max(min(self.batch, self.n - position), 0)
         if rows < self.batch:

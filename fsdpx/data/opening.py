@@ -23,7 +23,7 @@ from fsdpx.errors import ConfigError, DataError, FsdpxError, install_hint
 __all__ = [
     "ExternalLink",
     "is_single_array",
-    "iterate_members",
+    "iterate_group_members",
     "make_data_error",
     "naming_file_in_errors",
     "open_array",
@@ -72,7 +72,9 @@ def open_fields(path: Path) -> Any:
             file.seek(0)
             begin = file.read(8)
             known = next((kind for signature, kind in _SIGNATURES.items() if begin.startswith(signature)), None)
-            raise error if known is None else make_data_error(path, _explain_unreadable(path, file, known)) from error
+            raise (
+                error if known is None else make_data_error(path, _explain_unsupported_format(path, file, known))
+            ) from error
     except BaseException:
         file.close()
         raise
@@ -130,7 +132,7 @@ def _is_zarr(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
 
 
-def _explain_unreadable(path: Path, file: Any, known: str) -> str:
+def _explain_unsupported_format(path: Path, file: Any, known: str) -> str:
     """Return an error message for a file in the unsupported format `known`. The message says how to convert or unpack
     the file."""
     name = shlex.quote(str(path))
@@ -194,16 +196,16 @@ class ExternalLink(NamedTuple):
     why: str
 
 
-def iterate_members(node: Any) -> Iterable[tuple[str, Any]]:
+def iterate_group_members(node: Any) -> Iterable[tuple[str, Any]]:
     """Return the members of a group as (name, object) pairs. HDF5 links are followed if they stay inside the file."""
     if isinstance(node, dict):
         return node.items()
     if hasattr(node, "members"):  # sorted, because Zarr lists members in no fixed order
         return sorted(node.members())
-    return [(name, _follow_link(node, name, _MAX_LINKS)) for name in node]
+    return [(name, _follow_hdf5_link(node, name, _MAX_LINKS)) for name in node]
 
 
-def _follow_link(node: Any, path: str, links: int) -> Any:
+def _follow_hdf5_link(node: Any, path: str, links: int) -> Any:
     """Return the object at a path below an HDF5 group, or an `ExternalLink` if there is no such object in the file.
     Links are followed here and not by h5py, which would open any file that a link names."""
     if path.startswith("/"):
@@ -221,7 +223,7 @@ def _follow_link(node: Any, path: str, links: int) -> Any:
             node = node[part]
         elif links == 0 or kind != "SoftLink":
             return ExternalLink("is a link that leads to no end")
-        elif isinstance(node := _follow_link(node, link.path, links - 1), ExternalLink):
+        elif isinstance(node := _follow_hdf5_link(node, link.path, links - 1), ExternalLink):
             return node
     return node
 

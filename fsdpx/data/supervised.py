@@ -115,7 +115,7 @@ class SupervisedDataset:
                     return chat(messages, line.get("tools"))
                 except DataError as error:
                     raise DataError(f"{where}: {error}") from error
-            pieces = _split_messages(messages, where, template)
+            pieces = _split_chat_messages(messages, where, template)
         tokens: list[int] = []
         learnt: list[bool] = []
         for text, answer in pieces:
@@ -169,7 +169,7 @@ def _get_messages(line: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _split_messages(
+def _split_chat_messages(
     messages: list[dict[str, Any]], where: str, template: Callable[[str, str], tuple[str, str]]
 ) -> Pieces:
     pieces: Pieces = []

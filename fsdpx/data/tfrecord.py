@@ -140,8 +140,8 @@ def compute_crc32c(data: bytes) -> int:
             states = table[(states ^ column) & np.uint32(0xFF)] ^ (states >> np.uint32(8))
         shift = _make_shift(length)
         while states.size > 1:
-            states = _apply_shift(shift, states[::2]) ^ states[1::2]
-            shift = _apply_shift(shift, shift)
+            states = _append_zeros_to_crcs(shift, states[::2]) ^ states[1::2]
+            shift = _append_zeros_to_crcs(shift, shift)
         state, rest = states[0], values[length * LANES :]
     found = int(state)
     small = table.tolist()
@@ -166,12 +166,12 @@ def _make_shift(zeros: int) -> np.ndarray:
     power, found = _make_table()[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8)), bits
     while zeros:
         if zeros & 1:
-            found = _apply_shift(power, found)
-        power, zeros = _apply_shift(power, power), zeros >> 1
+            found = _append_zeros_to_crcs(power, found)
+        power, zeros = _append_zeros_to_crcs(power, power), zeros >> 1
     return found
 
 
-def _apply_shift(shift: np.ndarray, states: np.ndarray) -> np.ndarray:
+def _append_zeros_to_crcs(shift: np.ndarray, states: np.ndarray) -> np.ndarray:
     """Return the CRC states that follow from `states` after a number of zero bytes. `shift` is the result of
     `_make_shift` for this number."""
     found = np.zeros_like(states)

@@ -19,7 +19,7 @@ from fsdpx.core.base.messages import format_count
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
-__all__ = ["BATCH_TEMPLATES", "NodeCores", "find_cores_per_node", "make_batch_file"]
+__all__ = ["BATCH_TEMPLATES", "NodeCores", "find_cores_per_node", "make_batch_script"]
 
 _NOTICE_SECONDS = 60
 """Seconds added to the grace period. Slurm may send its signal up to this many seconds earlier than requested, but
@@ -108,7 +108,7 @@ def find_cores_per_node() -> NodeCores:
     return NodeCores(os.cpu_count() or 1, "as this machine has")
 
 
-def make_batch_file(
+def make_batch_script(
     system: str,
     config: LaunchConfig,
     program: Sequence[str],
@@ -127,7 +127,7 @@ def make_batch_file(
     if config.backend != "gloo":
         config = replace(config, nodes=None if hosts else nodes, per_node=None)
     there = f' --hostfile "{hosts}"' if hosts and nodes > 1 else ""
-    options = shlex.join(_require_printable(["run", *_iterate_nondefault_options(config)]))
+    options = shlex.join(_require_printable(["run", *_iterate_nondefault_cli_options(config)]))
     words = f"{options}{there} {shlex.join(_require_printable(program))}"
     return text.format(
         name=_make_job_name(program), ranks=config.ranks, nodes=nodes, per_node=per_node, cores=cores,
@@ -185,7 +185,7 @@ def _require_printable(words: Sequence[str]) -> Sequence[str]:
     return words
 
 
-def _iterate_nondefault_options(config: LaunchConfig) -> Iterator[str]:
+def _iterate_nondefault_cli_options(config: LaunchConfig) -> Iterator[str]:
     """Yield the command-line options of `fsdpx run` for the fields of `config` that differ from their defaults."""
     for one in fields(config):
         value = getattr(config, one.name)

@@ -27,7 +27,12 @@ from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.calls import GeneratorHandle
 from fsdpx.core.comm.communicator import Array, Communicator, Handle, ReduceOp
-from fsdpx.core.comm.init import find_message_backend, find_node_communicator, get_backend_name, parse_mpi_library_name
+from fsdpx.core.comm.init import (
+    find_node_communicator,
+    get_backend_name,
+    parse_mpi_library_name,
+    unwrap_message_backend,
+)
 from fsdpx.core.comm.node.node import SMALL_SUM_BYTES
 from fsdpx.core.comm.node.rendezvous import NodeCollective
 from fsdpx.core.trainer.distribute import distribute
@@ -317,7 +322,7 @@ def _time_verbs_in_group(
 
 def _time_verb_at_size(name: str, comm: Communicator, arrays: BenchArrays, seconds: float) -> dict[str, Any]:
     """Time one operation at one message size, and return its row of the report. Collective."""
-    verb, raw = TIMED_VERBS[name], getattr(find_message_backend(comm), "raw", None)
+    verb, raw = TIMED_VERBS[name], getattr(unwrap_message_backend(comm), "raw", None)
     nbytes = arrays.shared.nbytes if name != "barrier" else 0
     by = _wait_and_find_transport(name, comm, nbytes, verb.call(comm, arrays))
 
@@ -360,7 +365,7 @@ def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle:
     "MPI messages". The transport is inferred from the handle."""
     if handle is not None:
         handle.wait()
-    carrier, node = find_message_backend(comm), find_node_communicator(comm)
+    carrier, node = unwrap_message_backend(comm), find_node_communicator(comm)
     if carrier is None:
         return "threads"
     library = {"mpi": "MPI", "gloo": "Gloo"}.get(carrier.library, carrier.library)

@@ -48,7 +48,7 @@ class CatalogModel:
     batch: int
     cells: tuple[int, ...] = ()
 
-    def with_field(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
+    def with_field_shape(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
         """Return a copy of this entry for fields with the given number of cells along each dim. If `grid` is given,
         samples have the shape of this rank's shard of the field, with channels last."""
         if len(cells) != len(self.cells):
@@ -85,7 +85,7 @@ def _make_mlp_entry(layers: int, width: int, batch: int, activation: bool, about
     )
 
 
-def _make_field_entry(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: str) -> CatalogModel:
+def _make_field_model_entry(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: str) -> CatalogModel:
     """Return the catalog entry of a model that maps three-channel fields to three-channel fields."""
 
     def make_fields(n: int) -> tuple[tuple[int, ...], str]:
@@ -108,13 +108,13 @@ CATALOG: dict[str, CatalogModel] = {
         lambda n: ((n,), "int64"),
         64,
     ),
-    "unet2d": _make_field_entry(
+    "unet2d": _make_field_model_entry(
         (256, 256), lambda: nn.UNet(3, 3, 2, 16, 4), "a U-Net of 4 levels and 16 channels on 2-D fields"
     ),
-    "unet3d": _make_field_entry(
+    "unet3d": _make_field_model_entry(
         (64, 64, 64), lambda: nn.UNet(3, 3, 3, 8, 4), "a U-Net of 4 levels and 8 channels on 3-D fields"
     ),
-    "fno2d": _make_field_entry(
+    "fno2d": _make_field_model_entry(
         (256, 256), lambda: nn.FNO(3, 3, (24, 24), 32, 4), "an FNO of 4 blocks, 32 channels, 24 modes"
     ),
 }
@@ -127,7 +127,7 @@ def find_model(name: str, batch: str | None = None) -> CatalogModel:
     `batch` is the size of the global batch in samples or, for a user's model, the shape of the batch: for example
     "8x1024", or "8x1024:int64" with a dtype."""
     if ":" in name:
-        return _make_user_entry(name, batch)
+        return _make_user_model_entry(name, batch)
     if name not in CATALOG:
         raise ConfigError(
             f"no example {name!r}: choose one of {', '.join(CATALOG)}, or a function of your own, mymodule:make_model"
@@ -140,7 +140,7 @@ def find_model(name: str, batch: str | None = None) -> CatalogModel:
     return replace(found, batch=int(batch))
 
 
-def _make_user_entry(name: str, batch: str | None) -> CatalogModel:
+def _make_user_model_entry(name: str, batch: str | None) -> CatalogModel:
     """Return the catalog entry of a user's model at "module:name".
 
     If `batch` names no dtype, inputs are float32, or int64 if the model rejects float32. If the user gives no loss, it

@@ -56,7 +56,7 @@ def compile_kernels(args: argparse.Namespace) -> str:
     folder = _require_writable_code_folder()
     calls = _list_all_compile_calls() if args.all else []
     for name in dict.fromkeys(args.example):
-        calls += _list_compile_calls(list_model_and_loss_kernels(name), config.resolve_precision(args.precision))
+        calls += _make_compile_functions(list_model_and_loss_kernels(name), config.resolve_precision(args.precision))
     before, begin = set(folder.glob("*.code")), perf_counter()
     with reporting_if_slow(True, "compiling kernels") as count:
         run_warm_up_calls(calls, count=count)
@@ -84,7 +84,7 @@ def _require_writable_code_folder() -> Path:
     return cache / "code"
 
 
-def _list_compile_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
+def _make_compile_functions(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
     """Return functions that compile the kernels named in `runs`, and all other code that is needed for training in this
     precision, such as optimizer updates and shared-memory collectives."""
     dtypes = parse_dtype(precision.compute), parse_dtype(precision.gradient_dtype), parse_dtype(precision.master_dtype)
@@ -106,6 +106,6 @@ def _list_compile_calls(runs: Iterable[str], precision: Precision) -> list[Calla
 def _list_all_compile_calls() -> list[Callable[[], Any]]:
     """Return functions that compile every kernel and codec, in float32, float64 and bf16."""
     names = list_kernel_names()
-    calls = [call for one in ("float32", "float64", "bf16") for call in _list_compile_calls(names, Precision(one))]
+    calls = [call for one in ("float32", "float64", "bf16") for call in _make_compile_functions(names, Precision(one))]
     codecs = [make_codec(name, "float32", "float32") for name in list_extensions("codec")]
     return calls + [partial(codec.warm_up, np.dtype(np.float32)) for codec in codecs]

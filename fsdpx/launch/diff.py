@@ -24,7 +24,7 @@ from fsdpx.ext.observe.record import KIND_NAMES, RankRecord, WrittenTensor, read
 from fsdpx.launch.ckpt import print_checkpoint_differences
 from fsdpx.testing.compare import WorstElement, find_difference
 
-__all__ = ["FirstDifference", "add_options", "diff", "find_first_difference"]
+__all__ = ["FirstDifference", "add_options", "diff", "find_first_tensor_difference"]
 
 ValuePiece = tuple[int, int, np.ndarray]
 """Elements [start, stop) of a tensor, with their values."""
@@ -68,7 +68,7 @@ class FirstDifference:
         )
 
 
-def find_first_difference(
+def find_first_tensor_difference(
     a: Sequence[RankRecord], b: Sequence[RankRecord], tolerance: float = 0.0
 ) -> FirstDifference | None:
     """Compare all tensors that the ranks of two runs wrote, and return the first difference that exceeds `tolerance`.
@@ -114,7 +114,7 @@ def _iterate_written_tensors(
         times[mine] += 1
 
 
-def _list_contiguous_pieces(written: WrittenTensor) -> list[ValuePiece]:
+def _list_contiguous_ranges_of_tensor(written: WrittenTensor) -> list[ValuePiece]:
     """Return the contiguous ranges of a written tensor as (start, stop, values), where start and stop are flat indices
     into the full tensor."""
     at, found = 0, []
@@ -129,8 +129,8 @@ def _find_worst_common_element(one: WrittenTensor, other: WrittenTensor, toleran
     difference exceeds the tolerance."""
     overlaps = [
         (low, want[low - start : high - start], got[low - first : high - first])
-        for start, stop, want in _list_contiguous_pieces(one)
-        for first, last, got in _list_contiguous_pieces(other)
+        for start, stop, want in _list_contiguous_ranges_of_tensor(one)
+        for first, last, got in _list_contiguous_ranges_of_tensor(other)
         if (low := max(start, first)) < (high := min(stop, last))
     ]
     if not overlaps:
@@ -170,7 +170,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 def diff(args: argparse.Namespace) -> int:
     """Print the first difference between two runs, checkpoints or traces. Return 1 if there is one, else 0."""
     first, second = Path(args.first), Path(args.second)
-    kinds = [_find_argument_kind(path) for path in (first, second)]
+    kinds = [_classify_path_argument(path) for path in (first, second)]
     for text, kind in zip((args.first, args.second), kinds, strict=True):
         if kind == "run":
             _find_script_index(shlex.split(text), text)
@@ -185,7 +185,9 @@ def diff(args: argparse.Namespace) -> int:
             path if kind == "record" else _run_and_record(text, Path(folder, name), args.steps)
             for path, kind, text, name in zip((first, second), kinds, (args.first, args.second), "ab", strict=True)
         ]
-        return _print_difference(find_first_difference(read_records(runs[0]), read_records(runs[1]), args.tolerance))
+        return _print_difference(
+            find_first_tensor_difference(read_records(runs[0]), read_records(runs[1]), args.tolerance)
+        )
 
 
 def _print_difference(found: object) -> int:
@@ -194,7 +196,7 @@ def _print_difference(found: object) -> int:
     return 0 if found is None else 1
 
 
-def _find_argument_kind(path: Path) -> str:
+def _classify_path_argument(path: Path) -> str:
     """Return what a command-line argument refers to: "run" (a job to start), "record" (the values that a run
     recorded), "trace" or "checkpoint"."""
     if not path.exists() or path.suffix in (".py", ".toml"):

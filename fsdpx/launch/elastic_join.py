@@ -18,13 +18,13 @@ from fsdpx.core.base import safe_files
 from fsdpx.errors import LaunchError
 from fsdpx.launch.rank_status import read_rank_statuses
 
-__all__ = ["JoinRequests", "request_join"]
+__all__ = ["JoinRequests", "request_more_ranks"]
 
 _REQUEST_PREFIX, _ANSWER_PREFIX, _REFUSAL_PREFIX = "joins-", "answer-", "no: "
 _POLL_SECONDS = 0.5
 
 
-def request_join(folder: Path, ranks: int, seconds: float) -> str:
+def request_more_ranks(folder: Path, ranks: int, seconds: float) -> str:
     """Ask the launcher of a running job for `ranks` more ranks, and return its answer. Raise LaunchError if the
     launcher refuses or does not answer.
 
@@ -80,7 +80,7 @@ class JoinRequests:
             return
         self._due = now + _POLL_SECONDS
         asking = list(self._folder.glob(f"{_REQUEST_PREFIX}*"))
-        listener = _find_process_handling_save_signal(notes) if asking else None
+        listener = _find_rank_handling_save_signal(notes) if asking else None
         if listener is None:
             return
         for asks in asking:
@@ -125,7 +125,7 @@ class JoinRequests:
             safe_files.write_file(asks.with_name(asks.name.replace(_REQUEST_PREFIX, _ANSWER_PREFIX, 1)), text)
 
 
-def _find_process_handling_save_signal(notes: Path) -> int | None:
+def _find_rank_handling_save_signal(notes: Path) -> int | None:
     """Return the process id of a rank on this host that saves a checkpoint when it gets SIGUSR1, as a script inside
     `Preemption` does. Return None if there is none.
 

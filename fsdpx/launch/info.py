@@ -71,7 +71,7 @@ def info() -> Info:
     ]
     rows += [("mpi4py", describe_version("mpi4py")), ("MPI library", describe_mpi()), ("launcher", describe_launcher())]
     rows += [("CuPy", gpu_library), ("PyTorch", describe_version("torch")), ("shared memory", describe_shared_memory())]
-    rows += [("left in /dev/shm", describe_leftover_files()), ("cache", _describe_cache())]
+    rows += [("left in /dev/shm", describe_leftover_shared_memory()), ("cache", _describe_cache())]
     rows += [(f"BLAS {name}", where) for name, where in blas.list_available_libraries().items()]
     rows += [(f"bf16 by {name}", where) for name, where in blas.load_half_matmul().list_available_libraries().items()]
     rows += [("BLAS in use", blas.get_selected_library())]
@@ -193,7 +193,7 @@ def describe_shared_memory() -> str:
     return "no limit of its own" if free is None else f"{format_bytes(free)} free in /dev/shm"
 
 
-def describe_leftover_files() -> str:
+def describe_leftover_shared_memory() -> str:
     """Describe the size and number of the files in /dev/shm that killed jobs left behind, and how to remove them."""
     found = find_leftover_files()
     if not found:

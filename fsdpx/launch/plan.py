@@ -21,8 +21,8 @@ from fsdpx.launch.catalog import CatalogModel, find_model
 from fsdpx.launch.show import (
     converting_write_errors,
     draw_step_to_file,
-    make_no_field_error,
-    parse_dims,
+    make_samples_not_fields_error,
+    parse_dim_sizes,
     parse_recompute,
 )  # fmt: skip
 from fsdpx.plan.auto import MACHINE_FILE
@@ -31,7 +31,7 @@ from fsdpx.plan.peak import format_changes
 from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
 from fsdpx.plan.searching import ANY_GRID, MAX_CANDIDATES
 
-__all__ = ["add_measure_options", "add_options", "measure_and_write_machine", "plan_job"]
+__all__ = ["add_measure_options", "add_options", "measure_and_write_machine", "search_and_format_plan"]
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 FIXED_PLACEMENTS = ("strategy", "microbatches", "schedule", "precision")
 
 
-def plan_job(args: argparse.Namespace) -> str:
+def search_and_format_plan(args: argparse.Namespace) -> str:
     """Search for the fastest configuration of a model, draw the requested figures, and return the resulting plan as
     text."""
     for option, path in (("--png", args.png), ("--ranks-png", args.ranks_png)):
@@ -111,10 +111,10 @@ def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) ->
     """Return the model, with samples of the size that --field gives, and the `domain` argument of the search. The
     argument is the grid of ranks that --domain gives, or else a value that stands for all possible grids; it is None if
     samples are not fields."""
-    cells, dims = parse_dims("--field", args.field) or example.cells, parse_dims("--domain", args.domain)
+    cells, dims = parse_dim_sizes("--field", args.field) or example.cells, parse_dim_sizes("--domain", args.domain)
     if not example.cells and (cells or dims):
-        raise make_no_field_error(args.example)
-    return (example.with_field(cells, None), dims or ANY_GRID) if example.cells else (example, None)
+        raise make_samples_not_fields_error(args.example)
+    return (example.with_field_shape(cells, None), dims or ANY_GRID) if example.cells else (example, None)
 
 
 def add_measure_options(p: argparse.ArgumentParser) -> None:

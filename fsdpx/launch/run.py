@@ -32,8 +32,8 @@ from fsdpx.core.comm.mpi.start import (
 )
 from fsdpx.errors import LaunchError
 from fsdpx.ext.watch.flight_recorder import FlightRecord, format_records, read_all_records
-from fsdpx.launch.batch import find_cores_per_node, make_batch_file
-from fsdpx.launch.elastic_join import JoinRequests, request_join
+from fsdpx.launch.batch import find_cores_per_node, make_batch_script
+from fsdpx.launch.elastic_join import JoinRequests, request_more_ranks
 from fsdpx.launch.exit_status import DeathRecorder, Evidence, JobEnding, RestartPlan, record_and_decide_restart
 from fsdpx.launch.launchers import FoundLauncher, find_launcher, list_answering_hosts, make_command
 from fsdpx.launch.options import (
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
         ranks = node.count_ranks_on_this_host(ranks, args.per_node)
     config = LaunchConfig(**given | {"ranks": ranks})
     if args.join is not None:
-        answer = request_join(args.join, config.ranks, config.timeout or _JOIN_TIMEOUT_SECONDS)
+        answer = request_more_ranks(args.join, config.ranks, config.timeout or _JOIN_TIMEOUT_SECONDS)
         print(f"fsdpx run: {args.join}: {answer}")
         return 0
     if args.script is None:
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     variables = {"FSDPX_TUNE": "again"} if args.retune else {}
     if args.print_batch:
         _require_existing_program(program)
-        print(text := make_batch_file(args.print_batch, config, program, find_cores_per_node(), variables), end="")
+        print(text := make_batch_script(args.print_batch, config, program, find_cores_per_node(), variables), end="")
         if found := re.search(r"^# (.* more than a node has\.)\n#( .*)", text, re.M):
             _log_line(found[1] + found[2])
     elif args.dry_run:
@@ -145,7 +145,7 @@ def run_job(
                 break
             restart = f"restart {plan.restart_count + 1} of {plan.max_restarts} in {seconds:g} s"
             _log_line(f"{ending.text}; {'they go on' if ending.kind == 'joined' else restart}: {reason}")
-            if signals.wait_for_signal(seconds):
+            if signals.sleep_until_signal_or_timeout(seconds):
                 break
     guests.refuse_open_requests()
     if ending.kind != "done":
@@ -358,7 +358,7 @@ class _SignalForwarder:
         while self._before:
             self._before.pop().restore(self._record_signal)
 
-    def wait_for_signal(self, seconds: float) -> bool:
+    def sleep_until_signal_or_timeout(self, seconds: float) -> bool:
         """Sleep until a signal is received, but at most `seconds` seconds. Return whether one was received."""
         end = time.monotonic() + seconds
         while not self.received and time.monotonic() < end:

@@ -55,9 +55,9 @@ __all__ = [
     "converting_write_errors",
     "draw_step_to_file",
     "format_mesh",
-    "make_no_field_error",
+    "make_samples_not_fields_error",
     "make_step_lanes",
-    "parse_dims",
+    "parse_dim_sizes",
     "parse_recompute",
     "require_axes_for_options",
     "show",
@@ -114,10 +114,10 @@ def _simulate_and_format_step(args: argparse.Namespace, count: Callable[[int], N
     starts."""
     if args.png is not None:
         require_writable_picture("--png", args.png)
-    example = _grow_batch_to_chunks(find_model(args.example, args.batch), args.batch, args.chunks)
+    example = _round_batch_up_to_chunk_multiple(find_model(args.example, args.batch), args.batch, args.chunks)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     require_axes_for_options(mesh, args.schedule, args.sequence)
-    dims = parse_dims("--domain", args.domain) or (mesh.domain if mesh is not None else ())
+    dims = parse_dim_sizes("--domain", args.domain) or (mesh.domain if mesh is not None else ())
     ranks, batch = _choose_rank_count(args, mesh, prod(dims)), example.batch
     if ranks < 1 or batch < 1:
         raise ConfigError(f"--ranks {ranks} --batch {batch}: both at least 1")
@@ -128,7 +128,7 @@ def _simulate_and_format_step(args: argparse.Namespace, count: Callable[[int], N
         args, replace(full, domain=dims), ranks, batch, 0 if grid is None else grid.busiest_ranks[0]
     )
     space = None if grid is None else grid.as_rank(full.data_rank_of(rank))
-    example, whole = (example.with_field(cells, one) if cells else example for one in (space, None))
+    example, whole = (example.with_field_shape(cells, one) if cells else example for one in (space, None))
     options = _make_dry_run_options(args, example, full, ranks, rank) | {"domain": space}
 
     numbers = itertools.count(1)
@@ -203,7 +203,7 @@ def _make_dry_run_options(
     }
 
 
-def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
+def parse_dim_sizes(option: str, text: str | None) -> tuple[int, ...]:
     """Parse the value of a command-line option, such as "2,2,2" or "2x2x2"; None is parsed as (). Raise ConfigError for
     anything else."""
     words = [] if text is None else text.replace("x", ",").split(",")
@@ -212,7 +212,7 @@ def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def make_no_field_error(example: str) -> ConfigError:
+def make_samples_not_fields_error(example: str) -> ConfigError:
     """Return the error to raise for --domain or --field, because samples of the model `example` are not fields."""
     fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
     say = "; of a model of your own say --batch with samples, channels and cells, as many as it gives"
@@ -225,13 +225,13 @@ def _choose_field_cells_and_grid(
 ) -> tuple[tuple[int, ...], Grid | None]:
     """Return the number of cells of the field along each dim (from --field), and the grid of ranks that splits the
     field (None if it is not split)."""
-    cells = parse_dims("--field", args.field) or example.cells
+    cells = parse_dim_sizes("--field", args.field) or example.cells
     if not example.cells and (dims or cells):
-        raise make_no_field_error(args.example)
+        raise make_samples_not_fields_error(args.example)
     return cells, Grid.from_shape(cells, dims) if dims else None
 
 
-def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
+def _round_batch_up_to_chunk_multiple(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
     """Return the model with a batch size that is a multiple of `chunks`. If necessary, a default batch size is
     increased, but for a batch size that the user gave, ConfigError is raised."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:

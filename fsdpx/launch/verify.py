@@ -24,7 +24,7 @@ from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.record import RankRecord, ValueRecorder
-from fsdpx.launch.diff import find_first_difference
+from fsdpx.launch.diff import find_first_tensor_difference
 from fsdpx.launch.show import format_mesh, parse_recompute, require_axes_for_options
 from fsdpx.nn.tensor_plan import SEQUENCES
 from fsdpx.testing.compare import find_difference
@@ -181,7 +181,7 @@ def _retrain_and_print_first_difference(comm: Communicator, case: VerifyCase, si
     everyone = comm.all_gather_data(_train_and_record(comm, case, size))
     if comm.rank == 0:
         print(
-            find_first_difference(
+            find_first_tensor_difference(
                 [_train_and_record(make_single_rank_communicator(), case.single_process_case, size)],
                 everyone,
                 case.tolerance,

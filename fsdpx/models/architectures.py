@@ -21,7 +21,7 @@ from fsdpx.models.fields import (
     WORD,
     ConfigField,
     ValueKind,
-    check_and_complete_fields,
+    check_and_complete_config_fields,
     shorten_value,
 )
 from fsdpx.models.fields import (
@@ -98,7 +98,7 @@ class Architecture:
                     f"{where}: {name}={shorten_value(value)}: this field is unknown, and may require what is not "
                     "supported; remove it from the file if the model is the same without it"
                 )
-        return check_and_complete_fields(values, self.fields, where, parts)
+        return check_and_complete_config_fields(values, self.fields, where, parts)
 
     def get_names_in_files(self, name: str, rows: int) -> tuple[str, ...]:
         """Return the names that files use for a parameter: one tensor name or, for stacked experts, one for each of
@@ -157,7 +157,7 @@ def _parse_rope_base_and_scaling(c: Config) -> tuple[float, dict[str, Any] | Non
     for name, value in given.items():
         if (name not in ROPE and value is not None) or (name in ROPE_PLAIN and value not in ROPE_PLAIN[name]):
             raise ConfigError(f"config.json: {name}={shorten_value(value)} of rotary positions is not supported")
-    rope = check_and_complete_fields(given, ROPE, "config.json, rotary positions", 0)
+    rope = check_and_complete_config_fields(given, ROPE, "config.json, rotary positions", 0)
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type") or rope.pop("type") or "default"
     theta = c["rope_theta"] if theta is None else theta
     if kind == "default":

@@ -99,7 +99,7 @@ class ChatTemplate:
         """Return the process that renders the template. Start a new one if there is none, or if it has ended."""
         found = vars(self).get("_started")
         if found is None or not found.is_alive():
-            found = vars(self)["_started"] = TemplateProcess(self._find_jinja_folder())
+            found = vars(self)["_started"] = TemplateProcess(self._find_jinja2_package_folder())
             try:
                 found.request_text({"source": self.source})
             except TemplateError as error:
@@ -107,7 +107,7 @@ class ChatTemplate:
                 raise ConfigError(f"{self.where}: this is no template of Jinja2: {error}") from error
         return found
 
-    def _find_jinja_folder(self) -> Path:
+    def _find_jinja2_package_folder(self) -> Path:
         """Return the folder that contains the package jinja2. Raise ConfigError if jinja2 is missing or too old."""
         try:
             import jinja2

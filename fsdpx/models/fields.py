@@ -11,7 +11,7 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "COUNT", "FLAG", "HARMLESS", "NEEDED", "NUMBER", "OBJECT", "PARTS", "PLAIN", "WORD", "ConfigField", "ValueKind",
-    "check_and_complete_fields", "shorten_value",
+    "check_and_complete_config_fields", "shorten_value",
 ]  # fmt: skip
 
 MAX_COUNT = 2**31 - 1
@@ -78,7 +78,7 @@ HARMLESS = frozenset(
 (which is an option of fsdpx models), and settings for text generation."""
 
 
-def check_and_complete_fields(
+def check_and_complete_config_fields(
     config: Mapping[str, Any], fields: Mapping[str, ConfigField], where: str, parts: int
 ) -> dict[str, Any]:
     """Return the values of `fields` in a configuration, with defaults for missing ones. Raise ConfigError for an

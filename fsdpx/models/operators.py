@@ -97,7 +97,7 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
     ------
     CheckpointError : if the names match no supported model, or if tensors are missing, left over or of the wrong shape
     """
-    return _build_model(_read_tensors(source), options)
+    return _find_project_and_build_model(_read_tensors(source), options)
 
 
 def to_state_dict(
@@ -129,7 +129,7 @@ def to_state_dict(
         numbers = np.arange(first, end, dtype=np.float64)
         places[name] = (numbers.view(np.complex128) if np.iscomplexobj(array) else numbers).reshape(array.shape)
     flat = np.concatenate([_view_as_real(a).reshape(-1).astype(np.float64) for a in tensors.values()])
-    for name, value in _build_model(places, options).initial.items():
+    for name, value in _find_project_and_build_model(places, options).initial.items():
         assert isinstance(value, ArrayInitializer)
         at, ours = value.array.astype(np.int64), _to_array(parameters[name]) if name in parameters else np.empty(0)
         if ours.shape != at.shape:
@@ -142,7 +142,7 @@ def to_state_dict(
     return found
 
 
-def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
+def _find_project_and_build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
     """Build the model of the first project whose marker tensor is present, initialized with the tensors. Raise
     CheckpointError if no project matches."""
     tensors = {name.removesuffix(":0"): array for name, array in tensors.items()}  # TensorFlow appends ":0" to names
@@ -150,7 +150,7 @@ def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
         found = next((name for name in tensors if name.endswith(project.marker_name)), None)
         if found is not None:
             prefix = found.removesuffix(project.marker_name)
-            return _build_model_with_values(
+            return _build_model_from_tensors(
                 project, {_remove_prefix(name, prefix): a for name, a in tensors.items()}, options
             )
     marks = ", ".join(project.marker_name for project in PROJECTS)
@@ -184,7 +184,7 @@ def _remove_prefix(name: str, prefix: str) -> str:
     return name.removeprefix(prefix)
 
 
-def _build_model_with_values(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Container:
+def _build_model_from_tensors(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Container:
     """Build the model of a project, initialized with the tensors. Raise CheckpointError if tensors are missing or left
     over."""
     kept = {n: a for n, a in tensors.items() if not any(fnmatchcase(n, pattern) for pattern in project.unused)}
@@ -200,11 +200,13 @@ def _build_model_with_values(project: Project, tensors: Tensors, options: Mappin
     texts = [f"{what}: {', '.join(n[:5])}" for what, n in (("missing", missing), ("not in the model", extra)) if n]
     if texts:
         raise CheckpointError(f"from_state_dict: {'; '.join(texts)}")
-    model.initial = {name: _make_initializer(other, kept[other], specs[name]) for name, other in theirs.items()}
+    model.initial = {
+        name: _make_parameter_initializer(other, kept[other], specs[name]) for name, other in theirs.items()
+    }
     return model
 
 
-def _make_initializer(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
+def _make_parameter_initializer(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
     """Return an initializer with the values of the tensor `array`, whose name is `name`; complex numbers become pairs
     (real, imaginary). Raise CheckpointError unless the tensor has the parameter's shape `shape`, apart from dims of
     size 1."""
@@ -215,7 +217,7 @@ def _make_initializer(name: str, array: np.ndarray, shape: tuple[int, ...]) -> A
     return ArrayInitializer(values, zlib.crc32(values.tobytes()))
 
 
-def _build_unet(tensors: Tensors, *, transposed: bool | None = None, **options: Any) -> Container:
+def _build_unet_from_tensors(tensors: Tensors, *, transposed: bool | None = None, **options: Any) -> Container:
     first, last = tensors["encoder1.enc1conv1.weight"], tensors["conv.weight"]
     width, outputs = first.shape[0], len(tensors["conv.bias"])
     if transposed or (transposed is None and last.shape[:2] == (width, outputs) != (outputs, width)):
@@ -234,7 +236,7 @@ def _compute_last_n_modes(modes: int) -> int:
     return max(2 * (modes - 1), 1)
 
 
-def _build_fno(tensors: Tensors, *, positions: bool = True) -> Container:
+def _build_fno_from_tensors(tensors: Tensors, *, positions: bool = True) -> Container:
     spectral, lifting = tensors["fno_blocks.convs.0.weight.tensor"], tensors["lifting.fcs.0.weight"]
     if not np.iscomplexobj(spectral):
         raise CheckpointError("from_state_dict: weights of SpectralConv must be complex: read them by torch.load")
@@ -248,7 +250,7 @@ def _build_fno(tensors: Tensors, *, positions: bool = True) -> Container:
     )  # fmt: skip
 
 
-def _join_spectral_corners(tensors: Tensors) -> Tensors:
+def _concatenate_corner_weights(tensors: Tensors) -> Tensors:
     """Return the tensors of a PDEBench FNO, with the weights for the corners of each spectrum concatenated into one
     tensor, in the order of frequencies."""
     found = {name: a for name, a in tensors.items() if ".weights" not in name}
@@ -298,10 +300,10 @@ def _build_pdebench_fno(tensors: Tensors, *, padding: int | tuple[int, ...] | No
 
 
 PROJECTS = (
-    Project("encoder1.enc1conv1.weight", _build_unet, unused=("*.num_batches_tracked",)),
+    Project("encoder1.enc1conv1.weight", _build_unet_from_tensors, unused=("*.num_batches_tracked",)),
     Project(
         "fno_blocks.convs.0.weight.tensor",
-        _build_fno,
+        _build_fno_from_tensors,
         {
             "conv*.weight": "fno_blocks.convs.*.weight.tensor",
             "conv*.bias": "fno_blocks.convs.*.bias",
@@ -315,7 +317,7 @@ PROJECTS = (
             "projection.2.": "projection.fcs.1.",
         },
     ),
-    Project("conv0.weights1", _build_pdebench_fno, join_tensors=_join_spectral_corners, unused=("bn*",)),
+    Project("conv0.weights1", _build_pdebench_fno, join_tensors=_concatenate_corner_weights, unused=("bn*",)),
     Project(
         "processor.processor_layers.1.node_mlp.model.0.weight", build_physicsnemo_network,
         join_tensors=join_physicsnemo_tensors, unused=("device_buffer", "*._extra_state"),

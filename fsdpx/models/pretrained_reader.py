@@ -31,7 +31,7 @@ __all__ = [
     "TensorSource",
     "TransposedShard",
     "from_pretrained",
-    "iterate_transposed_shards",
+    "iterate_blocks_of_transposed_shard",
     "split_ranges_into_matrix_blocks",
 ]
 
@@ -87,7 +87,7 @@ class TransposedShard:
         yield ShardBlock(np.ascontiguousarray(part).reshape(-1), tuple(self.box.list_transposed_intervals(self.rows)))
 
 
-def iterate_transposed_shards(name: str, held: LocalShard) -> Iterator[TransposedShard]:
+def iterate_blocks_of_transposed_shard(name: str, held: LocalShard) -> Iterator[TransposedShard]:
     """Split a rank's shard of a matrix into blocks for a file in which the matrix is stored transposed. Within each
     block, file positions are ascending."""
     rows, columns = held.spec.shape

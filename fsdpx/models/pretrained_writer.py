@@ -37,10 +37,15 @@ from fsdpx.core.checkpoint.format import (
 )
 from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, iterate_shards_to_write
 from fsdpx.core.checkpoint.read import CheckpointSource
-from fsdpx.core.checkpoint.write import write_shards
+from fsdpx.core.checkpoint.write import write_tensor_shards
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
-from fsdpx.models.pretrained_reader import CONFIG_NAME, TensorSource, TransposedShard, iterate_transposed_shards
+from fsdpx.models.pretrained_reader import (
+    CONFIG_NAME,
+    TensorSource,
+    TransposedShard,
+    iterate_blocks_of_transposed_shard,
+)
 from fsdpx.models.tokenizer_files import MAX_JSON_BYTES
 
 __all__ = ["save_pretrained"]
@@ -86,7 +91,7 @@ def _write_pretrained_folder(state: TrainState, folder: Any, dtype: str | None) 
     plan = _plan_files(source, {name for one in stored.values() for name in one.names}, dtype)
     partial = run_on_rank0(world, where, lambda: _create_partial_folder(path, plan))
     try:
-        run_on_all_ranks(world, where, lambda: write_shards(partial, plan, _iterate_shards(state, stored)))
+        run_on_all_ranks(world, where, lambda: write_tensor_shards(partial, plan, _iterate_shards(state, stored)))
         run_on_rank0(world, where, lambda: _write_headers_and_commit(path, partial, plan, source, dtype))
     except BaseException:
         if world.rank == 0:
@@ -145,7 +150,7 @@ def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Itera
     for piece in iterate_shards_to_write(state):
         for one in tensors.get(piece.name, {}).values():
             if one.transposed and len(piece.spec.shape) == 2:
-                yield from iterate_transposed_shards(one.name, piece)
+                yield from iterate_blocks_of_transposed_shard(one.name, piece)
             elif len(one.names) > 1:
                 yield from _split_shard_by_tensor(piece, one)
             else:

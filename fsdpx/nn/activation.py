@@ -189,7 +189,7 @@ class Dropout(Layer):
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind = request.kinds[0]
         if isinstance(kind, FieldPartition) and type(self) is Dropout:
-            request.require_no_mark(self)
+            request.require_no_tensor_plan_mark(self)
             return ShardedLayer(bind_partition(self, kind), kind)
         if (
             type(self) is not Dropout

@@ -34,7 +34,7 @@ class AttentionContainer(Container):
             saved = (*before, (read,), ())
         return y, saved
 
-    def _backward_steps(
+    def _run_backward_steps(
         self,
         env: LayerContext,
         parts: Mapping[str, Any],
@@ -46,10 +46,10 @@ class AttentionContainer(Container):
         *before, held, last = saved
         if last == ():
             step = self.steps[-2]
-            (read,) = map_saved(held, partial(self._resolve_placeholder, env, parts, saved))
+            (read,) = map_saved(held, partial(self._recompute_if_placeholder, env, parts, saved))
             merged, held = step.layer.forward(env.child(step.name), {}, read)
             last = (merged,)
-        return super()._backward_steps(env, parts, backward_step, (*before, held, last), dy, constant)
+        return super()._run_backward_steps(env, parts, backward_step, (*before, held, last), dy, constant)
 
 
 class MultiHeadAttention(AttentionContainer):

@@ -13,7 +13,7 @@ from fsdpx.core.array.kernels.dot_product_attention import (
     zero_hidden_weights,
 )
 from fsdpx.nn.activation import apply_dropout_mask, make_keep_mask
-from fsdpx.nn.gradient_accumulation import matmul_in_dtype
+from fsdpx.nn.gradient_accumulation import matmul_in_dtype_of_first
 from fsdpx.nn.layer import Array, LayerContext
 from fsdpx.nn.shard_specs import shard_bounds
 
@@ -78,7 +78,10 @@ class AttentionHeads:
         else:
             keep = self._make_keep_mask(env, (*q.shape[:3], k.shape[2]))
             weights = self._compute_attention_weights(env.xp, q, k)
-            dropped, multiply = apply_dropout_mask(weights, keep, self.dropout), partial(matmul_in_dtype, env.xp)
+            dropped, multiply = (
+                apply_dropout_mask(weights, keep, self.dropout),
+                partial(matmul_in_dtype_of_first, env.xp),
+            )
             form = partial(multiply_without_hidden_rows, dropped, v, multiply=multiply)
             o, rest = (
                 compute_masked_if_not_finite(env.xp, form, make_causal_mask(env.xp, q, self.causal)),
@@ -105,7 +108,7 @@ class AttentionHeads:
     ) -> Array:
         """Return the gradients of q, k and v for attention with dropout, stacked to (3, samples, heads, time, d_head).
         `seen` is the causal mask, or None if attention is not causal."""
-        multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
+        multiply, seeing = partial(matmul_in_dtype_of_first, xp), None if seen is None else seen.T
         dweights = zero_hidden_weights(apply_dropout_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
         rows = (-1, weights.shape[-1])
         dscores = kernels.softmax_backward(xp, weights.reshape(rows), dweights.reshape(rows))
@@ -138,7 +141,7 @@ def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
 def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
     """Return the attention scores, `scale * q @ k^T`. If `causal` is true, the score is -inf where the key comes after
     the query."""
-    scores = matmul_in_dtype(xp, q, k.swapaxes(-1, -2))
+    scores = matmul_in_dtype_of_first(xp, q, k.swapaxes(-1, -2))
     scores *= scale
     seen = make_causal_mask(xp, q, causal)
     return scores if seen is None else xp.where(seen, scores, xp.full_like(scores, -math.inf))

@@ -125,7 +125,7 @@ def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, wh
     dim = dim % x.ndim
     shapes = _list_part_shapes(x.shape, dim, x.shape[dim], comm)
     counts = [math.prod(shape) for shape in shapes]
-    sent, own_part = _pack_parts(xp, x, shapes, dim), xp.empty((counts[comm.rank],), dtype=x.dtype)
+    sent, own_part = _split_and_flatten_parts(xp, x, shapes, dim), xp.empty((counts[comm.rank],), dtype=x.dtype)
     handle = comm.reduce_scatter(sent, own_part, counts=counts, what=what)
     return PendingCollective(handle, lambda: own_part.reshape(shapes[comm.rank]), sent)
 
@@ -160,7 +160,7 @@ def all_to_all_dims(
     whole = x.shape[merge] * comm.size if total is None else total
     into = _list_part_shapes(out[comm.rank], merge, whole, comm)
     counts, received = ([math.prod(shape) for shape in shapes] for shapes in (out, into))
-    sent, flat = _pack_parts(xp, x, out, split), xp.empty((builtins.sum(received),), dtype=x.dtype)
+    sent, flat = _split_and_flatten_parts(xp, x, out, split), xp.empty((builtins.sum(received),), dtype=x.dtype)
     comm.all_to_all(sent, flat, counts, received, what=what).wait()
     return _unpack_parts(xp, flat, into, merge)
 
@@ -207,31 +207,33 @@ def _list_part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRank
     return shapes
 
 
-def _pack_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
+def _split_and_flatten_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
     """Split `x` along `dim` into parts of the given shapes, flatten the parts, and return them concatenated in a 1-D
     buffer. If the parts are contiguous, return a view."""
     if math.prod(x.shape[:dim]) == 1:
         return _flatten_contiguous(xp, x)
     flat = xp.empty((x.size,), dtype=x.dtype)
-    for own_array, flat_part in _iterate_parts(x, flat, shapes, dim):
+    for own_array, flat_part in _iterate_parts_with_buffer_views(x, flat, shapes, dim):
         flat_part[...] = own_array
     return flat
 
 
 def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
-    """Invert `_pack_parts`: return the array whose flattened parts along `dim` are concatenated in the 1-D buffer
-    `flat`."""
+    """Invert `_split_and_flatten_parts`: return the array whose flattened parts along `dim` are concatenated in the 1-D
+    buffer `flat`."""
     first = shapes[0]
     whole = (*first[:dim], builtins.sum(shape[dim] for shape in shapes), *first[dim + 1 :])
     if math.prod(first[:dim]) == 1:
         return flat.reshape(whole)
     y = xp.empty(whole, dtype=flat.dtype)
-    for own_array, flat_part in _iterate_parts(y, flat, shapes, dim):
+    for own_array, flat_part in _iterate_parts_with_buffer_views(y, flat, shapes, dim):
         own_array[...] = flat_part
     return y
 
 
-def _iterate_parts(x: Array, flat: Array, shapes: Sequence[Shape], dim: int) -> Iterator[tuple[Array, Array]]:
+def _iterate_parts_with_buffer_views(
+    x: Array, flat: Array, shapes: Sequence[Shape], dim: int
+) -> Iterator[tuple[Array, Array]]:
     """Yield two views of equal shape for each part of `x` along `dim`: the part itself, and the part's range in the 1-D
     buffer `flat`."""
     offset = start = 0

@@ -16,7 +16,7 @@ from typing import Any
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches
-from fsdpx.core.program import find_constant_values
+from fsdpx.core.program import find_values_without_gradient
 from fsdpx.errors import ConfigError
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, collect_specs, group_arrays_by_child
@@ -30,10 +30,10 @@ __all__ = [
     "Container",
     "Residual",
     "Sequential",
-    "chain_layers",
+    "make_steps_of_chain",
     "make_unused_name",
     "map_saved",
-    "require_name",
+    "require_valid_child_name",
     "unwrap_single",
 ]  # fmt: skip
 
@@ -182,13 +182,13 @@ class Container(Layer):
             name = step.name
             return step.layer.backward(env.child(name), parts.get(name, {}), into.get(name, {}), held, dy)
 
-        return self._backward_steps(env, parts, backward_step, saved, dy)
+        return self._run_backward_steps(env, parts, backward_step, saved, dy)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
         """Run the backward pass only as far back as the first step with trained parameters. Earlier steps are skipped.
         If a step has trained parameters, but its inputs need no gradient, its own `backward_leaf` runs."""
         parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
-        constant = find_constant_values(
+        constant = find_values_without_gradient(
             (((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs
         )
 
@@ -200,7 +200,7 @@ class Container(Layer):
             step.layer.backward_leaf(*given)
             return unwrap_single([None] * len(step.sources))
 
-        self._backward_steps(env, parts, backward_step, saved, dy, constant)
+        self._run_backward_steps(env, parts, backward_step, saved, dy, constant)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
         parts, kept = self._group_arrays_by_child(p), dict[str, Any]()
@@ -209,7 +209,7 @@ class Container(Layer):
             dx, kept[step.name] = step.layer.backward_input(env.child(step.name), parts.get(step.name, {}), held, dy)
             return dx
 
-        return self._backward_steps(env, parts, backward_step, saved, dy), kept
+        return self._run_backward_steps(env, parts, backward_step, saved, dy), kept
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         parts = self._group_arrays_by_child(g)
@@ -217,7 +217,7 @@ class Container(Layer):
             if step.name in parts and step.name in kept:
                 step.layer.backward_params(env.child(step.name), parts[step.name], kept[step.name])
 
-    def _backward_steps(
+    def _run_backward_steps(
         self,
         env: LayerContext,
         parts: Mapping[str, Any],
@@ -232,7 +232,7 @@ class Container(Layer):
         `parts` are the parameters, grouped by child layer. `backward_step(step, saved, dy)` returns the gradients of a
         step's inputs. A step is skipped if no output depends on its results, or if all of its results are in
         `constant`, the names of values that need no gradient."""
-        whole = partial(self._resolve_placeholder, env, parts, saved)
+        whole = partial(self._recompute_if_placeholder, env, parts, saved)
         given_here = zip(self.outputs, _as_tuple(dy, len(self.outputs)), strict=True)
         grads = {name: part for name, part in given_here if name not in constant}
         for step, held in zip(reversed(self.steps), reversed(saved), strict=True):
@@ -245,7 +245,7 @@ class Container(Layer):
                     grads[name] = _add_optional(grads.get(name), part)
         return unwrap_single([grads.get(name) for name in self.inputs])
 
-    def _resolve_placeholder(self, env: LayerContext, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
+    def _recompute_if_placeholder(self, env: LayerContext, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
         """Return `part` itself, or the recomputed result if `part` is a `RecomputePlaceholder` of this container.
         `parts` are the parameters, grouped by child layer.
 
@@ -253,7 +253,7 @@ class Container(Layer):
         until the garbage collector runs."""
         if not isinstance(part, RecomputePlaceholder) or part.owner is not self:
             return part
-        step, whole = self.steps[part.step], partial(self._resolve_placeholder, env, parts, saved)
+        step, whole = self.steps[part.step], partial(self._recompute_if_placeholder, env, parts, saved)
         return step.layer.recompute(env.child(step.name), parts.get(step.name, {}), map_saved(saved[part.step], whole))
 
     def _collect_specs_and_ties(
@@ -299,7 +299,7 @@ class Sequential(Container):
                 raise ConfigError(
                     f"Sequential: layer {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(values)}"
                 )
-            gives = list_output_names(name, layer)
+            gives = list_child_output_names(name, layer)
             steps.append(ChildCall(name, layer, values, gives))
             values = gives
         super().__init__(steps, inputs, values, ties, frozen)
@@ -329,7 +329,7 @@ class Residual(Container):
         super().__init__(steps, ("x",), ("add",))
 
 
-def chain_layers(
+def make_steps_of_chain(
     layers: Mapping[str, Layer], source: str = "x", shared: Sequence[str] = ()
 ) -> tuple[list[ChildCall], tuple[str, ...], tuple[str, ...]]:
     """Connect `layers` in a chain that starts at the value `source`. Return the steps, the names of the chain's inputs,
@@ -344,7 +344,7 @@ def chain_layers(
     return steps, (source, *shared), (value,)
 
 
-def require_name(owner: str, name: object) -> str:
+def require_valid_child_name(owner: str, name: object) -> str:
     """Return `name`. Raise ConfigError unless `name` can be a part of a dotted path: a nonempty string without dots.
     The message begins with `owner`."""
     if not isinstance(name, str) or not name or "." in name:
@@ -381,7 +381,7 @@ def list_input_names(layer: Layer) -> tuple[str, ...]:
     return ("x",) if layer.n_inputs == 1 else tuple(f"x{i}" for i in range(layer.n_inputs))
 
 
-def list_output_names(name: str, layer: Layer) -> tuple[str, ...]:
+def list_child_output_names(name: str, layer: Layer) -> tuple[str, ...]:
     """Return the names of the values that the child layer `name` returns: `name` itself, or, if it has several outputs,
     `name.output` for each output."""
     if layer.n_outputs == 1:
@@ -396,7 +396,7 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
         named.extend(layer.items() if isinstance(layer, Mapping) else [(str(len(named)), layer)])
     if not named:
         raise ConfigError(f"{owner}: there must be at least one layer")
-    names = [require_name(owner, name) for name, _ in named]
+    names = [require_valid_child_name(owner, name) for name, _ in named]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{owner}: duplicate layer names {', '.join(map(repr, twice))}")
     return [(name, require_layer(owner, name, layer)) for name, layer in named]
@@ -513,7 +513,7 @@ class ComposeTrace:
         if layer.n_inputs not in (None, len(x)):
             raise ConfigError(f"{self.owner}: {layer!r} takes {layer.n_inputs} inputs, but gets {len(x)}")
         name = self._name_step(layer)
-        step = ChildCall(name, layer, tuple(value.name for value in x), list_output_names(name, layer))
+        step = ChildCall(name, layer, tuple(value.name for value in x), list_child_output_names(name, layer))
         self.steps.append(step)
         values = tuple(ComposeValue(self, gives) for gives in step.gives)
         return values[0] if len(values) == 1 else values
@@ -598,7 +598,11 @@ class Composite(Container, metaclass=ComposingMeta):
             inputs = dict.fromkeys(self.reads)
         elif not inputs or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in inputs.values()):
             raise ConfigError(f"{owner}: compose takes one argument by name for each input, compose(self, x)")
-        named = {require_name(owner, name): child for name, child in vars(self).items() if isinstance(child, Layer)}
+        named = {
+            require_valid_child_name(owner, name): child
+            for name, child in vars(self).items()
+            if isinstance(child, Layer)
+        }
         trace = ComposeTrace(owner, named, tuple(inputs))
         traced_outputs = self.compose(*trace.inputs)
         outputs = [

@@ -7,9 +7,15 @@ from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.activation import Dropout, Tanh, make_activation
-from fsdpx.nn.container import Composite, Container, chain_layers
+from fsdpx.nn.container import Composite, Container, make_steps_of_chain
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
-from fsdpx.nn.gradient_accumulation import add_matmul_gradient, add_sum_into, as_rows, linear_forward, matmul_in_dtype
+from fsdpx.nn.gradient_accumulation import (
+    add_matmul_gradient,
+    add_sum_over_dims_into,
+    as_rows,
+    linear_forward,
+    matmul_in_dtype_of_first,
+)
 from fsdpx.nn.grouped_query_attention import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive, store_init_args
@@ -106,15 +112,17 @@ class Bert(Container):
         )
         mlp = MLP(d_model, hidden, activation=make_activation(self, activation), init=init)
         block = AttentionBlock(attention, mlp, LayerNorm(d_model, eps), post=True)
-        blocks = Container(*chain_layers(dict.fromkeys(map(str, range(n_layers)), block), "x", ("mask",)))
-        steps, _, (last,) = chain_layers({"blocks": blocks}, "embed", ("mask",))
+        blocks = Container(*make_steps_of_chain(dict.fromkeys(map(str, range(n_layers)), block), "x", ("mask",)))
+        steps, _, (last,) = make_steps_of_chain({"blocks": blocks}, "embed", ("mask",))
         head = (
             _make_class_head(d_model, classes, dropout)
             if classes is not None
-            else _make_token_head(self, d_model, vocab, activation, eps)
+            else _make_token_prediction_head(self, d_model, vocab, activation, eps)
         )
-        more, _, outputs = chain_layers(head, last)
-        first, _, _ = chain_layers({"embed": BertEmbedding(vocab, d_model, seq_len, types, eps)}, "x", ("kinds",))
+        more, _, outputs = make_steps_of_chain(head, last)
+        first, _, _ = make_steps_of_chain(
+            {"embed": BertEmbedding(vocab, d_model, seq_len, types, eps)}, "x", ("kinds",)
+        )
         ties = None if classes is not None or not tie else {"head.weight": "embed.tokens.weight"}
         super().__init__([*first, *steps, *more], ("x", "kinds", "mask"), outputs, ties, frozen)
 
@@ -122,7 +130,7 @@ class Bert(Container):
         return Layer.__repr__(self)
 
 
-def _make_token_head(owner: Bert, d_model: int, vocab: int, activation: str, eps: float) -> dict[str, Layer]:
+def _make_token_prediction_head(owner: Bert, d_model: int, vocab: int, activation: str, eps: float) -> dict[str, Layer]:
     return {
         "dense": Linear(d_model, d_model, init=normal(0.02)),
         "activation": make_activation(owner, activation),
@@ -190,7 +198,7 @@ class PatchEmbedding(Layer):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         dtokens = as_rows(env.xp.ascontiguousarray(dy[:, 1:]))
-        drows = matmul_in_dtype(env.xp, dtokens, p["weight"].reshape(self.d_model, self._patch_features))
+        drows = matmul_in_dtype_of_first(env.xp, dtokens, p["weight"].reshape(self.d_model, self._patch_features))
         side, patch = self._side, self.patch
         cut = drows.reshape(dy.shape[0], side, side, self.channels, patch, patch).transpose(0, 3, 1, 4, 2, 5)
         return cut.reshape(dy.shape[0], self.channels, self.image, self.image), (saved[0], dy)
@@ -203,11 +211,11 @@ class PatchEmbedding(Layer):
         tokens = as_rows(env.xp.ascontiguousarray(dy[:, 1:]))
         add_matmul_gradient(env.xp, g, "weight", tokens.T, rows)
         if "bias" in g:
-            add_sum_into(env.xp, g["bias"], tokens, 0)
+            add_sum_over_dims_into(env.xp, g["bias"], tokens, 0)
         if "token" in g:
-            add_sum_into(env.xp, g["token"], dy[:, 0], 0)
+            add_sum_over_dims_into(env.xp, g["token"], dy[:, 0], 0)
         if "position" in g:
-            add_sum_into(env.xp, g["position"], dy, 0)
+            add_sum_over_dims_into(env.xp, g["position"], dy, 0)
 
     @property
     def _patch_features(self) -> int:
@@ -260,12 +268,12 @@ class ViT(Container):
         block = AttentionBlock(attention, mlp, LayerNorm(d_model, eps))
         layers: dict[str, Layer] = {
             "embed": PatchEmbedding(image, patch, channels, d_model),
-            "blocks": Container(*chain_layers(dict.fromkeys(map(str, range(n_layers)), block))),
+            "blocks": Container(*make_steps_of_chain(dict.fromkeys(map(str, range(n_layers)), block))),
             "norm": LayerNorm(d_model, eps),
             "first": FirstToken(),
             "head": Linear(d_model, classes, init=init),
         }
-        super().__init__(*chain_layers(layers), None, frozen)
+        super().__init__(*make_steps_of_chain(layers), None, frozen)
 
     def __repr__(self) -> str:
         return Layer.__repr__(self)

@@ -16,23 +16,9 @@ from fsdpx.core.array.shapes.array import call_without_metering_temporaries
 from fsdpx.core.array.shapes.flop_counter import counting_as_one_matmul
 
 __all__ = [
-    "BLANK",
-    "WRITTEN",
-    "GradientEntries",
-    "GradientEntry",
-    "Gradients",
-    "accumulation_dtype",
-    "add_linear_gradients",
-    "add_matmul_gradient",
-    "add_sum_into",
-    "as_indices",
-    "as_rows",
-    "claim_gradient",
-    "convert_input",
-    "has_integer_dtype",
-    "linear_backward",
-    "linear_forward",
-    "matmul_in_dtype",
+    "BLANK", "WRITTEN", "GradientEntries", "GradientEntry", "Gradients", "accumulation_dtype", "add_linear_gradients",
+    "add_matmul_gradient", "add_sum_over_dims_into", "as_indices", "as_rows", "cast_input", "claim_gradient",
+    "has_integer_dtype", "linear_backward", "linear_forward", "matmul_in_dtype_of_first",
 ]  # fmt: skip
 
 Array = Any
@@ -124,10 +110,10 @@ class Gradients(Mapping[str, Array]):
 
         `aliases` maps the aliases of tied parameters to their canonical names."""
         if self._branches is None or self._branches[0] is not aliases:
-            self._branches = (aliases, self._group_entries(aliases))
+            self._branches = (aliases, self._group_entries_by_layer(aliases))
         return self._branches[1]
 
-    def _group_entries(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
+    def _group_entries_by_layer(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
         known = {alias: self.entries[name] for alias, name in aliases.items() if name in self.entries}
         grouped: dict[str, dict[str, GradientEntry]] = {}
         for name, entry in {**self.entries, **known}.items():
@@ -165,7 +151,7 @@ def as_indices(x: Any) -> Any:
     return x if np.dtype(x.dtype) in (np.int32, np.int64) else x.astype(np.int64)
 
 
-def convert_input(array: Any, takes: str, dtype: Any) -> Any:
+def cast_input(array: Any, takes: str, dtype: Any) -> Any:
     """Return a model input, cast to the dtype that is expected by the layers that read it.
 
     `takes` is a value of `Layer.takes`: "numbers", "indices" or "given". An input with "numbers" is cast to `dtype`,
@@ -183,7 +169,7 @@ def as_rows(x: Any) -> Any:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
+def matmul_in_dtype_of_first(xp: Any, a: Any, b: Any) -> Any:
     """Return `a @ b` in the dtype of `a`."""
     if _can_use_blas(xp, a, b) and a.ndim == b.ndim == 2:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
@@ -193,10 +179,10 @@ def matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
         blas.load_half_matmul().multiply_half_into(out, a, b)
         return out
-    return batched_matmul_in_dtype(xp, a, b)
+    return batched_matmul_keeping_dtype(xp, a, b)
 
 
-def batched_matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
+def batched_matmul_keeping_dtype(xp: Any, a: Any, b: Any) -> Any:
     """Return `a @ b` for stacks of matrices, in the dtype of `a`. Products of 16-bit arrays accumulate in float32."""
     if (found := get_device_of_array(a).try_multiply_matrices(a, b)) is not None:
         return found
@@ -217,7 +203,7 @@ def linear_forward(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
         out = np.empty((x.shape[0], weight.shape[0]), dtype)
         blas.load_half_matmul().multiply_half_into(out, x, weight.T, bias=bias)
         return out
-    y = matmul_in_dtype(xp, x, weight.T)
+    y = matmul_in_dtype_of_first(xp, x, weight.T)
     if bias is not None and get_device_of_array(y).has_sum_kernels:
         kernels.add_bias(xp, y, bias)
     elif bias is not None:
@@ -237,7 +223,7 @@ def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None
     ):
         kernels.sum_rows(xp, dy, *into)
     elif "bias" in g:
-        add_sum_into(xp, g["bias"], dy, 0)
+        add_sum_over_dims_into(xp, g["bias"], dy, 0)
 
 
 def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any) -> Any:
@@ -248,7 +234,7 @@ def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any)
         blas.linear_backward(dx, claim_gradient(g, "weight"), claim_gradient(g, "bias"), dy, x, weight)
         return dx
     add_linear_gradients(xp, g, dy, x)
-    return matmul_in_dtype(xp, dy, weight)
+    return matmul_in_dtype_of_first(xp, dy, weight)
 
 
 def add_matmul_gradient(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> None:
@@ -277,7 +263,7 @@ def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
         out[...] = total
 
 
-def add_sum_into(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
+def add_sum_over_dims_into(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     """Add `a.sum(dim)` to `out` in place. The sum is rounded only once."""
     if (
         a.ndim > 2 and dim == (0, *range(2, a.ndim)) and get_device_of_array(a).has_sum_kernels

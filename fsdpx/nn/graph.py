@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import ChildCall, Container, list_output_names, require_layer, require_name
+from fsdpx.nn.container import ChildCall, Container, list_child_output_names, require_layer, require_valid_child_name
 
 __all__ = ["Graph"]
 
@@ -54,20 +54,20 @@ def _require_unique_value_names(what: str, names: Sequence[str]) -> tuple[str, .
         raise ConfigError(f"Graph: {what} must name at least one value")
     if what == "inputs":
         for name in names:
-            require_name("Graph", name)
+            require_valid_child_name("Graph", name)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"Graph: duplicate {what} {', '.join(map(repr, twice))}")
     return names
 
 
 def _make_step(name: str, node: Any) -> ChildCall:
-    require_name("Graph", name)
+    require_valid_child_name("Graph", name)
     if not isinstance(node, tuple | list) or len(node) < 2 or not all(isinstance(s, str) for s in node[1:]):
         raise ConfigError(f"Graph: node {name!r} must be (layer, 'source', ...), got {node!r}")
     layer = require_layer("Graph", name, node[0])
     if layer.n_inputs not in (None, len(node) - 1):
         raise ConfigError(f"Graph: node {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(node) - 1}")
-    return ChildCall(name, layer, tuple(node[1:]), list_output_names(name, layer))
+    return ChildCall(name, layer, tuple(node[1:]), list_child_output_names(name, layer))
 
 
 def _require_known_values(steps: Sequence[ChildCall], inputs: Sequence[str], outputs: Sequence[str]) -> None:

@@ -49,7 +49,7 @@ class Lambda(Layer):
                     "two inputs need a tuple of two derivatives, nn.Lambda(f, (by_a, by_b)), each of both inputs"
                 )
         with np.errstate(all="ignore"):
-            self._require_valid_functions()
+            self._require_elementwise_functions()
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         inputs = self._as_inputs(x)
@@ -72,7 +72,7 @@ class Lambda(Layer):
     def _as_inputs(self, x: Any) -> tuple[Array, ...]:
         return (x,) if self.n_inputs == 1 else tuple(x)
 
-    def _require_valid_functions(self) -> None:
+    def _require_elementwise_functions(self) -> None:
         x = [np.random.default_rng(seed).standard_normal(POINTS) for seed in range(len(self.derivative))]
         y = np.asarray(self.function(*x))
         turned = np.asarray(self.function(*(a[::-1].copy() for a in x)))

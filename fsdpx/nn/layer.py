@@ -565,7 +565,7 @@ class Layer(ABC):
         ConfigError
             if the layer does not support the mark, or the sharding of the inputs
         """
-        request.require_no_mark(self)
+        request.require_no_tensor_plan_mark(self)
         kind, location = request.require_same_kind(self), f"{request.path!r} {self!r}"
         if isinstance(kind, ShardedBatch) and (self.collective or any(spec.state for spec in self.specs().values())):
             raise ConfigError(
@@ -574,7 +574,7 @@ class Layer(ABC):
         if isinstance(kind, ShardedSequence) and self.acts_on not in ("element", "position"):
             self._refuse_shard(location, kind, f"it cannot be used with sequence={request.sequence!r}")
         if isinstance(kind, FieldPartition) and not kind.can_run_unchanged(self):
-            raise ConfigError(f"{location} reads {kind}, but {kind.explain_refusal(self)}")
+            raise ConfigError(f"{location} reads {kind}, but {kind.explain_unsupported_layer(self)}")
         if isinstance(kind, ShardedFeatures):
             if self.acts_on != "element":
                 self._refuse_shard(

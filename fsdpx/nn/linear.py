@@ -11,11 +11,11 @@ from fsdpx.nn import collectives
 from fsdpx.nn.gradient_accumulation import (
     add_linear_gradients,
     add_matmul_gradient,
-    add_sum_into,
+    add_sum_over_dims_into,
     as_rows,
     linear_backward,
     linear_forward,
-    matmul_in_dtype,
+    matmul_in_dtype_of_first,
 )
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import (
@@ -179,7 +179,7 @@ class Linear(Layer):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved
-        dx = matmul_in_dtype(env.xp, as_rows(dy), p["weight"])
+        dx = matmul_in_dtype_of_first(env.xp, as_rows(dy), p["weight"])
         return dx if x.ndim == 2 else dx.reshape(x.shape), (x, dy)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
@@ -221,7 +221,7 @@ class ShardedLinear(Layer):
     def _compute_input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
         """Return this rank's contribution to the input gradient, as a matrix (rows, features). It is a partial sum in
         a column-parallel layer, and a shard of the gradient in a row-parallel layer."""
-        return matmul_in_dtype(env.xp, as_rows(dy), p["weight"])
+        return matmul_in_dtype_of_first(env.xp, as_rows(dy), p["weight"])
 
 
 class ColumnParallelLinear(ShardedLinear):
@@ -404,7 +404,7 @@ class RowParallelLinear(ShardedLinear):
             return
         add_matmul_gradient(env.xp, g, "weight", full.T, x)
         if "bias" in g:
-            add_sum_into(env.xp, g["bias"], dy, 0)
+            add_sum_over_dims_into(env.xp, g["bias"], dy, 0)
 
 
 def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
@@ -413,7 +413,7 @@ def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
     if x.shape[:-1] == dy.shape[:-1]:
         add_linear_gradients(env.xp, g, as_rows(dy), as_rows(x))
     elif "bias" in g:
-        add_sum_into(env.xp, g["bias"], as_rows(dy), 0)
+        add_sum_over_dims_into(env.xp, g["bias"], as_rows(dy), 0)
 
 
 def make_call_label(env: LayerContext, thing: str) -> str:

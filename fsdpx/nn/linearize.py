@@ -15,24 +15,14 @@ from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.random import Random
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
-from fsdpx.nn.gradient_accumulation import convert_input
+from fsdpx.nn.gradient_accumulation import cast_input
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Layer, LayerAxes, LayerContext, ParameterSpec, Params, find_sequence_length, join_path
 from fsdpx.nn.tied_parameters import get_canonical_name
 
 __all__ = [
-    "CALLS_NUMPY",
-    "AsNumbers",
-    "LayerList",
-    "Node",
-    "get_or_memoize",
-    "insert_integer_casts",
-    "is_numpy_call_error",
-    "linearize",
-    "memoizing",
-    "output_shapes",
-    "parameter_specs",
-    "resolve_input_takes",
+    "CALLS_NUMPY", "AsNumbers", "LayerList", "Node", "find_dtypes_read_by_inputs", "get_or_memoize",
+    "insert_integer_casts", "is_numpy_call_error", "linearize", "memoizing", "output_shapes", "parameter_specs",
     "value_shapes",
 ]  # fmt: skip
 
@@ -133,12 +123,12 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
 
     outputs = visit_layer(model, at, range(len(inputs)))
     ends = {alias: get_canonical_name(ties, alias) for alias in ties}
-    wants = _resolve_words(((n.layer, n.inputs, (n.output,)) for n in reversed(nodes)), outputs)
+    wants = _find_dtypes_read_by_layers(((n.layer, n.inputs, (n.output,)) for n in reversed(nodes)), outputs)
     takes = tuple(_choose_dtype_word(wants[v]) for v in range(len(inputs)))
     return LayerList(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial, takes)
 
 
-def resolve_input_takes(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+def find_dtypes_read_by_inputs(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
     """Return, for each of a layer's `count` inputs, the set of dtypes in which it is read, as values of `Layer.takes`
     such as "indices". An input of a container has several dtypes if the layers that read it expect different ones.
 
@@ -155,10 +145,12 @@ def resolve_input_takes(layer: Layer, count: int, wanted: Sequence[frozenset[str
 
 
 def _resolve_container_words(layer: Container, wanted: Sequence[frozenset[str]]) -> dict[Any, frozenset[str]]:
-    return _resolve_words(((s.layer, s.sources, s.gives) for s in reversed(layer.steps)), layer.outputs, wanted)
+    return _find_dtypes_read_by_layers(
+        ((s.layer, s.sources, s.gives) for s in reversed(layer.steps)), layer.outputs, wanted
+    )
 
 
-def _resolve_words(
+def _find_dtypes_read_by_layers(
     steps: Iterable[tuple[Layer, Sequence[Any], Sequence[Any]]],
     outputs: Sequence[Any],
     wanted: Sequence[frozenset[str]] = (),
@@ -172,7 +164,7 @@ def _resolve_words(
         wants[name] |= words
     for layer, sources, gives in steps:
         for source, words in zip(
-            sources, resolve_input_takes(layer, len(sources), [wants[name] for name in gives]), strict=True
+            sources, find_dtypes_read_by_inputs(layer, len(sources), [wants[name] for name in gives]), strict=True
         ):
             wants[source] |= words
     return wants
@@ -192,7 +184,7 @@ class AsNumbers(Layer):
         self.dtype = np.dtype(dtype)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        return convert_input(x, "numbers", self.dtype), ()
+        return cast_input(x, "numbers", self.dtype), ()
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
         return None, ()
@@ -215,11 +207,11 @@ def _insert_casts_in_container(
     """Return the container with casts to `dtype` inserted, and for each of its outputs whether it is an integer array.
 
     `whole` is the set of the names of integer values, to which this function adds the names of integer results.
-    `wanted` is as in `resolve_input_takes`."""
+    `wanted` is as in `find_dtypes_read_by_inputs`."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
-        for i, words in enumerate(resolve_input_takes(inner, len(sources), below)):
+        for i, words in enumerate(find_dtypes_read_by_inputs(inner, len(sources), below)):
             if sources[i] in whole and words == NUMBERS:
                 if sources[i] not in numbered_names:
                     name = numbered_names[sources[i]] = make_unused_name(
@@ -333,7 +325,7 @@ def _run_node_on_shapes(
     if not y.shape:
         return y, RETURNS_NUMBER, None
     if any(part.dtype.kind in "iub" for part in x):
-        words = resolve_input_takes(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
+        words = find_dtypes_read_by_inputs(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
         odd = [part.dtype for part, word in zip(x, words, strict=True) if part.dtype.kind in "iub" and word == NUMBERS]
         if odd:
             return y, f"takes numbers, but gets {odd[0]}: {TAKES}", None

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import Container, chain_layers
+from fsdpx.nn.container import Container, make_steps_of_chain
 from fsdpx.nn.embedding import Embedding
 from fsdpx.nn.grouped_query_attention import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
@@ -111,10 +111,12 @@ class Llama(Container):
         layers |= {"scale": Scale(math.sqrt(d_model))} if scale_embedding else {}
         norm, shared = RMSNorm(d_model, eps, unit_offset=unit_offset), ("segments",) if segments else ()
         block = AttentionBlock(attention, mlp, norm)
-        layers["blocks"] = Container(*chain_layers(dict.fromkeys(map(str, range(n_layers)), block), "x", shared))
+        layers["blocks"] = Container(*make_steps_of_chain(dict.fromkeys(map(str, range(n_layers)), block), "x", shared))
         layers["norm"] = norm
         layers["head"] = Linear(d_model, vocab, bias=False, init=init)
-        super().__init__(*chain_layers(layers, "x", shared), {"head.weight": "embed.weight"} if tie else None, frozen)
+        super().__init__(
+            *make_steps_of_chain(layers, "x", shared), {"head.weight": "embed.weight"} if tie else None, frozen
+        )
 
     def __repr__(self) -> str:
         return Layer.__repr__(self)

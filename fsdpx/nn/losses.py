@@ -29,10 +29,10 @@ __all__ = [
     "WeightedElementwiseLoss",
     "WrappedLoss",
     "backward_pieces",
-    "compute_masked_difference",
+    "compute_difference_target_and_weights",
     "require_one_output",
     "require_target_shape",
-    "sum_means_over_samples",
+    "sum_weighted_losses_over_samples",
 ]
 
 
@@ -278,7 +278,7 @@ class CellWeights:
         )
 
 
-def compute_masked_difference(
+def compute_difference_target_and_weights(
     env: LayerContext, y: Array, target: Array, weights: CellWeights | None, skipna: bool
 ) -> tuple[Array, Array, Array | None]:
     """Return three arrays: y - target, the target, and the weights of the elements. The weights can be broadcast to y;
@@ -310,7 +310,7 @@ class WeightedElementwiseLoss(_Elementwise):
         self.counts = "unknown" if skipna else "elements" if weights is None else "samples"
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        apart, _, w = compute_masked_difference(env, y, target, self.weights, self.skipna)
+        apart, _, w = compute_difference_target_and_weights(env, y, target, self.weights, self.skipna)
         errors = self.compute_errors(env.xp, apart)
         total = float((errors if w is None else w * errors).sum(dtype=np.float64))
         weight = float(y.size) if w is None else float(env.xp.broadcast_to(w, y.shape).sum(dtype=np.float64))
@@ -434,7 +434,7 @@ class LossSum(Loss):
             total = sum(factor * float(error) for factor, (error, *_) in pairs)
             return total, each[0][1], [[(factor, saved)] for factor, (*_, saved) in pairs]
         by_sample = [loss.counts == "unknown" for _, loss in self.terms]
-        return sum_means_over_samples(env, self.terms, [(y, target)] * len(by_sample), by_sample)
+        return sum_weighted_losses_over_samples(env, self.terms, [(y, target)] * len(by_sample), by_sample)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         dy: Any = None
@@ -449,7 +449,7 @@ Pieces = list[tuple[float, Any]]
 saved."""
 
 
-def sum_means_over_samples(
+def sum_weighted_losses_over_samples(
     env: LayerContext, terms: Sequence[tuple[float, Loss]], pairs: Sequence[tuple[Any, Any]], by_sample: Sequence[bool]
 ) -> tuple[float, float, list[Pieces]]:
     """Compute the weighted sum of several losses for a batch. Return (total, number of samples, pieces): the loss is

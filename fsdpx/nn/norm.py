@@ -186,8 +186,8 @@ class BatchNorm(Layer):
     fields = True
     aliases: ClassVar = {"num_batches_tracked": None}
     kernel_names = (
-        "batch_norm_backward_factors", "batch_norm_scales", "channel_affine", "channel_norm_backward",
-        "channel_squares", "channel_sums", "channel_sums_with", "channels_last",
+        "batch_norm_backward_factors", "batch_norm_scales_and_running_stats", "channel_affine",
+        "channel_norm_backward_input", "channel_squares", "channel_sums", "channel_gradient_sums", "channels_last",
     )  # fmt: skip
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
@@ -222,23 +222,25 @@ class BatchNorm(Layer):
                 )
             running = (None, None) if env.recomputing else (p["running_mean"], p["running_var"])
             numbers = count, self.eps, self.momentum
-            rstd, scale = kernels.batch_norm_scales(env.xp, squares, mean, weight, *running, *numbers)
+            rstd, scale = kernels.batch_norm_scales_and_running_stats(env.xp, squares, mean, weight, *running, *numbers)
         else:
             mean, var, count = p["running_mean"], p["running_var"].astype(np.float64), 0.0
-            rstd, scale = kernels.batch_norm_scales(env.xp, var, None, weight, None, None, 1.0, self.eps, 0.0)
+            rstd, scale = kernels.batch_norm_scales_and_running_stats(
+                env.xp, var, None, weight, None, None, 1.0, self.eps, 0.0
+            )
         shift = p["bias"] if self.affine else env.xp.zeros_like(rstd)
         return kernels.channel_affine(env.xp, x, *cast_channel_arrays(x, mean, scale, shift)), (x, mean, rstd, count)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd, count = saved
-        sums = kernels.channel_sums_with(env.xp, dy, x, *cast_channel_arrays(x, mean, rstd))
+        sums = kernels.channel_gradient_sums(env.xp, dy, x, *cast_channel_arrays(x, mean, rstd))
         whole, ranks = sums if env.training else env.xp.zeros_like(sums), env.mesh.data
         if env.training and ranks.size > 1:
             whole = sums.copy()
             ranks.all_reduce(whole, what="BatchNorm backward").wait()
         slopes = kernels.batch_norm_backward_factors(env.xp, whole, rstd, p.get("weight"), count)
         channels = cast_channel_arrays(x, mean, *slopes)
-        return kernels.channel_norm_backward(env.xp, dy, x, *channels), (sums,)
+        return kernels.channel_norm_backward_input(env.xp, dy, x, *channels), (sums,)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         (sums,) = kept

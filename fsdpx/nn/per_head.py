@@ -193,7 +193,7 @@ class Attention(PerHead):
         self._require_input_shapes((x,) if self.fused else x)
         inputs = (x,) if "attention" in env.recompute else ()
         if self.core is not None:
-            merged, kept = self.core.forward(env, x if self.fused else self._repeat_and_fuse_heads(env, *x))
+            merged, kept = self.core.forward(env, x if self.fused else self._repeat_kv_and_concatenate_qkv(env, *x))
         elif self.fused:
             merged, kept = self._heads.forward(env, x)
         else:
@@ -234,7 +234,7 @@ class Attention(PerHead):
         """Return queries, keys and values as views (samples, heads, time, d_head)."""
         return [split_heads(a, 1, self.d_head)[0] for a in x]
 
-    def _repeat_and_fuse_heads(self, env: LayerContext, q: Array, k: Array, v: Array) -> Array:
+    def _repeat_kv_and_concatenate_qkv(self, env: LayerContext, q: Array, k: Array, v: Array) -> Array:
         """Repeat the heads of keys and values until there are as many as query heads, and return queries, keys and
         values concatenated along the features."""
         shape = (*q.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)
@@ -242,7 +242,7 @@ class Attention(PerHead):
         return concatenate_on_device(env.xp, (q, *more), 2)
 
     def _split_and_sum_repeated_heads(self, env: LayerContext, d: Array) -> tuple[Array, ...]:
-        """Return the gradients of q, k and v, given the gradient `d` of the result of `_repeat_and_fuse_heads`.
+        """Return the gradients of q, k and v, given the gradient `d` of the result of `_repeat_kv_and_concatenate_qkv`.
         Gradients of repeated heads are summed."""
         width = self.n_heads * self.d_head
         dq, *rest = (d[:, :, i * width : (i + 1) * width] for i in range(3))

@@ -18,7 +18,7 @@ from fsdpx.core.array.kernels.dot_product_attention import (
 from fsdpx.nn import collectives
 from fsdpx.nn.activation import apply_dropout_mask, make_keep_mask
 from fsdpx.nn.attention_math import AttentionHeads, compute_scores, make_causal_mask, split_heads
-from fsdpx.nn.gradient_accumulation import accumulation_dtype, matmul_in_dtype
+from fsdpx.nn.gradient_accumulation import accumulation_dtype, matmul_in_dtype_of_first
 from fsdpx.nn.layer import Array, AxisRanks, LayerContext
 from fsdpx.nn.linear import make_call_label
 from fsdpx.nn.shard_specs import shard_bounds
@@ -172,7 +172,7 @@ class RingAttention:
         lse = (top + env.xp.log(total))[..., 0]
         weights /= total
         dropped = apply_dropout_mask(weights, self._make_keep_mask(env, weights.shape, block), heads.dropout)
-        dropped, multiply = dropped.astype(q.dtype, copy=False), partial(matmul_in_dtype, env.xp)
+        dropped, multiply = dropped.astype(q.dtype, copy=False), partial(matmul_in_dtype_of_first, env.xp)
         form = partial(multiply_without_hidden_rows, dropped, v, multiply=multiply)
         return compute_masked_if_not_finite(env.xp, form, make_causal_mask(env.xp, q, causal)), lse
 
@@ -193,7 +193,7 @@ class RingAttention:
     ) -> tuple[Array, ...]:
         """Return one block's contribution to the gradients of q, k and v, for attention weights with dropout."""
         (q, k, v, o, do), xp, drop = heads, env.xp, self.heads.dropout
-        multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
+        multiply, seeing = partial(matmul_in_dtype_of_first, xp), None if seen is None else seen.T
         weights, keep = zero_hidden_weights(weights, seen), self._make_keep_mask(env, weights.shape, block)
         dropped = apply_dropout_mask(weights, keep, drop).astype(q.dtype, copy=False)
         dv = multiply_without_hidden_rows(dropped.swapaxes(-1, -2), do, seeing, multiply)

@@ -59,7 +59,7 @@ class ShardSpec:
     blocks: int = 1
     grain: int = 1
 
-    def ranges_of_rank(self, shape: tuple[int, ...], rank: int, width: int) -> list[tuple[int, int]]:
+    def dim_ranges_of_rank(self, shape: tuple[int, ...], rank: int, width: int) -> list[tuple[int, int]]:
         """Return the ranges along dim `dim` that a rank holds: one range for each block.
 
         Parameters
@@ -117,7 +117,7 @@ class ShardSpec:
             `shape`, with the size of dim `dim` replaced by the number of elements that the rank holds
         """
         dims = list(shape)
-        dims[self.dim] = sum(stop - start for start, stop in self.ranges_of_rank(shape, rank, width))
+        dims[self.dim] = sum(stop - start for start, stop in self.dim_ranges_of_rank(shape, rank, width))
         return tuple(dims)
 
     def take_shard(self, array: Any, rank: int, width: int) -> Any:
@@ -133,7 +133,9 @@ class ShardSpec:
         array
             a view of `array` if the shard is one range (blocks = 1), else a copy
         """
-        parts = [array[self._slice_dim(start, stop)] for start, stop in self.ranges_of_rank(array.shape, rank, width)]
+        parts = [
+            array[self._slice_dim(start, stop)] for start, stop in self.dim_ranges_of_rank(array.shape, rank, width)
+        ]
         return parts[0] if len(parts) == 1 else namespace_of(array).concatenate(parts, axis=self.dim)
 
     def put_shard(self, full: Any, local: Any, rank: int, width: int) -> None:
@@ -146,7 +148,7 @@ class ShardSpec:
         rank, width : rank on the tensor axis, and size of the axis
         """
         offset = 0
-        for start, stop in self.ranges_of_rank(full.shape, rank, width):
+        for start, stop in self.dim_ranges_of_rank(full.shape, rank, width):
             full[self._slice_dim(start, stop)] = local[self._slice_dim(offset, offset + stop - start)]
             offset += stop - start
 
@@ -170,13 +172,13 @@ class ShardSpec:
             ranges of flat indices into the full array, in ascending order
         """
         inner = math.prod(shape[self.dim + 1 :])
-        pieces = [(a * inner, b * inner) for a, b in self.ranges_of_rank(shape, rank, width)]
+        pieces = [(a * inner, b * inner) for a, b in self.dim_ranges_of_rank(shape, rank, width)]
         row, whole = sum(b - a for a, b in pieces), shape[self.dim] * inner
         if row == 0:
             return
         last: tuple[int, int] | None = None
         for outer in range(start // row, -(-stop // row)):
-            for first, end in self._clip_ranges(pieces, start - outer * row, stop - outer * row):
+            for first, end in self._iterate_ranges_at_positions(pieces, start - outer * row, stop - outer * row):
                 run = (outer * whole + first, outer * whole + end)
                 if last is not None and last[1] == run[0]:
                     last = (last[0], run[1])
@@ -187,7 +189,9 @@ class ShardSpec:
         if last is not None:
             yield last
 
-    def _clip_ranges(self, pieces: list[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    def _iterate_ranges_at_positions(
+        self, pieces: list[tuple[int, int]], start: int, stop: int
+    ) -> Iterator[tuple[int, int]]:
         """Yield the subranges of `pieces` that cover positions [start, stop) of the concatenated ranges."""
         offset = 0
         for first, end in pieces:
@@ -302,7 +306,7 @@ class FieldPartition:
         """Return a partition of the same dims with the given cuts and without ghost cells."""
         return FieldPartition(cuts, letters=self.letters)
 
-    def join_on_one_rank(self) -> FieldPartition:
+    def make_single_rank_partition(self) -> FieldPartition:
         """Return the trivial partition of the same field on one rank. Of the ghost cells, only those beyond the ends of
         the field are kept."""
         ghosts = []
@@ -320,7 +324,7 @@ class FieldPartition:
         """Return whether each rank may run a layer unchanged on its shard of the field."""
         return layer.acts_on == "element" or bool(layer.fields)
 
-    def explain_refusal(self, layer: Any) -> str:
+    def explain_unsupported_layer(self, layer: Any) -> str:
         """Return a message that explains why a layer cannot run on a shard of the field, and what to do instead."""
         what = "field" if self.has_cells else "mesh"
         return (
@@ -459,7 +463,7 @@ class ShardingContext:
         set, and replicated otherwise."""
         return Replicated() if self.sequence is None else ShardedSequence()
 
-    def require_no_mark(self, layer: object) -> None:
+    def require_no_tensor_plan_mark(self, layer: object) -> None:
         """Raise ConfigError if the tensor plan has a mark for a layer that supports none.
 
         Parameters

@@ -146,16 +146,16 @@ class ShardingWalk:
         """Return whether a value with the sharding `kind` must be split over the ranks before `layer` reads it."""
         if self.sequence is None or not isinstance(kind, Replicated):
             return False
-        return isinstance(self.cut, ShardedBatch) or not self._needs_full_input(layer, path, input_index)
+        return isinstance(self.cut, ShardedBatch) or not self._needs_full_sequence(layer, path, input_index)
 
-    def _needs_full_input(self, layer: Layer, path: str, input_index: int) -> bool:
+    def _needs_full_sequence(self, layer: Layer, path: str, input_index: int) -> bool:
         """Return whether a layer needs the full sequence of an input (`Layer.needs_full_input`). A container needs the
         full sequence if at least one of the steps that read the input needs it."""
         if not isinstance(layer, Container):
             return layer.needs_full_input(input_index, self.marks.get(path))
         name = layer.inputs[input_index]
         readers = [(s, i) for s in layer.steps for i, source in enumerate(s.sources) if source == name]
-        return any(self._needs_full_input(s.layer, join_path(path, s.name), i) for s, i in readers)
+        return any(self._needs_full_sequence(s.layer, join_path(path, s.name), i) for s, i in readers)
 
     def _record_and_require_equal_ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
         """Record the tied parameters of a container. Raise ConfigError if two tied parameters are sharded

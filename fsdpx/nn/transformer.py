@@ -8,7 +8,7 @@ from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError
 from fsdpx.nn.activation import GELU, Dropout, make_activation
 from fsdpx.nn.attention_layer import MultiHeadAttention
-from fsdpx.nn.container import ChildCall, Composite, Container, chain_layers
+from fsdpx.nn.container import ChildCall, Composite, Container, make_steps_of_chain
 from fsdpx.nn.gradient_accumulation import as_rows
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_positive, store_init_args
@@ -137,9 +137,9 @@ class MLP(Container):
         if isinstance(layers["activation"], GELU):
             form = layers["activation"].approximate
             self.kernel_names = tuple(
-                name if form == "none" else f"{name} {form}" for name in ("bias_gelu", "gelu_recompute")
+                name if form == "none" else f"{name} {form}" for name in ("bias_gelu", "recompute_gelu_and_backward")
             )
-        super().__init__(*chain_layers(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
+        super().__init__(*make_steps_of_chain(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         up, gelu, down = self._get_up_activation_down()
@@ -202,7 +202,7 @@ class MLP(Container):
         for step in self.steps[3:]:
             dy, _ = step.layer.backward_input(env.child(step.name), {}, mask, dy)
         dh, kept = down.backward_input(env, p, (h,), dy)  # dh is a new array, so the kernel may change it in place
-        a = kernels.gelu_recompute(env.xp, h, dh, gelu.approximate)
+        a = kernels.recompute_gelu_and_backward(env.xp, h, dh, gelu.approximate)
         return dh, (a, *kept[1:])  # `down` needs a, the recomputed array for which the placeholder h stood
 
 
@@ -258,5 +258,5 @@ class TransformerBlock(Container):
 def _make_residual_branch(name: str, source: str, layers: dict[str, Layer]) -> list[ChildCall]:
     """Return container steps that run `layers` in order on the value `source`, add `source` to the result, and name the
     sum `name`."""
-    steps, _, (end,) = chain_layers(layers, source)
+    steps, _, (end,) = make_steps_of_chain(layers, source)
     return [*steps, ChildCall(name, Add(), (source, end), (name,))]

@@ -132,7 +132,7 @@ class LAMB:
         require_matching_shard(self, p, g, slots, step, segments)
         m, v, (beta1, beta2) = slots["m"], slots["v"], self.betas
         update_moments(xp, (m, v, g), (scale, 1.0 - beta1, beta2, 1.0 - beta2))
-        runs = segments.spans_per_segment(self.groups)
+        runs = segments.hyperparameters_per_segment(self.groups)
         options = [
             (*self._get_bias_corrections(step - run.missed), self.eps, run.get_weight_decay(self.weight_decay))
             for run in runs

@@ -129,9 +129,9 @@ class Muon:
                 )
         known = segments.exchange_parts(xp, parts, self.count_sent_elements, p.dtype)
         full = {name: _assemble_matrix(xp, some, p.dtype) for name, some in known.items()}
-        for s, run in zip(segments.items, segments.spans_per_segment(self.groups), strict=True):
+        for s, run in zip(segments.items, segments.hyperparameters_per_segment(self.groups), strict=True):
             if s.name in full and s.start < s.stop:
-                self._update_matrix(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
+                self._apply_update_to_matrix_part(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
 
     def count_sent_elements(self, s: ShardSegment) -> int:
         """Return the number of elements of a parameter that this rank sends to each other rank that holds a part of
@@ -178,7 +178,9 @@ class Muon:
         direction += m * share
         return direction
 
-    def _update_matrix(self, xp: Any, p: Any, full: Any, s: ShardSegment, run: HyperparameterSpan, lr: float) -> None:
+    def _apply_update_to_matrix_part(
+        self, xp: Any, p: Any, full: Any, s: ShardSegment, run: HyperparameterSpan, lr: float
+    ) -> None:
         """Update this rank's part `p` of a matrix, given `full`, the flat update direction of the full matrix. `run`
         holds the hyperparameters of the matrix."""
         matrix = full.reshape(s.shape[0], -1)

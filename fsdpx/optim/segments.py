@@ -197,7 +197,7 @@ class ShardSegments:
         """
         return self._get_or_make_hyperparameter_spans(_merge_spans, groups)
 
-    def spans_per_segment(self, groups: ParamGroups) -> tuple[HyperparameterSpan, ...]:
+    def hyperparameters_per_segment(self, groups: ParamGroups) -> tuple[HyperparameterSpan, ...]:
         """Return the hyperparameters of each segment (part of a parameter).
 
         Parameters

@@ -13,7 +13,7 @@ from fsdpx.core.base.config import parse_byte_count
 from fsdpx.core.base.messages import format_bytes, format_count, log_line, reporting_if_slow
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.init import find_message_backend, find_node_communicator
+from fsdpx.core.comm.init import find_node_communicator, unwrap_message_backend
 from fsdpx.core.state.footprint import find_memory_budget
 from fsdpx.core.trainer.agreement import agree_on_choices
 from fsdpx.core.trainer.recipe import Recipe, require_loss_and_optimizer
@@ -21,7 +21,7 @@ from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.plan.machine import Machine, NetworkLevel
 from fsdpx.plan.result import Plan
 from fsdpx.plan.searching import search
-from fsdpx.plan.world_step import parse_batch
+from fsdpx.plan.world_step import get_batch_shapes_and_dtypes
 
 __all__ = ["MACHINE_FILE", "fill_in_fastest_configuration"]
 
@@ -65,7 +65,7 @@ def fill_in_fastest_configuration(
             "strategy='auto' plans a step of a batch that it must know: say batch=(((64, 1024), 'int64'), ((64, 1024), "
             "'int64')), the shape and dtype of inputs and targets of the whole global batch, or such arrays"
         )
-    shapes, imagined = parse_batch(batch), isinstance(world, FakeCommunicator)
+    shapes, imagined = get_batch_shapes_and_dtypes(batch), isinstance(world, FakeCommunicator)
     agree_on_choices(world, {"batch": shapes, "memory": memory, "machine": machine})
     limit = _agree_on_memory_limit(recipe, world) if memory is None else parse_byte_count(memory, "memory")
     found: Any = None
@@ -114,7 +114,7 @@ def _count_ranks_per_host_and_hosts(world: Communicator) -> tuple[int, int]:
     """Return the number of ranks on the host with the most ranks, and the number of hosts."""
     node = find_node_communicator(world)
     if node is None:
-        return (world.size, 1) if find_message_backend(world) is None else (1, world.size)
+        return (world.size, 1) if unwrap_message_backend(world) is None else (1, world.size)
     return max(map(len, node.ranks_by_host)), len(node.ranks_by_host)
 
 

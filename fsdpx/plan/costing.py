@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from fsdpx.core.array.shapes.array import MemoryMeter, ShapeArray, Storage
 from fsdpx.core.array.shapes.flop_counter import WorkCount, counting_work, record_work
-from fsdpx.core.array.shapes.shape_cache import make_rebuild_plan, rebuild_from_plan
+from fsdpx.core.array.shapes.shape_cache import make_value_template, rebuild_cached_value
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import TrafficCounters
 from fsdpx.core.program import Action, Program
@@ -153,7 +153,7 @@ class ActionCostRecorder(TimelineRecorder):
         meter = self.meter
         meter.peak = max(meter.peak, meter.live + made.inner)
         flags.write_flags(made.flags)
-        return rebuild_from_plan(made.plan, roots)
+        return rebuild_cached_value(made.plan, roots)
 
     def _run_and_memoize(
         self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any
@@ -169,7 +169,7 @@ class ActionCostRecorder(TimelineRecorder):
         if len(constants) > there:
             return found
         try:
-            plan = make_rebuild_plan(found, roots, constants=(RecomputePlaceholder,))
+            plan = make_value_template(found, roots, constants=(RecomputePlaceholder,))
         except TypeError:  # the result contains an object of unknown type, so equal calls run again
             self._known[key] = None
             return found

@@ -17,7 +17,7 @@ import numpy as np
 
 from fsdpx.core.array.shapes.array import measuring_memory
 from fsdpx.core.base import environment
-from fsdpx.core.base.arguments import wrap_with_argument_check
+from fsdpx.core.base.arguments import wrap_with_type_hint_check
 from fsdpx.core.base.option_names import ForeignModule
 from fsdpx.core.base.safe_files import require_json_fields
 from fsdpx.core.base.version import __version__, get_package_version
@@ -197,7 +197,7 @@ class DryRun:
         return Footprint({name: part for name, part in parts.items() if part.rss}, here)
 
 
-@partial(wrap_with_argument_check, when="failed")
+@partial(wrap_with_type_hint_check, when="failed")
 def dry_run(
     model: Layer | ForeignModule,
     x: Any,

@@ -12,7 +12,7 @@ from fsdpx.core.array.arena import BufferLifetime
 from fsdpx.core.engine.slab_plan import find_buffer_lifetimes
 from fsdpx.core.program import SLOTS, VERBS, ActionEvent, Slot
 from fsdpx.core.program.simulator import group_events_by_rank
-from fsdpx.core.program.traffic import find_slot_lifetimes
+from fsdpx.core.program.traffic import iterate_buffer_lifetimes
 from fsdpx.plan.pricing import StepClock
 from fsdpx.plan.time_model import StepTimes
 from fsdpx.plan.world_step import CONTROL, RankClass, RankDryRun, WorldStep
@@ -137,7 +137,8 @@ def _make_memory_timeline(
     passing = {
         one.key.page: one.nbytes for one in state.ledger if one.is_freed_by_update
     }  # gradient sums are allocated on the heap, not in the preallocated arena
-    parts = [BufferLifetime(one.slot, one.start, one.stop, passing[one.slot.at]) for one in find_slot_lifetimes(program)
+    parts = [BufferLifetime(one.slot, one.start, one.stop,
+    passing[one.slot.at]) for one in iterate_buffer_lifetimes(program)
              if one.slot.kind == "part" and one.slot.at in passing]  # fmt: skip
     changes.setdefault("gradients", []).append((0.0, -sum(passing.values())))
     for life in (*find_buffer_lifetimes(state, program), *parts):

@@ -13,7 +13,8 @@ from typing import Any
 from fsdpx.core.array.shapes.flop_counter import KernelPass, ProductCount
 
 __all__ = [
-    "LONG", "SHORT", "WEIGHTS", "KernelRates", "count_weight_bytes", "explain_invalid_rates", "get_product_grid_point",
+    "LONG", "SHORT", "WEIGHTS", "KernelRates", "count_weight_bytes", "explain_invalid_rates",
+    "locate_product_in_rate_table",
 ]  # fmt: skip
 
 SHORT, LONG = 1 << 18, 1 << 26
@@ -85,7 +86,7 @@ class KernelRates:
         grid = self._grids.get((name, product.kernel))
         if grid is None and product.itemsize == 2:
             grid = self._grids.get(("float32", product.kernel))
-        return None if grid is None else grid.interpolate_at(get_product_grid_point(product))
+        return None if grid is None else grid.interpolate_at(locate_product_in_rate_table(product))
 
     def compute_product_seconds(self, product: ProductCount, name: str) -> float | None:
         """Return the time that a matrix product inside a kernel takes. This includes reordering the weights, which
@@ -135,12 +136,12 @@ class KernelRates:
         return 0.0 if far is None or near is None else max(nbytes / far - nbytes / near, 0.0)
 
     @cached_property
-    def _grids(self) -> Mapping[tuple[str, str], _Grid]:
+    def _grids(self) -> Mapping[tuple[str, str], _RateGrid]:
         grids = ((name, *one) for name, kernels in self.products.items() for one in kernels.items())
-        return {(name, kernel): _Grid.from_rows(rows) for name, kernel, rows in grids}
+        return {(name, kernel): _RateGrid.from_rows(rows) for name, kernel, rows in grids}
 
 
-def get_product_grid_point(product: ProductCount) -> tuple[int, int, int, float]:
+def locate_product_in_rate_table(product: ProductCount) -> tuple[int, int, int, float]:
     """Return the position of a matrix product in the grid of measured sizes: (input channels, output channels, window
     size in cells, windows per row of results).
 
@@ -153,11 +154,11 @@ def get_product_grid_point(product: ProductCount) -> tuple[int, int, int, float]
 def count_weight_bytes(product: ProductCount) -> int:
     """Return the size in bytes of the float32 weight in one matrix product of a convolution. The weight has the shape
     (output channels, input channels)."""
-    return 4 * prod(get_product_grid_point(product)[:2])
+    return 4 * prod(locate_product_in_rate_table(product)[:2])
 
 
 @dataclass(frozen=True)
-class _Grid:
+class _RateGrid:
     """Rates measured on a full grid of sizes.
 
     Attributes
@@ -170,7 +171,7 @@ class _Grid:
     logs: Mapping[tuple[float, ...], float]
 
     @classmethod
-    def from_rows(cls, rows: Iterable[Sequence[float]]) -> _Grid:
+    def from_rows(cls, rows: Iterable[Sequence[float]]) -> _RateGrid:
         logs = {tuple(row[:-1]): log(row[-1]) for row in rows}
         return cls(tuple(tuple(sorted(set(axis))) for axis in zip(*logs, strict=True)), logs)
 

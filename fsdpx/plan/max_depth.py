@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdpx.nn.container import Container, chain_layers
+from fsdpx.nn.container import Container, make_steps_of_chain
 from fsdpx.nn.layer import Layer
 
 __all__ = ["count_blocks", "count_parameters", "with_block_count"]
@@ -21,7 +21,7 @@ def with_block_count(model: Layer, layers: int) -> Layer:
     assert isinstance(model, Container)
     name, blocks = found
     repeated = dict.fromkeys(map(str, range(layers)), blocks.steps[0].layer)
-    longer = Container(*chain_layers(repeated, blocks.inputs[0], blocks.inputs[1:]))
+    longer = Container(*make_steps_of_chain(repeated, blocks.inputs[0], blocks.inputs[1:]))
     return model.with_layers(model.children() | {name: longer})
 
 
@@ -36,6 +36,6 @@ def _find_repeated_blocks(model: Layer) -> tuple[str, Container] | None:
     for name, child in model.children().items() if isinstance(model, Container) else ():
         if isinstance(child, Container) and len({step.layer for step in child.steps}) == 1 < len(child.steps):
             layers = {step.name: step.layer for step in child.steps}
-            if [*child.steps] == chain_layers(layers, child.inputs[0], child.inputs[1:])[0]:
+            if [*child.steps] == make_steps_of_chain(layers, child.inputs[0], child.inputs[1:])[0]:
                 return name, child
     return None

@@ -29,9 +29,9 @@ from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.ext.gpu.cupy_devices import import_cupy, list_gpu_pci_addresses
 from fsdpx.ext.offload.disk import get_or_measure_disk_rates
-from fsdpx.nn.gradient_accumulation import matmul_in_dtype
+from fsdpx.nn.gradient_accumulation import matmul_in_dtype_of_first
 from fsdpx.plan import probes
-from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, count_weight_bytes, get_product_grid_point
+from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, count_weight_bytes, locate_product_in_rate_table
 from fsdpx.plan.machine import Compute, DiskSpeed, Machine, NetworkLevel
 from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
 
@@ -121,19 +121,19 @@ def _average_call_seconds(
     device.timings += 1
     device.count(device.timings)
     call()
-    first = min(comm.all_gather_data(_time_calls(call, device, 1)))
+    first = min(comm.all_gather_data(_measure_total_time(call, device, 1)))
     calls = ceil((ROUND_SECONDS if round_seconds is None else round_seconds) / first)
     comm.barrier().wait()
     ends = [perf_counter()]
     for _ in range(ROUNDS):
-        _time_calls(call, device, calls)
+        _measure_total_time(call, device, calls)
         comm.barrier().wait()
         ends.append(perf_counter())
     own = median(after - before for before, after in pairwise(ends))
     return float(np.mean(comm.all_gather_data(own))) / calls
 
 
-def _time_calls(call: Callable[[], Any], device: Processors, calls: int) -> float:
+def _measure_total_time(call: Callable[[], Any], device: Processors, calls: int) -> float:
     """Run `call()` `calls` times, and return the total time in seconds, until the device has finished the last call."""
     device.synchronize_device()
     begin = perf_counter()
@@ -177,9 +177,9 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
         own: dict[str, list[float]] = {}
         for nbytes in (SHORT, LONG):
             sums: dict[str, tuple[float, float]] = {}
-            for work, call in _iterate_calls_with_work(
-                probes.list_memory_bound_calls(device.xp, name, nbytes),
-                probes.list_memory_bound_calls(shapes, name, nbytes),
+            for work, call in _iterate_calls_with_work_counts(
+                probes.make_memory_bound_kernel_calls(device.xp, name, nbytes),
+                probes.make_memory_bound_kernel_calls(shapes, name, nbytes),
             ):
                 (one,) = work.passes
                 moved, seconds = sums.get(one.kernel, (0.0, 0.0))
@@ -188,15 +188,17 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
                 own.setdefault(kernel, []).append(moved / seconds)
         passes[name] = own
         grids: dict[str, list[tuple[float, ...]]] = {}
-        for work, call in _iterate_calls_with_work(
+        for work, call in _iterate_calls_with_work_counts(
             probes.iterate_matmul_calls(device.xp, name), probes.iterate_matmul_calls(shapes, name)
         ):
             # a convolution has one product per window offset; the one with the most FLOP represents them all
             most = max(work.products, key=lambda one: one.flops)
-            grids.setdefault(most.kernel, []).append((*get_product_grid_point(most), work.flops / time_kernel(call)))
+            grids.setdefault(most.kernel, []).append(
+                (*locate_product_in_rate_table(most), work.flops / time_kernel(call))
+            )
         products[name] = grids
     known, name = KernelRates({}, products), KERNELS[0]
-    for work, call in _iterate_calls_with_work(
+    for work, call in _iterate_calls_with_work_counts(
         probes.iterate_weight_heavy_convolution_calls(device.xp, name),
         probes.iterate_weight_heavy_convolution_calls(shapes, name),
     ):
@@ -207,7 +209,7 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
     return KernelRates(passes, products)
 
 
-def _iterate_calls_with_work(
+def _iterate_calls_with_work_counts(
     calls: Iterable[Callable[[], Any]], dry: Iterable[Callable[[], Any]]
 ) -> Iterator[tuple[WorkCount, Callable[[], Any]]]:
     """Yield (work, call) for each call in `calls`; the caller times the call. `dry` contains the same calls on
@@ -220,7 +222,7 @@ def _iterate_calls_with_work(
 
 def _make_matmul_call(device: Processors, n: int, name: str) -> Callable[[], Any]:
     a, b = (device.xp.ones((n, n), parse_dtype(name)) for _ in range(2))
-    return lambda: matmul_in_dtype(device.xp, a, b)
+    return lambda: matmul_in_dtype_of_first(device.xp, a, b)
 
 
 def _measure_kernel_and_step_overhead(comm: Communicator, device: Processors, bare: Compute) -> tuple[float, float]:

@@ -34,7 +34,7 @@ __all__ = [
     "find_memory_peak",
     "format_changes",
     "format_mesh_arguments",
-    "format_option",
+    "format_option_as_python",
     "format_options",
     "list_memory_lowering_changes",
 ]  # fmt: skip
@@ -226,7 +226,7 @@ def format_mesh_arguments(mesh: Mesh) -> str:
     return ", ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != getattr(default, axis))
 
 
-def format_option(value: Any) -> str:
+def format_option_as_python(value: Any) -> str:
     """Return the value of an option of `distribute` as a Python expression."""
     if isinstance(value, Domain):
         return type(value).__name__.lower()
@@ -237,7 +237,7 @@ def format_option(value: Any) -> str:
 
 def format_options(options: Mapping[str, Any]) -> str:
     """Return options of `distribute` as Python keyword arguments."""
-    return ", ".join(f"{name}={format_option(value)}" for name, value in options.items())
+    return ", ".join(f"{name}={format_option_as_python(value)}" for name, value in options.items())
 
 
 class OptionChange(NamedTuple):
@@ -261,7 +261,9 @@ class OptionChange(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return the change as a dict that can be written as JSON."""
-        return self._asdict() | {"options": {name: format_option(value) for name, value in self.options.items()}}
+        return self._asdict() | {
+            "options": {name: format_option_as_python(value) for name, value in self.options.items()}
+        }
 
 
 PeakAndSeconds = tuple[int, float | None]

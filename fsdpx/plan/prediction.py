@@ -64,7 +64,7 @@ class Prediction:
         return self.worst_class.nbytes
 
     @property
-    def process_bytes(self) -> int:
+    def process_memory_bytes(self) -> int:
         """Bytes of the whole process of a rank on a CPU (the maximum over all ranks), including interpreter,
         libraries, MPI, and gaps in the heap between activations.
 

@@ -19,7 +19,7 @@ from fsdpx.ext.fields.kernels import WindowStrides
 from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.optim import ShardSegment, ShardSegments
 
-__all__ = ["iterate_matmul_calls", "iterate_weight_heavy_convolution_calls", "list_memory_bound_calls"]
+__all__ = ["iterate_matmul_calls", "iterate_weight_heavy_convolution_calls", "make_memory_bound_kernel_calls"]
 
 Call = Callable[[], Any]
 
@@ -29,7 +29,7 @@ PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
 """Window of the pooling kernels."""
 
 
-def list_memory_bound_calls(xp: Any, name: str, nbytes: int) -> list[Call]:
+def make_memory_bound_kernel_calls(xp: Any, name: str, nbytes: int) -> list[Call]:
     """Return functions that call each memory-bound kernel in the number format `name`. Each call reads and writes
     about `nbytes` bytes."""
     kind = parse_dtype(name)
@@ -38,7 +38,7 @@ def list_memory_bound_calls(xp: Any, name: str, nbytes: int) -> list[Call]:
     return [
         lambda: a * b, lambda: xp.exp(a), lambda: xp.sum(a, axis=1, dtype=np.float64), lambda: xp.copyto(c, a),
         *_list_elementwise_calls(xp, a, b, c), *_list_rowwise_calls(xp, a, b), *_list_channel_norm_calls(xp, n, kind),
-        *_list_pool_calls(xp, n, kind), *_list_cast_and_update_calls(xp, n, kind),
+        *_list_pooling_calls(xp, n, kind), *_list_cast_and_update_calls(xp, n, kind),
     ]  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def _list_elementwise_calls(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
         lambda: k.relu(xp, a), lambda: k.relu_backward(xp, a, b), lambda: k.sigmoid(xp, a),
         lambda: k.sigmoid_backward(xp, a, b), lambda: k.silu(xp, a),
         lambda: k.silu_backward(xp, a, b), lambda: k.gelu(xp, a), lambda: k.gelu_backward(xp, a, b),
-        lambda: k.gelu_recompute(xp, a, c), lambda: k.bias_gelu(xp, c, row), lambda: k.gated(xp, a, b),
+        lambda: k.recompute_gelu_and_backward(xp, a, c), lambda: k.bias_gelu(xp, c, row), lambda: k.gated(xp, a, b),
         lambda: k.gated_backward(xp, a, b, c), lambda: k.add(xp, a, b), lambda: k.add_bias(xp, c, row),
         lambda: k.squared_error(xp, a, b), lambda: k.squared_error_backward(xp, a, b, 0.5),
     ]  # fmt: skip
@@ -85,16 +85,16 @@ def _list_channel_norm_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
     one = xp.full((CHANNELS,), 0.5, dtype=accumulation_dtype(dtype))
     each, f = xp.full((2, CHANNELS), 0.5, dtype=one.dtype), field_kernels
     return [
-        lambda: f.group_norm_moments(xp, x), lambda: f.group_norm_affine(xp, x, each, each, each),
+        lambda: f.channel_means_and_square_deviations(xp, x), lambda: f.group_norm_affine(xp, x, each, each, each),
         lambda: f.group_norm_gradient_sums(xp, dy, x, each, each),
         lambda: f.group_norm_backward(xp, dy, x, each, each, each, each),
         lambda: k.channel_sums(xp, x), lambda: k.channel_squares(xp, x, one),
-        lambda: k.channel_affine(xp, x, one, one, one), lambda: k.channel_sums_with(xp, dy, x, one, one),
-        lambda: k.channel_norm_backward(xp, dy, x, one, one, one, one),
+        lambda: k.channel_affine(xp, x, one, one, one), lambda: k.channel_gradient_sums(xp, dy, x, one, one),
+        lambda: k.channel_norm_backward_input(xp, dy, x, one, one, one, one),
     ]  # fmt: skip
 
 
-def _list_pool_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
+def _list_pooling_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
     k, cells = field_kernels, (16, n * WIDTH // CHANNELS // 16)
     half, x = (cells[0] // 2, cells[1] // 2), _make_field(xp, 1, cells, CHANNELS, dtype)
     dy, winner = (_make_field(xp, 1, half, CHANNELS, one) for one in (dtype, np.int32))

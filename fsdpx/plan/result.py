@@ -13,7 +13,7 @@ from fsdpx.core.comm.mesh import Mesh
 from fsdpx.ext.fields.grid import LETTERS
 from fsdpx.plan.grounds import describe_unmeasured_figures
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import format_mesh_arguments, format_option, format_options
+from fsdpx.plan.peak import format_mesh_arguments, format_option_as_python, format_options
 from fsdpx.plan.prediction import Prediction
 from fsdpx.plan.printed import wrap_call_into_lines
 
@@ -262,7 +262,7 @@ class Plan:
 
     def _format_process_memory(self) -> str:
         """Return a line of text about the memory of a rank's whole process; "" for GPUs."""
-        nbytes = self.best_candidate.prediction.process_bytes
+        nbytes = self.best_candidate.prediction.process_memory_bytes
         more = f", more than the {format_bytes(self.memory or 0)} there are" * (nbytes > (self.memory or nbytes))
         words = f"with interpreter, libraries and MPI a process takes {format_bytes(nbytes)}{more}"
         return "" if self.machine.compute.gpu else f"\n{wrap_lines(words)}"
@@ -331,9 +331,10 @@ def _make_sort_key(candidate: Candidate) -> tuple[float, int]:
 def _candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
     found = candidate.prediction
     return {
-        "kind": candidate.summary, "options": {name: format_option(value) for name, value in candidate.options.items()},
-        "seconds": found.seconds, "parts": dict(found.parts), "memory": found.memory, "process": found.process_bytes,
-        "bytes": found.bytes_sent, "bubble": found.bubble_share,
+        "kind": candidate.summary, "options": {name: format_option_as_python(value) for name,
+        value in candidate.options.items()}, "seconds": found.seconds, "parts": dict(found.parts),
+        "memory": found.memory, "process": found.process_memory_bytes, "bytes": found.bytes_sent,
+        "bubble": found.bubble_share,
     }  # fmt: skip
 
 

@@ -33,8 +33,8 @@ from fsdpx.plan.result import MAX_SHOWN, Candidate, Plan, can_split_evenly
 from fsdpx.plan.world_step import (
     Batch,
     WorldStep,
+    get_batch_shapes_and_dtypes,
     make_world_step,
-    parse_batch,
     parse_domain_dims,
     require_no_arrays,
     require_no_mesh_layers,
@@ -132,7 +132,7 @@ def search(
         else require_positive_int("ranks", ranks)
     )
     limit = where.compute.capacity if memory is None else parse_byte_count(memory, "memory")
-    space, shapes = options.pop("domain", None), parse_batch(batch)
+    space, shapes = options.pop("domain", None), get_batch_shapes_and_dtypes(batch)
     most, codecs = require_positive_int("most", most), (codecs,) if isinstance(codecs, str) else codecs
     if space == ANY_GRID and len(shapes[0][0]) < 3:
         raise ConfigError(
@@ -277,7 +277,9 @@ class _Search:
         ranks split a field, and is None if fields are not split."""
         if "mesh" in self.fixed:
             mesh = self.fixed["mesh"] or Mesh()
-            for space in self._list_grids(self.ranks // ((mesh.pipe or 1) * (mesh.tensor or 1)), mesh.tensor or 1):
+            for space in self._list_field_grids(
+                self.ranks // ((mesh.pipe or 1) * (mesh.tensor or 1)), mesh.tensor or 1
+            ):
                 for strategy in self._list_values_to_try("strategy", *PRESETS_BY_MEMORY):
                     yield strategy, self.fixed["mesh"], space
             return
@@ -288,7 +290,7 @@ class _Search:
         for tensor in _list_divisors(self.ranks, host):
             for pipe in _list_divisors(self.ranks // tensor, layers):
                 data = self.ranks // tensor // pipe
-                spaces = self._list_grids(data, tensor)
+                spaces = self._list_field_grids(data, tensor)
                 if not spaces:
                     why = f"more data ranks than the {self.sample_count} samples of the batch"
                     self.refused[f"tensor={tensor}, pipe={pipe}, data={data}"] = why
@@ -305,7 +307,7 @@ class _Search:
         """Whether samples are split by a `Partition`, which the search never changes."""
         return isinstance(self.space, Domain) and not isinstance(self.space, Grid)
 
-    def _list_grids(self, data: int, tensor: int) -> list[Any]:
+    def _list_field_grids(self, data: int, tensor: int) -> list[Any]:
         """Return the grids that can split fields over `data` data ranks. Each group of ranks that share a field must
         get at least one sample. In the result, None stands for fields that are not split."""
         space = self.space
@@ -436,7 +438,7 @@ class _Search:
 
     def _find_largest_batch(self, frugal: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
         """Return the number of samples of the largest global batch that fits, and the options with which it fits."""
-        times, options = self._find_max_growth_of_dims(frugal, 0, 1)
+        times, options = self._find_max_growth_of_batch_dims(frugal, 0, 1)
         return self.sample_count * (times or 1), options
 
     def _find_largest_sample_shape(
@@ -450,10 +452,10 @@ class _Search:
         if self._has_fixed_parts:
             return (), None
         first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
-        times, options = self._find_max_growth_of_dims(frugal, first, last) if last > first else (None, {})
+        times, options = self._find_max_growth_of_batch_dims(frugal, first, last) if last > first else (None, {})
         return ((), None) if times is None else (tuple(n * times for n in shape[first:last]), options)
 
-    def _find_max_growth_of_dims(
+    def _find_max_growth_of_batch_dims(
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
         """Return the largest factor by which dims [first, last) of the batch can grow so that a step still fits, and
@@ -548,13 +550,13 @@ class _Search:
             options = {**candidate.options, "mesh": replace(mesh, domain=(), **{grown: data // mesh.width_of(other)})}
             with suppress(FsdpxError, ValueError):
                 if mesh.domain and not self._has_fixed_parts:
-                    options["domain"] = self._choose_grid_for_data_ranks(mesh, data)
+                    options["domain"] = self._choose_field_grid_for_data_ranks(mesh, data)
                 elif data // prod(mesh.domain) > self.sample_count:
                     break
                 found[data * beside] = self._predict_step(self.batch, data * beside, options)
         return tuple(found[ranks] for ranks in sorted(found))
 
-    def _choose_grid_for_data_ranks(self, mesh: Mesh, data: int) -> tuple[int, ...]:
+    def _choose_field_grid_for_data_ranks(self, mesh: Mesh, data: int) -> tuple[int, ...]:
         """Return a grid that splits a field over `data` data ranks and processes as many samples in parallel as `mesh`
         does. Raise ValueError if there is none."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]

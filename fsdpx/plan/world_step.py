@@ -22,7 +22,7 @@ from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import Mesh, MeshCoordinates
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.program import SCHEDULES, VERBS, Action, Program, compile
-from fsdpx.core.state.accumulation import choose_microbatch_count
+from fsdpx.core.state.accumulation import resolve_microbatch_count
 from fsdpx.core.state.gradients import count_samples_of_rank
 from fsdpx.core.state.sample_layout import UNSHARDED, Domain
 from fsdpx.core.trainer.call_runner import FixedRanks
@@ -39,18 +39,9 @@ from fsdpx.plan.peak import MemoryPeak, find_memory_peak
 from fsdpx.plan.time_model import MeshOnMachine, StepTimes
 
 __all__ = [
-    "CONTROL",
-    "Batch",
-    "RankClass",
-    "RankDryRun",
-    "WorldStep",
-    "find_representative_action",
-    "make_world_step",
-    "parse_batch",
-    "parse_domain_dims",
-    "require_no_arrays",
-    "require_no_mesh_layers",
-    "require_positive_int",
+    "CONTROL", "Batch", "RankClass", "RankDryRun", "WorldStep", "find_representative_action",
+    "get_batch_shapes_and_dtypes", "make_world_step", "parse_domain_dims", "require_no_arrays",
+    "require_no_mesh_layers", "require_positive_int",
 ]  # fmt: skip
 
 LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()
@@ -152,7 +143,7 @@ class WorldStep:
         chunks, samples = options.get("reproducible_chunks"), batch[0][0][0]
         if chunks is not None and samples % chunks:
             raise ConfigError(f"reproducible_chunks={chunks}: a global batch of {samples} samples does not divide")
-        return cls(model, batch, mesh, choose_microbatch_count(options["microbatches"], chunks, mesh), options, domain)
+        return cls(model, batch, mesh, resolve_microbatch_count(options["microbatches"], chunks, mesh), options, domain)
 
     @property
     def sample_count(self) -> int:
@@ -207,7 +198,7 @@ class WorldStep:
         return None if found is None else found.steady
 
     @property
-    def has_equal_microbatches(self) -> bool:
+    def has_equally_long_microbatches(self) -> bool:
         """Whether all microbatches take the same time, except for the first and last ones of a pipeline."""
         known = self.mesh.width_of("pipe") == 1 or self._steady is not None
         rows, rest = divmod(self.sample_count, self.sample_group_count)
@@ -222,8 +213,14 @@ class WorldStep:
         repeats after that many microbatches. If microbatches differ, or if there are only a few, `simulated` is the
         number of all microbatches, and `period` is 0."""
         m, pipe = self.microbatches, self.mesh.width_of("pipe")
-        enough = self._steady * pipe + 1 if pipe > 1 and self._steady is not None and self.has_equal_microbatches else 2
-        return (enough + (m - enough) % pipe, pipe) if self.has_equal_microbatches and m > enough + pipe else (m, 0)
+        enough = (
+            self._steady * pipe + 1
+            if pipe > 1 and self._steady is not None and self.has_equally_long_microbatches
+            else 2
+        )
+        return (
+            (enough + (m - enough) % pipe, pipe) if self.has_equally_long_microbatches and m > enough + pipe else (m, 0)
+        )
 
     def count_dry_run_microbatches(self) -> int:
         """Return how many microbatches a dry run needs so that memory and costs of all microbatches are known.
@@ -232,7 +229,7 @@ class WorldStep:
         the first one. With an interleaved schedule, it is a multiple of the pipeline's width. With offload, all
         simulated microbatches run."""
         most, pipe = self.count_simulated_microbatches_and_period()[0], self.mesh.width_of("pipe")
-        if not self.has_equal_microbatches or pipe == 1 or self.options.get("offload") is not None:
+        if not self.has_equally_long_microbatches or pipe == 1 or self.options.get("offload") is not None:
             return most
         return min(most, 3 * pipe if SCHEDULES[self.options["schedule"]].interleaves else pipe + 4)
 
@@ -311,7 +308,7 @@ def make_world_step(
     model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, options: Mapping[str, Any]
 ) -> WorldStep:
     """Return the step that the arguments of `predict` describe. `gpu` says whether ranks are GPUs."""
-    pairs, chosen = parse_batch(batch), dict(options)
+    pairs, chosen = get_batch_shapes_and_dtypes(batch), dict(options)
     model, chosen["loss"] = adapt_foreign_model(model, chosen.get("loss"), chosen.get("domain"))
     chosen = _check_and_complete_options(pairs, gpu, chosen)
     Recipe(TrainingChoices(model)).with_options(
@@ -372,7 +369,7 @@ def require_no_mesh_layers(model: nn.Layer, space: Any) -> None:
             )
 
 
-def parse_batch(batch: Any) -> Batch:
+def get_batch_shapes_and_dtypes(batch: Any) -> Batch:
     """Return the (shape, dtype) of each input, followed by the (shape, dtype) of the targets. The batch is given as
     (shape, dtype) pairs or as arrays, and several inputs may be given as a tuple. Raise ConfigError for anything
     else."""

@@ -132,7 +132,7 @@ class CodecContract:
 
         spawn(body, size, timeout=60)
 
-    def test_codec_state_is_only_in_memory_arrays(self) -> None:
+    def test_codec_keeps_no_state_outside_memory(self) -> None:
         """Check that two codecs that take turns with the same memory arrays give the same bits as a single codec. This
         shows that a codec stores no state elsewhere."""
 

@@ -11,7 +11,7 @@ from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.nn.container import unwrap_single
 from fsdpx.nn.init import make_initial_values
 from fsdpx.nn.layer import Layer, LayerContext
-from fsdpx.nn.linearize import resolve_input_takes
+from fsdpx.nn.linearize import find_dtypes_read_by_inputs
 from fsdpx.nn.losses import Loss
 from fsdpx.testing.threads import run_interleaved
 
@@ -255,7 +255,7 @@ class LayerContract(GradientContract):
         """Check that `Layer.takes` declares which inputs are integers. This is necessary because a trainer converts all
         other inputs to floats."""
         layer, x, _ = self._make_test_case()
-        takes = resolve_input_takes(layer, len(x), [frozenset()] * layer.n_outputs)
+        takes = find_dtypes_read_by_inputs(layer, len(x), [frozenset()] * layer.n_outputs)
         wrong = [i for i, part in enumerate(x) if part.dtype.kind in "iub" and takes[i] == {"numbers"}]
         assert not wrong, f'inputs {wrong} are whole numbers: the class must say so, takes = "indices" or "given"'
 

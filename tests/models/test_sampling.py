@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fsdpx.core.array.random import uniform
-from fsdpx.models.generation.texts import NO_TOKEN, Sampling, find_window_start
+from fsdpx.models.generation.texts import NO_TOKEN, Sampling, find_context_start
 
 LOGITS = np.log([0.4, 0.3, 0.2, 0.1])
 
@@ -62,5 +62,5 @@ def test_logits_that_are_no_numbers_give_no_token(bad: float) -> None:
 
 
 def test_a_full_context_leaves_out_its_older_half() -> None:
-    assert [find_window_start(n, 8) for n in (1, 8, 9, 12, 13, 16, 17)] == [0, 0, 4, 4, 8, 8, 12]
-    assert [find_window_start(n, 1) for n in (1, 2, 3)] == [0, 1, 2]
+    assert [find_context_start(n, 8) for n in (1, 8, 9, 12, 13, 16, 17)] == [0, 0, 4, 4, 8, 8, 12]
+    assert [find_context_start(n, 1) for n in (1, 2, 3)] == [0, 1, 2]

@@ -114,7 +114,7 @@ def test_bytes_and_calls_are_those_of_whole_programs(
     """Also of an option that the plan has never heard of: gradients are reduced once in so many microbatches."""
 
     def reduce_seldom(actions: list[Action], stage: Stage, _: bool, behind: int, join: bool) -> list[Action]:
-        added = [passes._list_pages_of_kind("grad", VERBS[action.op].adds, action, stage) for action in actions]
+        added = [passes._list_pages_used_by_action("grad", VERBS[action.op].adds, action, stage) for action in actions]
         turns = [(action.mb or 0) // (each or 1) for action in actions]
         last = {(page, turns[at]): at for at, pages in enumerate(added) for page in pages}
         complete = [[page for page in pages if last[page, turns[at]] == at] for at, pages in enumerate(added)]

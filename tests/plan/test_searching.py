@@ -99,7 +99,7 @@ def test_what_it_prints(found: Plan) -> None:
     assert wrap_call_into_lines(found.python_line) in text
     assert {"ddp", "fsdp", "ddp + tensor", "ddp + pipe", "pipe"} <= found.best_by_kind.keys()
     real = best.prediction
-    assert real.memory + (66 << 20) <= real.process_bytes < real.memory * 17 // 16 + (67 << 20)
+    assert real.memory + (66 << 20) <= real.process_memory_bytes < real.memory * 17 // 16 + (67 << 20)
     assert "\nwith interpreter, libraries and MPI a process takes " in text
     assert json.loads(json.dumps(found.to_json()))["found"][0]["seconds"] == found.best_candidate.prediction.seconds
 

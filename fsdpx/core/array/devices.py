@@ -151,16 +151,16 @@ def load_device(name: str) -> Device:
 def get_device_of_array(array: Any) -> Device:
     """Return the device that holds an array. For a value that is not an array, return the CPU."""
     kind = type(array)
-    return CPU if kind is np.ndarray else _find_device_of_module(kind.__module__)
+    return CPU if kind is np.ndarray else _find_device_of_array_module(kind.__module__)
 
 
 def get_device_of_namespace(xp: Any) -> Device:
     """Return the device whose array module is `xp`."""
-    return CPU if xp is np else _find_device_of_module(xp.__name__)
+    return CPU if xp is np else _find_device_of_array_module(xp.__name__)
 
 
 @cache
-def _find_device_of_module(name: str) -> Device:
+def _find_device_of_array_module(name: str) -> Device:
     if name.partition(".")[0] in ("builtins", "numpy"):
         return CPU
     known = [one for one in list_extensions("array") if f"{name}.".startswith(f"{one}.")]

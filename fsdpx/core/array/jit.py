@@ -174,7 +174,7 @@ class CompiledFunction:
                 self._dispatcher = self._make_dispatcher({})
             return self._dispatcher
 
-    def get_bare_dispatcher(self) -> Any:
+    def get_dispatcher_without_python_entry(self) -> Any:
         """Return a Numba dispatcher that omits the entry point for Python, because only compiled code calls the
         function."""
         key = self.function, self.freedom
@@ -187,7 +187,7 @@ class CompiledFunction:
         import numba
 
         options = {"nogil": True, "error_model": "numpy", "fastmath": self.fastmath, **entries}
-        compiled: Any = numba.njit(**options)(lazy_numba.resolve_lazy_objects(self.function))
+        compiled: Any = numba.njit(**options)(lazy_numba.replace_lazy_objects_in_function(self.function))
         if (store := _load_code_store()) is not None:
             store.enable_disk_cache(compiled, self.function, self.fastmath, bool(entries))
         return compiled

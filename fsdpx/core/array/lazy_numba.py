@@ -1,8 +1,9 @@
 """Stand-ins for objects of Numba and llvmlite. The objects are looked up when a function is compiled, not when a file
 is imported.
 
-Files of compiled code import the stand-ins, so importing such a file loads neither library. `resolve_lazy_objects`
-copies a function that is to be compiled, and replaces the stand-ins in the copy with the libraries' own objects.
+Files of compiled code import the stand-ins, so importing such a file loads neither library.
+`replace_lazy_objects_in_function` copies a function that is to be compiled, and replaces the stand-ins in the copy with
+the libraries' own objects.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 __all__ = [
     "BARE", "LazyObject", "cgutils", "hash_function", "intrinsic", "ir", "overload_function", "register_jitable",
-    "resolve_lazy_objects", "types",
+    "replace_lazy_objects_in_function", "types",
 ]  # fmt: skip
 
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -87,7 +88,7 @@ def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
     return register_overload
 
 
-def resolve_lazy_objects(function: Any) -> Any:
+def replace_lazy_objects_in_function(function: Any) -> Any:
     """Return a copy of the function. In the globals and the closure of the copy, all stand-ins are replaced with the
     objects of Numba and llvmlite."""
     bound_copy = _copies.get(function)
@@ -102,7 +103,7 @@ def resolve_lazy_objects(function: Any) -> Any:
         from numba import extending
 
         body, options = _overloads[function]
-        extending.overload(bound_copy, jit_options=BARE, **options)(resolve_lazy_objects(body))
+        extending.overload(bound_copy, jit_options=BARE, **options)(replace_lazy_objects_in_function(body))
     names |= {name: _resolve_lazy_value(value) for name, value in _list_globals(function)}
     for cell, known in zip(cells, function.__closure__ or (), strict=True):
         cell.cell_contents = _resolve_lazy_value(known.cell_contents)
@@ -118,20 +119,20 @@ def _resolve_lazy_value(value: Any) -> Any:
         return value.import_object()
     if isinstance(value, LazyIntrinsic):
         return _make_intrinsic(value)
-    if hasattr(value, "get_bare_dispatcher"):
-        return value.get_bare_dispatcher()
+    if hasattr(value, "get_dispatcher_without_python_entry"):
+        return value.get_dispatcher_without_python_entry()
     if isinstance(value, tuple | list):
         return type(value)(map(_resolve_lazy_value, value))
     if isinstance(value, dict):
         return {_resolve_lazy_value(key): _resolve_lazy_value(one) for key, one in value.items()}
-    return resolve_lazy_objects(value) if _may_use_lazy_names(value) else value
+    return replace_lazy_objects_in_function(value) if _may_use_lazy_names(value) else value
 
 
 @functools.cache
 def _make_intrinsic(value: LazyIntrinsic) -> Any:
     from numba import extending
 
-    return extending.intrinsic(resolve_lazy_objects(value.function))
+    return extending.intrinsic(replace_lazy_objects_in_function(value.function))
 
 
 def _may_use_lazy_names(value: Any) -> bool:
@@ -175,7 +176,7 @@ def _describe_function_and_callees(function: FunctionType) -> tuple[str, list[Fu
             return describe_value(value._parts)
         if isinstance(value, LazyIntrinsic):
             return describe_value(value.function)
-        if hasattr(value, "get_bare_dispatcher"):
+        if hasattr(value, "get_dispatcher_without_python_entry"):
             return str(value.freedom), describe_value(value.function)
         if isinstance(value, FunctionType):
             reached.append(value)

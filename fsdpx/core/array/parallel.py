@@ -158,7 +158,7 @@ def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -
     job = _ParallelCall(function, pieces)
     for _ in range(workers):
         _calls.put(job)
-    errors = list(job.run_pieces())
+    errors = list(job.run_pieces_and_yield_errors())
     errors += [job.finished.get() for _ in range(len(pieces) - len(errors))]
     for error in errors:
         if error is not None:
@@ -183,7 +183,7 @@ class _ParallelCall:
         )
         self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
 
-    def run_pieces(self) -> Iterator[BaseException | None]:
+    def run_pieces_and_yield_errors(self) -> Iterator[BaseException | None]:
         """Run pieces until none is left. For each piece, yield its exception, or None."""
         while True:
             try:
@@ -196,7 +196,7 @@ class _ParallelCall:
         """Run pieces in a worker thread, and report each finished piece."""
         if self.control is not None:
             _load_control_register_module().restore_control_register(self.control)
-        for result in self.run_pieces():
+        for result in self.run_pieces_and_yield_errors():
             self.finished.put(result)
 
     def _run_piece(self, piece: tuple[Any, ...]) -> BaseException | None:

@@ -226,7 +226,7 @@ class NumberSubarray:
         """Return the numbers as a float32 array in [0, 1) of shape `shape`, on the device of `xp`."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty(self.shape, dtype=np.float32)
-        out, lead = np.empty(self.shape, np.float32), self._find_lead_dim()
+        out, lead = np.empty(self.shape, np.float32), self._find_split_dim()
         size = math.prod(self.whole[lead + 1 :])
         beyond = tuple(slice(a, a + n) for a, n in zip(self.starts[lead + 1 :], self.shape[lead + 1 :], strict=True))
         for place in np.ndindex(*self.shape[:lead]):
@@ -237,7 +237,7 @@ class NumberSubarray:
             out[place] = numbers.reshape(self.shape[lead], *self.whole[lead + 1 :])[(slice(None), *beyond)]
         return xp.asarray(out)
 
-    def _find_lead_dim(self) -> int:
+    def _find_split_dim(self) -> int:
         """Return the dim at which the work is divided. There is a loop over the dims before it. In each iteration, one
         call generates all numbers along this dim and the dims after it; numbers outside the part are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fsdpx.core.array.kernels.squares import square_sums
+from fsdpx.core.array.kernels.squares import sum_squares_of_blocks
 from fsdpx.core.array.namespace import to_host
 
 __all__ = [
@@ -23,7 +23,7 @@ EXPANSION_PARTS = 40
 def sum_block_squares(xp: Any, x: Any) -> list[float]:
     """Return the sums of squares of consecutive blocks of `CHUNK_ELEMENTS` elements, in float64. The last block may be
     shorter."""
-    sums: list[float] = to_host(square_sums(xp, x, CHUNK_ELEMENTS)).tolist()
+    sums: list[float] = to_host(sum_squares_of_blocks(xp, x, CHUNK_ELEMENTS)).tolist()
     return sums
 
 

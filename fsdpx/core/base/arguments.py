@@ -23,7 +23,7 @@ from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
     "describe_hint", "fits_hint", "require_valid_arguments", "wrap_constructor_with_argument_check",
-    "wrap_with_argument_check",
+    "wrap_with_type_hint_check",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -32,7 +32,7 @@ MAX_ARRAY_INTEGER = 2**64
 """Smallest magnitude of integers that fit into no array dtype. Such integers are rejected as mistakes."""
 
 
-def wrap_with_argument_check(
+def wrap_with_type_hint_check(
     function: Callable[P, T], name: str = "", when: Literal["after", "failed"] = "after"
 ) -> Callable[P, T]:
     """Wrap a function, or an `__init__`, so that an argument that does not fit its type hint raises ConfigError.
@@ -56,10 +56,10 @@ def wrap_with_argument_check(
         except FsdpxError:
             raise
         except Exception as error:
-            _require_fitting_arguments(function, label, given, options, error)
+            _require_arguments_fit_hints(function, label, given, options, error)
             raise
         if when == "after":
-            _require_fitting_arguments(function, label, given, options)
+            _require_arguments_fit_hints(function, label, given, options)
         return result
 
     return call_checked
@@ -72,14 +72,14 @@ def require_valid_arguments(
     **options)`."""
     label = name or function.__qualname__.removesuffix(".__init__")
     _refuse_huge_integers(function, label, given, options)
-    _require_fitting_arguments(function, label, given, options)
+    _require_arguments_fit_hints(function, label, given, options)
 
 
 def wrap_constructor_with_argument_check(cls: type) -> None:
     """Make the constructor of an fsdpx class check its arguments against their type hints. User-defined classes and
     inherited constructors are left unchanged."""
     if "__init__" in vars(cls) and cls.__module__.startswith("fsdpx."):
-        cls.__init__ = wrap_with_argument_check(cls.__init__, cls.__name__)  # type: ignore[misc]
+        cls.__init__ = wrap_with_type_hint_check(cls.__init__, cls.__name__)  # type: ignore[misc]
 
 
 def _refuse_huge_integers(
@@ -92,7 +92,7 @@ def _refuse_huge_integers(
             raise ConfigError(f"{label}({name}={value}): the number is too large")
 
 
-def _require_fitting_arguments(
+def _require_arguments_fit_hints(
     function: Callable[..., Any],
     label: str,
     given: tuple[Any, ...],

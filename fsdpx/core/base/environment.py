@@ -290,11 +290,11 @@ def _find_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
     innermost one."""
     without_mpi = _find_launcher_without_mpi(environ)
     inside = without_mpi is not None and ("TORCHELASTIC_RUN_ID" in environ or environ.get("FSDPX_STORE"))
-    launcher = without_mpi if inside else _find_mpi_launcher(environ) or without_mpi
+    launcher = without_mpi if inside else _detect_mpi_launcher_from_env(environ) or without_mpi
     return launcher and replace(launcher, store=_parse_rendezvous_store(environ))
 
 
-def _find_mpi_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
+def _detect_mpi_launcher_from_env(environ: Mapping[str, str]) -> LauncherInfo | None:
     for name, (size, *more) in _LAUNCHERS.items():
         rank, local_rank, local_size = (_parse_count_variable(environ, variable) for variable in more)
         if size in environ or rank:

@@ -31,7 +31,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
     "array": {"cupy": "fsdpx.ext.gpu.device:CUDA", "fsdpx.core.array.shapes": "fsdpx.core.array.shapes.device:SHAPES"},
     "half": {
         "matmul": "fsdpx.ext.half:matmul",
-        "library": "fsdpx.ext.half.arithmetic:find_library_and_warn",
+        "library": "fsdpx.ext.half.arithmetic:find_matmul_library_and_warn",
         "precision": "fsdpx.ext.half.arithmetic:choose_float16_precision",
         "optimizer": "fsdpx.ext.half.rounded:RoundedOptimizer",
     },
@@ -53,7 +53,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "watchdog": "fsdpx.ext.watch.watchdog:start_watchdog",
         "trace": "fsdpx.ext.observe.trace:TraceWriter",
         "values": "fsdpx.ext.observe.record:ValueRecorder",
-        "replay": "fsdpx.ext.gpu.replay:ReplayObserver",
+        "replay": "fsdpx.ext.gpu.replay:CudaGraphObserver",
     },
     "fit": {
         "log": "fsdpx.ext.observe.log:TrainingLog",
@@ -65,7 +65,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "report": "fsdpx.ext.observe.report:make_report",
         "summary": "fsdpx.ext.observe.report:gather_summary",
         "routing": "fsdpx.ext.observe.routing:gather_expert_load",
-        "measure": "fsdpx.ext.observe.measure:measure_fastest_step",
+        "measure": "fsdpx.ext.observe.measure:measure_timeline_of_fastest_step",
         "generate": "fsdpx.models.generation.generate:generate",
     },
 }

@@ -24,7 +24,7 @@ from typing import Any
 
 __all__ = [
     "STOP_SIGNALS", "Hook", "SignalHandler", "add_exit_listener", "find_communicator_to_abort",
-    "install_process_hooks_while_alive", "notify_exit_listeners", "register_hooks", "release_hooks_of_owner",
+    "install_process_hooks_while_alive", "notify_exit_listeners", "register_process_hooks", "release_hooks_of_owner",
     "releasing_hooks_after_block",
 ]  # fmt: skip
 
@@ -104,7 +104,7 @@ _lock = threading.RLock()  # reentrant, because garbage collection may run a fin
 _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
-def register_hooks(*hooks: Hook) -> None:
+def register_process_hooks(*hooks: Hook) -> None:
     """Add hooks that are installed as long as there is an owner of the hooks. If there already is one, install them
     immediately."""
     with _lock:

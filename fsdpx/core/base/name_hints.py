@@ -9,7 +9,7 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from fsdpx.core.base.arguments import wrap_with_argument_check
+from fsdpx.core.base.arguments import wrap_with_type_hint_check
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
@@ -197,7 +197,7 @@ def wrap_constructor_with_option_check(cls: type[T]) -> type[T]:
     PyTorch, the error tells the user to leave them out.
     """
     known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
-    checked_init = wrap_with_argument_check(cls.__init__, cls.__name__)
+    checked_init = wrap_with_type_hint_check(cls.__init__, cls.__name__)
 
     @wraps(checked_init)
     def check_and_init(self: Any, *given: Any, **options: Any) -> None:
@@ -217,12 +217,12 @@ def wrap_with_option_check(function: Callable[P, T], when: Literal["after", "fai
     """Wrap a function or an `__init__` to raise ConfigError for an unknown option or an argument that does not fit its
     type hint. The error for an unknown option suggests what was probably meant.
 
-    `when` is passed to `wrap_with_argument_check`.
+    `when` is passed to `wrap_with_type_hint_check`.
     """
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
     taken = [one for one, parameter in named.items() if parameter.kind not in _REST]
     known = [one for one in taken if one not in ("self", "trainer")]
-    checked = wrap_with_argument_check(function, name, when)
+    checked = wrap_with_type_hint_check(function, name, when)
 
     @wraps(function)
     def call_checked(*given: P.args, **options: P.kwargs) -> T:

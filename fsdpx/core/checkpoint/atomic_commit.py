@@ -31,25 +31,10 @@ from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.errors import CheckpointError, FsdpxError
 
 __all__ = [
-    "PARTIAL",
-    "SaveTarget",
-    "agree_on_choices",
-    "agree_on_equal_choices",
-    "agree_on_path",
-    "error_to_text",
-    "expand_checkpoint_path",
-    "explaining_rename_errors",
-    "get_path_and_working_folder",
-    "iterate_checkpoints",
-    "lock_file",
-    "make_sibling_path",
-    "prune_checkpoints",
-    "resolve_checkpoint",
-    "resolve_checkpoint_name",
-    "resolve_replaceable_folder",
-    "run_on_all_ranks",
-    "run_on_rank0",
-    "write_header_and_sync",
+    "PARTIAL", "SaveTarget", "agree_on_choices", "agree_on_equal_choices", "agree_on_path", "expand_checkpoint_path",
+    "explaining_rename_errors", "find_committed_folder", "format_portable_error_text", "get_checkpoint_name_of_folder",
+    "get_path_and_working_folder", "iterate_checkpoints", "lock_file", "make_sibling_path", "prune_checkpoints",
+    "resolve_replaceable_folder", "run_on_all_ranks", "run_on_rank0", "write_header_and_sync",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -67,7 +52,7 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
     try:
         value = body()
     except Exception as error:
-        problem = error_to_text(error)
+        problem = format_portable_error_text(error)
         # do not chain an FsdpxError: `problem` already contains its full text, which would be printed twice
         cause = None if isinstance(error, FsdpxError) else error
     for rank, (_, text) in enumerate(everyone := all_gather_plain_data(world, (value, problem))):
@@ -123,7 +108,7 @@ def _require_same_choices(where: str, everyone: Sequence[Mapping[str, str]]) -> 
                 raise CheckpointError(f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}")
 
 
-def error_to_text(error: BaseException) -> str:
+def format_portable_error_text(error: BaseException) -> str:
     """Return the message of an error in a form that does not depend on the operating system."""
     if isinstance(error, OSError) and error.errno is not None:
         name = errno.errorcode.get(error.errno, str(error.errno))
@@ -189,7 +174,7 @@ class SaveTarget:
         """Write the headers and the manifest, and rename the temporary folder to `path`. All tensors must already be on
         disk.
 
-        `resolve_checkpoint` finds the old checkpoint until the temporary folder is renamed, and then the new one."""
+        `find_committed_folder` finds the old checkpoint until the temporary folder is renamed, and then the new one."""
         for name, contents in layout.files.items():
             write_header_and_sync(self.partial / name, contents.header)
         note = {} if layout.note is None else {NOTE_FILE_NAME: layout.note}
@@ -248,7 +233,7 @@ def _iterate_sibling_folders(folder: Path) -> Iterator[tuple[Path, str, str]]:
             yield path, *parsed
 
 
-def resolve_checkpoint_name(name: str) -> str | None:
+def get_checkpoint_name_of_folder(name: str) -> str | None:
     """Return the name of the checkpoint that a folder named `name` contains. For a permanent folder, this is `name`
     itself. For a temporary folder that keeps the previous version of a checkpoint, it is the name of that checkpoint.
     For other temporary folders, return None."""
@@ -320,7 +305,7 @@ def explaining_rename_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def resolve_checkpoint(path: Path) -> Path:
+def find_committed_folder(path: Path) -> Path:
     """Return the folder that holds the checkpoint `path`. Normally this is `path` itself. If a job was killed between
     the two renames of a commit, it is the temporary folder that keeps the previous version."""
     path = follow_link(path)
@@ -349,7 +334,7 @@ def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]
     order of these numbers."""
     pattern, folders = re.compile(re.escape(prefix) + r"(\d+)"), dict[int, Path]()
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = pattern.fullmatch(resolve_checkpoint_name(path.name) or "")
+        match = pattern.fullmatch(get_checkpoint_name_of_folder(path.name) or "")
         if match and is_checkpoint(path):
             folders[int(match[1])] = folder / match[0]
     yield from sorted(folders.items())
@@ -371,7 +356,7 @@ def prune_checkpoints(path: Path, keep: int, keep_also: str | None = None) -> No
             continue
         gone = make_sibling_path(old, REMOVED)
         remove_checkpoint(gone)
-        os.rename(resolve_checkpoint(old), gone)
+        os.rename(find_committed_folder(old), gone)
     for left, kind, name in _iterate_sibling_folders(path.parent):
         if kind == REMOVED and name.rstrip("0123456789") == prefix:
             remove_checkpoint(left)

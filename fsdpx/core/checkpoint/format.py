@@ -439,7 +439,7 @@ INDEX_FILE_NAME = "model.safetensors.index.json"
 STATE_FILE_NAME = "state.safetensors"
 NOTE_FILE_NAME = "written.json"
 STATE_KEY = "fsdpx"
-"""Metadata key of `STATE_FILE_NAME` under which `RunScalars` are stored, as JSON."""
+"""Metadata key of `STATE_FILE_NAME` under which `CheckpointScalars` are stored, as JSON."""
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """The (dtype code, shape) of each tensor, by tensor name."""
@@ -478,9 +478,9 @@ def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, sh
     """Return the layout of the files of a checkpoint.
 
     `weights` holds the tensors of the model, in the order in which they are distributed over files. `slots` (optimizer
-    tensors) and `state` (a `RunScalars` as JSON) go into a separate file (`STATE_FILE_NAME`), which is written only if
-    `state` is not None. `shard_bytes` is the maximum number of tensor bytes in one weights file (a larger tensor gets
-    a file of its own). If it is None, all weights go into one file."""
+    tensors) and `state` (a `CheckpointScalars` as JSON) go into a separate file (`STATE_FILE_NAME`), which is written
+    only if `state` is not None. `shard_bytes` is the maximum number of tensor bytes in one weights file (a larger
+    tensor gets a file of its own). If it is None, all weights go into one file."""
     groups = [weights] if shard_bytes is None else split_into_files(weights, shard_bytes)
     count = len(groups)
     numbered = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

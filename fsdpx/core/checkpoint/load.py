@@ -31,9 +31,9 @@ from fsdpx.core.checkpoint.local_shards import (
     ByteCounter,
     CodecMemoryName,
     LocalShard,
-    iterate_and_add_to_targets,
+    iterate_codec_reads_and_zero_missing,
     iterate_local_shards,
-    iterate_reads_and_zero_missing,
+    iterate_shards_then_add_to_targets,
 )
 from fsdpx.core.checkpoint.read import (
     CheckpointSource,
@@ -44,9 +44,9 @@ from fsdpx.core.checkpoint.read import (
     read_shards,
 )
 from fsdpx.core.checkpoint.save import gather_xor_of_checksums
-from fsdpx.core.checkpoint.scalars import RunScalars, require_loader_method, restore_scalars
+from fsdpx.core.checkpoint.scalars import CheckpointScalars, require_loader_method, restore_scalars
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.state.ledger import get_state_dtype, list_saved_tensors
+from fsdpx.core.state.ledger import get_state_dtype, list_checkpoint_tensors
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
@@ -70,7 +70,9 @@ Wanted = dict[str, tuple[np.dtype, tuple[int, ...]]]
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool, count: ByteCounter) -> RunScalars:
+def load(
+    state: TrainState, path: Any, loader: Any, convert: bool, verify: bool, count: ByteCounter
+) -> CheckpointScalars:
     """Load the full training state from a checkpoint: weights, optimizer state and scalars. Return the scalars. If the
     checkpoint does not fit the trainer or cannot be read, raise CheckpointError on all ranks before anything changes.
     Collective.
@@ -93,7 +95,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     run_on_all_ranks(world, where, lambda: require_device_holds_data(state))
     if STATE_FILE_NAME not in source.files:
         raise CheckpointError(f"{where}: it holds only weights; use load_parameters")
-    scalars = RunScalars.parse(
+    scalars = CheckpointScalars.parse(
         source.files[STATE_FILE_NAME].metadata.get(STATE_KEY), str(source.folder / STATE_FILE_NAME)
     )
     _require_same_tensors(
@@ -118,7 +120,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     shapes = {name: shape for name, (_, shape) in source.tensors.items()}
 
     def read_saved_shards(pieces: Iterable[LocalShard]) -> None:
-        codec_shards = iterate_and_add_to_targets(iterate_reads_and_zero_missing(state, shapes))
+        codec_shards = iterate_shards_then_add_to_targets(iterate_codec_reads_and_zero_missing(state, shapes))
         read_shards(source, chain(pieces, codec_shards), state.placement.xp, count)
 
     fill_state(state, where, read_saved_shards, scalars.replica_count)
@@ -171,7 +173,7 @@ def require_device_holds_data(state: TrainState) -> None:
         raise CheckpointError("a dry run has no data to load into")
 
 
-def _require_loader_position(loader: Any, scalars: RunScalars) -> None:
+def _require_loader_position(loader: Any, scalars: CheckpointScalars) -> None:
     require_loader_method(loader, "load_state_dict")
     if scalars.data is None:
         raise CheckpointError("it was saved without a loader, so it has no position in the data")
@@ -183,7 +185,7 @@ def get_dtypes_and_shapes(state: TrainState) -> Wanted:
 
 
 def _require_matching_slots(
-    state: TrainState, scalars: RunScalars, source: CheckpointSource, where: str, convert: bool
+    state: TrainState, scalars: CheckpointScalars, source: CheckpointSource, where: str, convert: bool
 ) -> None:
     place, slots = state.placement, tuple(state.placement.optimizer.slots)
     if slots != scalars.slots:
@@ -192,7 +194,7 @@ def _require_matching_slots(
             f"checkpoint, {type(unwrap_optimizer(place.optimizer)).__name__} with {_format_slots(slots)} here; "
             "load_parameters takes only the weights"
         )
-    known = list_saved_tensors(place, scalars.replica_count).items()
+    known = list_checkpoint_tensors(place, scalars.replica_count).items()
     rest = {n: (get_state_dtype(place, n), s.shape) for n, s in known if n not in place.layout.specs}
     slot_entries = source.select_state_or_weights(state=True).tensors
     codecs = {name: slot_entries[name] for name in slot_entries if CodecMemoryName.parse(name) is not None}

@@ -18,20 +18,9 @@ from fsdpx.nn.layer import ParameterSpec
 from fsdpx.nn.shard_specs import shard_bounds
 
 __all__ = [
-    "BLOCK_BYTES",
-    "ByteCounter",
-    "CodecArrival",
-    "CodecMemoryName",
-    "LocalShard",
-    "ShardBlock",
-    "TensorPiece",
-    "iterate_and_add_to_targets",
-    "iterate_blocks",
-    "iterate_codec_memory",
-    "iterate_codec_memory_to_write",
-    "iterate_local_shards",
-    "iterate_reads_and_zero_missing",
-    "iterate_shards_to_write",
+    "BLOCK_BYTES", "ByteCounter", "CodecArrival", "CodecMemoryName", "LocalShard", "ShardBlock", "TensorPiece",
+    "iterate_blocks", "iterate_codec_memory", "iterate_codec_memory_to_write", "iterate_codec_reads_and_zero_missing",
+    "iterate_local_shards", "iterate_shards_then_add_to_targets", "iterate_shards_to_write",
 ]  # fmt: skip
 
 BLOCK_BYTES = 4 << 20
@@ -126,7 +115,7 @@ def iterate_local_shards(state: TrainState, replicas: int | None = None) -> Iter
     of this run then loads the state of replica r modulo `replicas`."""
     for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind != "memory":
-            yield from _iterate_shards_of_row(state.placement, row, array, replicas=replicas)
+            yield from _iterate_shards_of_ledger_row(state.placement, row, array, replicas=replicas)
 
 
 def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
@@ -141,14 +130,14 @@ def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
     for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind == "memory" or row.key.page in placement.layout.tied_copy_pages:
             continue
-        for shard in _iterate_shards_of_row(placement, row, array):
+        for shard in _iterate_shards_of_ledger_row(placement, row, array):
             if row.key.page is None:
-                yield from [shard] if (placement.statistic_ranks[shard.name], 0, 0, 0) == place else []
+                yield from [shard] if (placement.pipe_rank_by_statistic[shard.name], 0, 0, 0) == place else []
             elif shard.spec.cut is not None or place.tensor == 0:
                 yield shard.get_equal_part(place.replica, axes.replica.size) if row.owner == "shard" else shard
 
 
-def _iterate_shards_of_row(
+def _iterate_shards_of_ledger_row(
     placement: Placement, row: LedgerRow, array: Any, replicas: int | None = None
 ) -> Iterator[LocalShard]:
     """Yield the shards in one array of the ledger (table of a rank's arrays). The array holds either a shard of a page
@@ -219,7 +208,9 @@ def iterate_codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
     return (part.held for one in _iterate_codec_rows(state, {}) for part in one.iterate_saved_parts() if part.writes)
 
 
-def iterate_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
+def iterate_codec_reads_and_zero_missing(
+    state: TrainState, found: Mapping[str, tuple[int, ...]]
+) -> Iterator[CodecArrival]:
     """Yield a pair (shard, target) for each shard that must be read from a checkpoint to fill this rank's codec arrays.
     Arrays that the checkpoint lacks are set to zero.
 
@@ -244,7 +235,7 @@ def iterate_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[
                 yield replace(part.held, name=str(source), array=array), target if i else None
 
 
-def iterate_and_add_to_targets(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
+def iterate_shards_then_add_to_targets(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
     """Yield the shard of each pair (shard, target) in `arriving`. The caller must fill the shard before it asks for the
     next one. The filled shard is then added to `target`, unless `target` is None."""
     for piece, target in arriving:

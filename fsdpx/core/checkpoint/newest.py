@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from fsdpx.core.base import safe_files
-from fsdpx.core.checkpoint.atomic_commit import resolve_checkpoint, resolve_checkpoint_name
+from fsdpx.core.checkpoint.atomic_commit import find_committed_folder, get_checkpoint_name_of_folder
 from fsdpx.core.checkpoint.format import MAX_TEXT_BYTES, STATE_FILE_NAME
 from fsdpx.core.checkpoint.write import MANIFEST_NAME, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError, warn
@@ -22,8 +22,8 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     the one written last. A checkpoint is complete if its manifest is intact and all its files exist and have the right
     size. An incomplete checkpoint is skipped with a warning. A checkpoint that has only weights is skipped silently."""
     entries = folder.iterdir() if folder.exists() else ()
-    names = {name for path in entries if (name := resolve_checkpoint_name(path.name))}
-    steps_by_folder = {folder / name: resolve_checkpoint(folder / name) for name in names}
+    names = {name for path in entries if (name := get_checkpoint_name_of_folder(path.name))}
+    steps_by_folder = {folder / name: find_committed_folder(folder / name) for name in names}
     ages = {path: _get_recency_key(path.name, place) for path, place in steps_by_folder.items() if is_checkpoint(place)}
     newest_first = sorted(ages, key=ages.__getitem__, reverse=True)
     return next((path for path in newest_first if _can_resume_or_warn(steps_by_folder[path])), None)

@@ -29,8 +29,8 @@ from fsdpx.core.checkpoint.load import FLOATS, list_damaged_tensors
 from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard
 from fsdpx.core.checkpoint.read import CheckpointSource, open_checkpoint, open_weights
 from fsdpx.core.checkpoint.save import read_run_description
-from fsdpx.core.checkpoint.scalars import RunScalars
-from fsdpx.core.checkpoint.write import Manifest, write_shards
+from fsdpx.core.checkpoint.scalars import CheckpointScalars
+from fsdpx.core.checkpoint.write import Manifest, write_tensor_shards
 from fsdpx.errors import CheckpointError
 from fsdpx.nn.layer import ParameterSpec
 
@@ -75,10 +75,10 @@ def read_state_text(source: CheckpointSource) -> str | None:
 
 
 def read_state(source: CheckpointSource) -> dict[str, Any]:
-    """Return the scalar training state as a dict of the fields of `RunScalars`, or an empty dict if there are only
-    weights. Raise CheckpointError if the state cannot be parsed."""
+    """Return the scalar training state as a dict of the fields of `CheckpointScalars`, or an empty dict if there are
+    only weights. Raise CheckpointError if the state cannot be parsed."""
     text = read_state_text(source)
-    return {} if text is None else vars(RunScalars.parse(text, str(source.folder / STATE_FILE_NAME)))
+    return {} if text is None else vars(CheckpointScalars.parse(text, str(source.folder / STATE_FILE_NAME)))
 
 
 def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[str]]:
@@ -145,7 +145,7 @@ def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: 
     opened = SaveTarget.lock_and_create_files(target, secrets.token_hex(4), layout)
     try:
         with reporting_if_slow(True, "writing tensors", None) as count:
-            sums = write_shards(opened.partial, layout, _iterate_shards(verified, count))
+            sums = write_tensor_shards(opened.partial, layout, _iterate_shards(verified, count))
         opened.commit(layout, Manifest.from_layout(layout, sums.tolist()))
     except BaseException:
         opened.abandon()

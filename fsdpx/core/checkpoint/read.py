@@ -17,7 +17,7 @@ import numpy as np
 from fsdpx.core.array.namespace import from_host
 from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.core.base.safe_files import parse_json
-from fsdpx.core.checkpoint.atomic_commit import resolve_checkpoint
+from fsdpx.core.checkpoint.atomic_commit import find_committed_folder
 from fsdpx.core.checkpoint.format import (
     INDEX_FILE_NAME,
     LENGTH_BYTES,
@@ -94,7 +94,7 @@ def open_checkpoint(path: Path) -> CheckpointSource:
 
     Only headers and text files are read. Raise CheckpointError if there is no checkpoint, or if its files do not match
     its manifest."""
-    folder = resolve_checkpoint(path)
+    folder = find_committed_folder(path)
     if folder.is_file():
         read_header(folder)
         raise CheckpointError(f"{path}: this is a safetensors file, but a checkpoint is a folder; use load_parameters")
@@ -125,7 +125,7 @@ def open_weights(path: Path) -> CheckpointSource:
     that contains such an index or a `model.safetensors`.
 
     Raise CheckpointError if there are no weights, or if a header or the index is invalid."""
-    folder = resolve_checkpoint(path)
+    folder = find_committed_folder(path)
     if folder.exists() and not folder.is_dir():
         return (
             _open_indexed_files(folder)
@@ -304,7 +304,7 @@ def read_shards(
             file, entry = source.locations[piece.name]
             dtype = code_to_dtype(entry.code)
             for block, together in iterate_block_reads(piece, entry):
-                host = _get_read_buffer(block.array, dtype)
+                host = _reuse_or_allocate_read_buffer(block.array, dtype)
                 data, offset = host.view(np.uint8).data, 0
                 for runs in together:
                     offset += _read_runs_into(files, file, entry, runs, data[offset:])
@@ -336,7 +336,7 @@ def fill_shards_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[L
             block.array[...] = from_host(xp, cast_array(host, np.dtype(block.array.dtype)))
 
 
-def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
+def _reuse_or_allocate_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
     """Return a NumPy array of dtype `dtype` into which a file can be read: `array` itself if it is a contiguous NumPy
     array of that dtype, and otherwise a new array of the same size."""
     if isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.c_contiguous:

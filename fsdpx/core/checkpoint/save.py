@@ -29,7 +29,7 @@ from fsdpx.core.checkpoint.atomic_commit import (
     SaveTarget,
     agree_on_equal_choices,
     agree_on_path,
-    error_to_text,
+    format_portable_error_text,
     prune_checkpoints,
     run_on_all_ranks,
     run_on_rank0,
@@ -51,10 +51,10 @@ from fsdpx.core.checkpoint.local_shards import (
     iterate_shards_to_write,
 )
 from fsdpx.core.checkpoint.read import CheckpointSource
-from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars
-from fsdpx.core.checkpoint.write import CHECKSUM_PREFIX, Manifest, write_shards
+from fsdpx.core.checkpoint.scalars import CheckpointScalars, collect_checkpoint_scalars
+from fsdpx.core.checkpoint.write import CHECKSUM_PREFIX, Manifest, write_tensor_shards
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.state.ledger import get_state_dtype, list_saved_tensors
+from fsdpx.core.state.ledger import get_state_dtype, list_checkpoint_tensors
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
@@ -220,14 +220,17 @@ def save(
     """Write the checkpoint `path`, and return when it is complete on disk. If the save fails on any rank, all ranks
     raise the same error. Collective.
 
-    For `loader` and `fit`, see `collect_scalars`. The number of bytes that this rank writes is added to `count`."""
+    For `loader` and `fit`, see `collect_checkpoint_scalars`. The number of bytes that this rank writes is added to
+    `count`."""
     world = state.placement.axes.world
     prepared = prepare_save(state, path, choices, loader, fit)
     try:
         sums: list[np.ndarray] = []
         own_shards = count.iterate_and_count(prepared.iterate_shards(state))
         run_on_all_ranks(
-            world, prepared.where, lambda: sums.append(write_shards(prepared.folder, prepared.layout, own_shards))
+            world,
+            prepared.where,
+            lambda: sums.append(write_tensor_shards(prepared.folder, prepared.layout, own_shards)),
         )
         total = gather_xor_of_checksums(world, sums[0])
         run_on_rank0(world, prepared.where, lambda: prepared.commit_and_prune(total))
@@ -247,7 +250,9 @@ def prepare_save(
     path = agree_on_path(world, "save", path, options=repr(choices))
     where, local = f"save to {path}", state.placement.sync_policy.gather_checkpoint_counters(state)
     all_scalars = run_on_all_ranks(
-        world, where, lambda: _require_savable(state, path, choices, collect_scalars(state, loader, fit, local))
+        world,
+        where,
+        lambda: _require_savable(state, path, choices, collect_checkpoint_scalars(state, loader, fit, local)),
     )
     agree_on_equal_choices(world, where, state=all_scalars[world.rank].to_json())
     everyone = world.all_gather_data({piece.name: piece.spec.shape for piece in iterate_codec_memory_to_write(state)})
@@ -270,7 +275,9 @@ def prepare_save(
     return PreparedSave(where, layout, folder, opened[0] if opened else None, path, choices)
 
 
-def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalars: RunScalars) -> RunScalars:
+def _require_savable(
+    state: TrainState, path: Path, choices: SaveChoices, scalars: CheckpointScalars
+) -> CheckpointScalars:
     if not state.placement.device.holds_data:
         raise CheckpointError("a dry run has no data to save")
     if state.gradient_source:
@@ -280,12 +287,15 @@ def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalar
     return scalars
 
 
-def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, memory: Shapes) -> FileLayout:
+def make_file_layout(
+    placement: Placement, choices: SaveChoices, scalars: CheckpointScalars, memory: Shapes
+) -> FileLayout:
     """Return the layout of a checkpoint's files. It is the same on all ranks. `memory` maps names to shapes for all
     arrays that compression codecs keep between steps, including those on other ranks."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
-        n: (dtype_to_code(get_state_dtype(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()
+        n: (dtype_to_code(get_state_dtype(placement, n)), s.shape)
+        for n, s in list_checkpoint_tensors(placement).items()
     }
     weights = {n: (asked or code, shape) for n, (code, shape) in known.items() if n in specs}
     rest = {n: tensor for n, tensor in known.items() if n not in specs}
@@ -363,13 +373,13 @@ class BackgroundSave:
                 if not self._stopped.is_set():
                     self._write_and_commit()
             except BaseException as error:
-                self._problem = error_to_text(error)
+                self._problem = format_portable_error_text(error)
             finally:
                 self._wrote.set()
 
     def _write_and_commit(self) -> None:
         prepared, rank = self.prepared, self.world.rank
-        sums = write_shards(prepared.folder, prepared.layout, self._copies)
+        sums = write_tensor_shards(prepared.folder, prepared.layout, self._copies)
         self._copies = []
         if rank > 0:
             _write_checksum_file(prepared.folder, rank, sums)

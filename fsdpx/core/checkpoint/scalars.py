@@ -14,11 +14,11 @@ from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
 from fsdpx.optim.optimizer import unwrap_optimizer
 
-__all__ = ["RunScalars", "collect_scalars", "restore_scalars"]
+__all__ = ["CheckpointScalars", "collect_checkpoint_scalars", "restore_scalars"]
 
 
 @dataclass(frozen=True)
-class RunScalars:
+class CheckpointScalars:
     """The scalar training state in a checkpoint.
 
     Attributes
@@ -79,7 +79,7 @@ class RunScalars:
             raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
 
     @classmethod
-    def parse(cls, text: str | None, where: str) -> RunScalars:
+    def parse(cls, text: str | None, where: str) -> CheckpointScalars:
         try:
             table = parse_json((text or "").encode())
             scalars = cls(**{**table, "slots": tuple(table["slots"])})
@@ -90,15 +90,15 @@ class RunScalars:
         return scalars
 
 
-def collect_scalars(
+def collect_checkpoint_scalars(
     state: TrainState, loader: Any, fit: Mapping[str, Any] | None, local: dict[str, Any] | None = None
-) -> RunScalars:
+) -> CheckpointScalars:
     """Collect the scalars of a train state.
 
     `loader` is an object with a method `state_dict`, or None. `fit` is the progress of the training loop, or None.
     `local` is the result of the synchronization policy's `gather_checkpoint_counters`."""
     optimizer, scaler = state.placement.optimizer, state.scaler
-    return RunScalars(
+    return CheckpointScalars(
         steps=state.steps,
         rows=state.samples,
         seed=state.seed,
@@ -110,15 +110,15 @@ def collect_scalars(
         data=None if loader is None else dict(require_loader_method(loader, "state_dict").state_dict()),
         fit=None if fit is None else dict(fit),
         local=local,
-        missed=state.count_missed_steps() or None,
+        missed=state.count_missed_steps_by_parameter() or None,
     )
 
 
-def restore_scalars(state: TrainState, scalars: RunScalars) -> None:
+def restore_scalars(state: TrainState, scalars: CheckpointScalars) -> None:
     """Set the counters and the seed of `state` to the values in a checkpoint, and also the loss scale if it is dynamic
     in the checkpoint. A fixed loss scale is not restored."""
     scale = (scalars.scale, scalars.good) if scalars.dynamic else None
-    state.resume_from(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
+    state.restore_position(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
 
 
 def require_loader_method(loader: Any, method: str) -> Any:

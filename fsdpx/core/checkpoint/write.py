@@ -44,7 +44,7 @@ __all__ = [
     "Manifest",
     "Worker",
     "is_checkpoint",
-    "write_shards",
+    "write_tensor_shards",
 ]
 
 MANIFEST_NAME = "manifest.json"
@@ -227,7 +227,7 @@ INLINE_WRITE_BYTES = 1 << 16
 writing such a block and computing its CRC."""
 
 
-def write_shards(folder: Path, layout: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
+def write_tensor_shards(folder: Path, layout: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
     """Write the shards in `pieces` to the files of `layout`, which must already exist in `folder`, and flush them to
     disk. Return this rank's contribution to the CRC-32 of each tensor as a uint64 array, in the order of
     `layout.iterate_tensors()`.

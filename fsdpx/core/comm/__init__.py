@@ -17,12 +17,12 @@ from fsdpx.core.comm.communicator import (
 from fsdpx.core.comm.desync_check import CheckedCommunicator
 from fsdpx.core.comm.local import RankDied, LocalCommunicator, make_single_rank_communicator
 from fsdpx.core.comm.mesh import MeshAxes, MeshCoordinates, Mesh, make_single_rank_axes, connect_axes
-from fsdpx.core.comm.init import BACKENDS, adopt_communicator, open_survivor_communicator, spawn, open_world
+from fsdpx.core.comm.init import BACKENDS, as_communicator, open_fault_tolerant_communicator, spawn, open_world
 
 __all__ = [
     "BACKENDS", "COMPLETED", "Backend", "Call", "CallCount", "CheckedCommunicator", "Communicator",
     "CommunicatorWrapper", "CompletedHandle", "CountingCommunicator", "FakeCommunicator", "Handle", "LocalCommunicator",
     "Mesh", "MeshAxes", "MeshCoordinates", "RankDied", "ReduceOp", "SurvivorCommunicator", "TrafficCounters",
-    "adopt_communicator", "can_survive", "connect_axes", "make_single_rank_axes", "make_single_rank_communicator",
-    "open_survivor_communicator", "open_world", "spawn", "split_evenly",
+    "as_communicator", "can_survive", "connect_axes", "make_single_rank_axes", "make_single_rank_communicator",
+    "open_fault_tolerant_communicator", "open_world", "spawn", "split_evenly",
 ]  # fmt: skip

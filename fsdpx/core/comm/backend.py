@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdpx.core.array import shapes
 from fsdpx.core.array.devices import get_device_of_array
-from fsdpx.core.base.arguments import wrap_with_argument_check
+from fsdpx.core.base.arguments import wrap_with_type_hint_check
 from fsdpx.core.comm.calls import (
     COMPLETED,
     Array,
@@ -150,7 +150,7 @@ def check_and_resolve_call(comm: RankGroup, call: Call) -> None:
                     ConfigError, comm, call, f"send is {places[0]}, recv {places[1]}: put both on one device"
                 )
     if verb.partitioned:
-        _resolve_partitions(comm, call, verb, whole_here)
+        _resolve_counts_and_check_sizes(comm, call, verb, whole_here)
     elif verb.at_root and whole_here:
         require_own_piece_size(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
     if verb.reduces:
@@ -159,7 +159,7 @@ def check_and_resolve_call(comm: RankGroup, call: Call) -> None:
         raise_call_error(ConfigError, comm, call, f"tag={call.tag} is out of range: 0 <= tag < {USER_TAG_LIMIT}")
 
 
-def _resolve_partitions(comm: RankGroup, call: Call, verb: CallSpec, whole_here: bool) -> None:
+def _resolve_counts_and_check_sizes(comm: RankGroup, call: Call, verb: CallSpec, whole_here: bool) -> None:
     if whole_here:
         arrays = dict(zip(verb.arrays, call.arrays, strict=True))
         partitions = zip(verb.partitioned, call.counts, strict=True)
@@ -325,7 +325,7 @@ class FakeCommunicator(Backend):
     size : number of ranks
     """
 
-    @wrap_with_argument_check
+    @wrap_with_type_hint_check
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} of {size} does not exist: 0 <= rank < size")

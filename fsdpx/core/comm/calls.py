@@ -30,7 +30,7 @@ __all__ = [
     "COMPLETED", "POLLS_BEFORE_YIELD", "THREAD_POLLS", "AllCounts", "Array", "Arrays", "Call", "CompletedHandle",
     "Counts", "FlatPartition", "GeneratorHandle", "Handle", "HandleWithCallback", "LongWait", "Progress", "RankGroup",
     "ReduceOp", "TimedTransfer", "copy_unless_same", "format_call_label", "get_progress",
-    "get_stack_frames", "is_in_place", "long_waits", "make_balanced_partition", "make_partition_from_counts",
+    "get_thread_stack_frames", "is_in_place", "long_waits", "make_balanced_partition", "make_partition_from_counts",
     "spin_until", "split_evenly",
 ]  # fmt: skip
 
@@ -351,7 +351,7 @@ long_waits: dict[int, LongWait] = {}
 """For each thread identifier, the long wait that the thread is currently in."""
 
 
-def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
+def get_thread_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
     """Return the stack frames of a thread and their current line numbers, innermost first. If the thread has ended,
     return an empty list.
 

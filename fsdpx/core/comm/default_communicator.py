@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fsdpx.core.comm.call_agreement import CallAgreement
 
 __all__ = [
-    "DefaultCommunicator", "RankInfo", "all_gather_plain_data", "comparing_arguments", "format_comm_argument",
+    "DefaultCommunicator", "RankInfo", "all_gather_plain_data", "comparing_arguments", "describe_comm_for_comparison",
     "get_compared_arguments", "get_default", "get_rank_and_size", "get_rank_info", "get_running_mpi",
     "pop_script_rank_and_size", "record_script_rank_and_size", "require_valid_intracomm", "set_default", "to_mpi4py",
     "using_communicator",
@@ -77,7 +77,7 @@ def pop_script_rank_and_size() -> tuple[int, int] | None:
     return _script_communicator.pop() if _script_communicator else None
 
 
-def format_comm_argument(comm: Any) -> str | None:
+def describe_comm_for_comparison(comm: Any) -> str | None:
     """Return a description of the argument `comm` that ranks can compare. Return None for the default communicator,
     even if it was passed explicitly."""
     opened, comm = get_default(), to_mpi4py(comm)

@@ -28,7 +28,7 @@ from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm import default_communicator
 from fsdpx.core.comm.backend import FakeCommunicator
-from fsdpx.core.comm.calls import POLLS_BEFORE_YIELD, get_stack_frames
+from fsdpx.core.comm.calls import POLLS_BEFORE_YIELD, get_thread_stack_frames
 from fsdpx.core.comm.communicator import Communicator, unwrap_communicator
 from fsdpx.core.comm.default_communicator import get_compared_arguments
 from fsdpx.core.comm.desync_check import agree_on_settings
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from fsdpx.core.comm.node.node import NodeCommunicator
 
 __all__ = [
-    "BACKENDS", "BackendOpener", "CommunicatorRequest", "adopt_communicator", "find_message_backend",
-    "find_node_communicator", "get_backend_name", "open_local", "open_mpi", "open_survivor_communicator", "open_world",
-    "parse_mpi_library_name", "require_backend_for_device", "set_up_world", "spawn",
+    "BACKENDS", "BackendOpener", "CommunicatorRequest", "as_communicator", "find_node_communicator", "get_backend_name",
+    "open_fault_tolerant_communicator", "open_local", "open_mpi", "open_world", "parse_mpi_library_name",
+    "require_backend_for_device", "set_up_world", "spawn", "unwrap_message_backend",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def _make_thread_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
     return end_all_ranks
 
 
-hooks.register_hooks(
+hooks.register_process_hooks(
     hooks.Hook(sys, "excepthook", _make_excepthook), hooks.Hook(threading, "excepthook", _make_thread_excepthook)
 )
 
@@ -106,7 +106,7 @@ def _print_exception_and_end_all_ranks(
         return
     code = 130 if issubclass(kind, KeyboardInterrupt) else 1
     if script_hook is not None:
-        code = _run_script_hook(script_hook) or code
+        code = _run_script_excepthook(script_hook) or code
     flush_and_write_stderr()
     if comm is None:
         return
@@ -118,7 +118,7 @@ def _print_exception_and_end_all_ranks(
     comm.abort(code)
 
 
-def _run_script_hook(script_hook: Callable[[], object]) -> int:
+def _run_script_excepthook(script_hook: Callable[[], object]) -> int:
     """Run an excepthook of the script, and ignore its exceptions so that the job ends in any case. Return the exit
     status that the hook requests, or 0 if it requests none."""
     try:
@@ -213,7 +213,7 @@ def open_world(
     LaunchError
         if the number of MPI ranks is not the number that the launcher started, or if some ranks do not arrive"""
     if comm is not None:
-        return adopt_communicator(comm, backend, device_map)
+        return as_communicator(comm, backend, device_map)
     if backend is not None and backend not in BACKENDS and find_extension("backend", backend) is None:
         names = ", ".join(dict.fromkeys((*BACKENDS, *list_extensions("backend"))))
         raise ConfigError(f"unknown backend {backend!r}: use one of {names}, or None to find out")
@@ -223,7 +223,7 @@ def open_world(
     return _open_backend(backend, CommunicatorRequest(environment.read_environment(), None, rank, size, device_map))
 
 
-def adopt_communicator(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -> Communicator:
+def as_communicator(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -> Communicator:
     """Convert `comm` to a `Communicator`. A `Communicator` is returned unchanged. An mpi4py communicator is duplicated,
     and the result is a `Communicator` that uses the duplicate. For `backend` and `device_map`, see `open_world`."""
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
@@ -270,7 +270,7 @@ def find_node_communicator(comm: Any) -> NodeCommunicator | None:
     return comm if hasattr(comm, "allocate_node_buffer") else None
 
 
-def find_message_backend(comm: Any) -> MessageBackend | None:
+def unwrap_message_backend(comm: Any) -> MessageBackend | None:
     """Return the backend inside `comm` (below its wrappers and a `NodeCommunicator`) that sends messages between
     processes, or None if ranks are not processes."""
     comm = unwrap_communicator(comm)
@@ -278,7 +278,7 @@ def find_message_backend(comm: Any) -> MessageBackend | None:
     return comm if isinstance(comm, MessageBackend) else None
 
 
-def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
+def open_fault_tolerant_communicator(comm: Any = None) -> SurvivorCommunicator:
     """Return a new communicator of the ranks of `comm` that keeps working when some of these ranks die. `comm` can
     still be used afterwards. Collective.
 
@@ -303,7 +303,7 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
     given = (
         _open_or_reuse_world()
         if comm is None
-        else adopt_communicator(comm, "mpi" if _is_mpi4py_communicator(comm) else None)
+        else as_communicator(comm, "mpi" if _is_mpi4py_communicator(comm) else None)
     )
     inner = unwrap_communicator(given)
     if isinstance(inner, LocalCommunicator):
@@ -504,7 +504,7 @@ def spawn(
                 return
             failures.append((rank, error))
             world.record_failure(error)
-        world.record_return(rank)
+        world.mark_rank_as_returned(rank)
 
     threads = [
         threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
@@ -589,6 +589,6 @@ def _join_and_find_unfinished_threads(threads: list[threading.Thread], world: Th
 def _format_thread_stacks(threads: list[threading.Thread]) -> str:
     stands = []
     for thread in threads:
-        lines = traceback.StackSummary.extract(get_stack_frames(thread.ident or 0)[:1]).format()
+        lines = traceback.StackSummary.extract(get_thread_stack_frames(thread.ident or 0)[:1]).format()
         stands.append(f"{thread.name} at {lines[0].strip() if lines else 'gone'}")
     return "\n".join(stands)

@@ -19,7 +19,12 @@ from typing import Any
 from fsdpx.core.base.messages import format_ranks
 from fsdpx.core.comm.backend import Backend, start_through_host
 from fsdpx.core.comm.calls import THREAD_POLLS, Array, Call, Handle, Progress, copy_unless_same, format_call_label
-from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator, get_common_arguments, make_rank_lost_error
+from fsdpx.core.comm.communicator import (
+    Communicator,
+    SurvivorCommunicator,
+    get_arguments_equal_on_all_ranks,
+    make_rank_lost_error,
+)
 from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS
 from fsdpx.core.comm.reduction import reduce_in_rank_order_into
 from fsdpx.core.comm.windows import ThreadWindow, allocate_aligned
@@ -90,7 +95,7 @@ class ThreadWorld:
             self.dead.add(rank)
             self.condition.notify_all()
 
-    def record_return(self, rank: int) -> None:
+    def mark_rank_as_returned(self, rank: int) -> None:
         """Record that the function of `rank` has returned, so that this rank makes no further calls, and wake the ranks
         that wait for it."""
         with self.condition:
@@ -441,7 +446,11 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
     def _start_call(self, call: Call) -> Handle:
         if call.verb in COLLECTIVES:
             return self._join_collective(
-                call.verb, call.what, tuple(get_common_arguments(call).values()), call, COLLECTIVES[call.verb]
+                call.verb,
+                call.what,
+                tuple(get_arguments_equal_on_all_ranks(call).values()),
+                call,
+                COLLECTIVES[call.verb],
             )
         if call.verb not in ("send", "recv"):
             return super().start_transfer(call)  # builds the operation from messages

@@ -346,7 +346,7 @@ class MeshAxes:
         return wide or ("shard",)
 
     @cached_property
-    def ranks_sharing_samples(self) -> list[list[int]]:
+    def rank_groups_sharing_samples(self) -> list[list[int]]:
         """The data ranks, grouped by the samples that they share. Each inner list holds the data ranks among which the
         same samples are divided."""
         if self.groups is None:

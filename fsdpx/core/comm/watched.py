@@ -10,7 +10,13 @@ from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.comm.communicator import unwrap_communicator
 from fsdpx.core.comm.mesh import MeshAxes
 
-__all__ = ["can_be_watched", "detach_watchdog", "report_call_to_watchdog", "start_watching", "start_watching_axes"]
+__all__ = [
+    "can_be_watched",
+    "detach_watchdog",
+    "report_call_to_watchdog",
+    "start_watchdog_if_possible",
+    "start_watching_axes",
+]
 
 
 def can_be_watched(comm: Any) -> bool:
@@ -20,7 +26,9 @@ def can_be_watched(comm: Any) -> bool:
     return bool(base.size > 1 and hasattr(base, "timeout") and environment.read_environment().watch)
 
 
-def start_watching(comm: Any, *other_comms: Any, timeout: float | None = None, extend_waits: bool = True) -> Any:
+def start_watchdog_if_possible(
+    comm: Any, *other_comms: Any, timeout: float | None = None, extend_waits: bool = True
+) -> Any:
     """Start a watchdog (`fsdpx.ext.watch.watchdog`) for the ranks of `comm`, and return it. Return None if `comm`
     cannot be watched. Collective.
 
@@ -33,7 +41,7 @@ def start_watching(comm: Any, *other_comms: Any, timeout: float | None = None, e
 def start_watching_axes(axes: MeshAxes) -> Any:
     """Start a watchdog for all communicators of a mesh. Return the observer to which this rank's engine must report, or
     None if the mesh cannot be watched. Collective."""
-    watcher = start_watching(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor)
+    watcher = start_watchdog_if_possible(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor)
     return None if watcher is None else watcher.record
 
 
@@ -49,5 +57,5 @@ def detach_watchdog(comm: Any) -> Any:
     base = unwrap_communicator(comm)
     watcher, base.watched_by = base.watched_by, None
     if watcher is not None:
-        watcher.stop_watching_and_remove_dead_records(base)
+        watcher.stop_watching_and_remove_records_of_dead(base)
     return watcher

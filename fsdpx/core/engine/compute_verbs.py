@@ -21,10 +21,10 @@ from fsdpx.nn.layer import LayerContext, require_pair
 from fsdpx.nn.linearize import CALLS_NUMPY, UNKNOWN, Node, is_missing_function_error, is_numpy_call_error
 
 __all__ = [
-    "UNIT_FUNCTIONS", "add_caller_output_gradients", "backward_unit", "backward_unit_input", "backward_unit_params",
-    "compute_loss_and_gradients", "compute_loss_only", "forward_unit", "forward_unit_checkpointed",
-    "forward_unit_without_saving", "load_microbatch_inputs", "recompute_unit", "run_unit_backward",
-    "run_unit_backward_input", "run_unit_backward_params", "run_unit_forward",
+    "UNIT_FUNCTIONS", "backward_unit", "backward_unit_input", "backward_unit_params", "compute_loss_and_gradients",
+    "compute_loss_only", "forward_unit", "forward_unit_checkpointed", "forward_unit_without_saving",
+    "load_microbatch_inputs", "recompute_unit", "run_unit_backward", "run_unit_backward_input",
+    "run_unit_backward_params", "run_unit_forward", "start_backward_from_caller_gradients",
 ]  # fmt: skip
 
 Arrays = Sequence[Mapping[str, Any]]
@@ -93,7 +93,7 @@ def run_unit_backward(
             raise
         if not leaf:
             if getattr(dx, "dtype", None) is not dy.dtype:
-                _require_same_dtype(node, dx, dy)
+                _require_same_gradient_dtypes(node, dx, dy)
             _accumulate_input_gradients(node.inputs, dx, dvalues, constant)
 
 
@@ -119,7 +119,7 @@ def run_unit_backward_input(
         except Exception as error:
             _annotate_layer_error(error, "backward", node)
             raise
-        _require_same_dtype(node, dx, dy)
+        _require_same_gradient_dtypes(node, dx, dy)
         _accumulate_input_gradients(node.inputs, dx, dvalues, constant)
     return kept
 
@@ -151,7 +151,7 @@ def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
     error.add_note(f"in {where} of layer {node.path!r} {node.layer!r}{why}")
 
 
-def _require_same_dtype(node: Node, dx: Any, dy: Any) -> None:
+def _require_same_gradient_dtypes(node: Node, dx: Any, dy: Any) -> None:
     """Raise ConfigError if an input gradient `dx` and the output gradient `dy` have different dtypes. Without this
     check, the mistake would show up in another layer, or not at all."""
     for part in dx if isinstance(dx, tuple) else (dx,):
@@ -218,7 +218,7 @@ def _run_forward(
     pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
     params = views.view_unit_parameters(u, (*pages, *statistics))
-    known, envs = run.units[u], run.get_contexts_of_microbatch(batch)[1][u]
+    known, envs = run.units[u], run.get_layer_contexts_of_microbatch(batch)[1][u]
     released = () if keep or place.options.check_finite else known.released_values
     saved = run.functions.forward(known, envs, params, values, keep, run.stage.constant, released)
     outputs = [values[v] for v in unit.gives]
@@ -234,7 +234,7 @@ def recompute_unit(run: ProgramRun, action: Action, taken: Values, read: Values,
     u, batch, views = get_action_target(action), run.get_microbatch(action), run.views
     if batch is None:
         return (None,)
-    unit, envs = run.units[u], run.get_contexts_of_microbatch(batch, recomputing=True)[1][u]
+    unit, envs = run.units[u], run.get_layer_contexts_of_microbatch(batch, recomputing=True)[1][u]
     params, values = views.view_unit_parameters(u, read), dict(taken[0])
     return (run.functions.forward(unit, envs, params, values, True, run.stage.constant),)
 
@@ -248,11 +248,11 @@ def backward_unit(run: ProgramRun, action: Action, taken: Values, read: Values, 
     if batch is None:
         return _add_empty_microbatches(gradients, have)
     inner, dvalues = _list_inputs_and_known_gradients(run, unit, taken, have)
-    entries = _get_entries_and_mark_blank(run, action, pages, gradients)
+    entries = _get_gradients_and_mark_blank(run, action, pages, gradients)
     params, grads, saved = views.view_unit_parameters(u, read), views.view_unit_gradients(u, entries), taken[-1]
-    envs, constant = run.get_contexts_of_microbatch(batch)[1][u], run.stage.constant
+    envs, constant = run.get_layer_contexts_of_microbatch(batch)[1][u], run.stage.constant
     run.functions.backward(run.units[u], envs, params, grads, saved, dvalues, constant)
-    _zero_unwritten_and_check_gradients(run, action, entries)
+    _zero_unwritten_and_require_finite(run, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 
 
@@ -264,7 +264,7 @@ def backward_unit_input(run: ProgramRun, action: Action, taken: Values, read: Va
     inner, dvalues = _list_inputs_and_known_gradients(run, unit, taken, added)
     known, envs, params = (
         run.units[u],
-        run.get_contexts_of_microbatch(batch)[1][u],
+        run.get_layer_contexts_of_microbatch(batch)[1][u],
         run.views.view_unit_parameters(u, read),
     )
     kept = run.functions.backward_input(known, envs, params, taken[-1], dvalues, run.stage.constant)
@@ -277,11 +277,11 @@ def backward_unit_params(run: ProgramRun, action: Action, taken: Values, read: V
     gradients = _get_or_create_gradients(run, pages, added)
     if batch is None:
         return _add_empty_microbatches(gradients, ())
-    entries = _get_entries_and_mark_blank(run, action, pages, gradients)
+    entries = _get_gradients_and_mark_blank(run, action, pages, gradients)
     grads = run.views.view_unit_gradients(u, entries)
-    envs = run.get_contexts_of_microbatch(batch)[1][u]
+    envs = run.get_layer_contexts_of_microbatch(batch)[1][u]
     run.functions.backward_params(run.units[u], envs, grads, taken[0])
-    _zero_unwritten_and_check_gradients(run, action, entries)
+    _zero_unwritten_and_require_finite(run, action, entries)
     return tuple(gradients)
 
 
@@ -312,7 +312,7 @@ def _add_empty_microbatches(gradients: list[Gradient], have: Values) -> Values:
     return (*gradients, *have)
 
 
-def _get_entries_and_mark_blank(
+def _get_gradients_and_mark_blank(
     run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
 ) -> list[GradientEntries]:
     """For each page (flat parameter buffer) in `pages`, return a dict that maps parameter names to gradients. If
@@ -330,7 +330,7 @@ def _get_entries_and_mark_blank(
     return opened
 
 
-def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
+def _zero_unwritten_and_require_finite(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
     """Set to zero the gradients that no layer wrote. If the option `check_finite` is set, also check for NaN and Inf,
     except with a dynamic loss scale, where overflow is expected."""
     # do not report tied parameters as idle, because they may get their gradient in another unit
@@ -351,7 +351,7 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
     *have, weight = added
     if batch is None:
         return ((0.0, 0.0), *have, weight or 0.0)
-    env = run.get_contexts_of_microbatch(batch)[0]
+    env = run.get_layer_contexts_of_microbatch(batch)[0]
     y = taken[0] if len(taken) == 1 else taken
     total, share, saved = find.forward(env, y, _match_memory_order(batch.target, y))
     if not have:  # no layer is trained, so no gradient is needed
@@ -394,12 +394,14 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
     y = taken[0] if len(taken) == 1 else taken
-    env, target = run.get_contexts_of_microbatch(batch)[0], _match_memory_order(batch.target, y)
+    env, target = run.get_layer_contexts_of_microbatch(batch)[0], _match_memory_order(batch.target, y)
     total, share, _ = run.placement.loss.forward(env, y, target)
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 
 
-def add_caller_output_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def start_backward_from_caller_gradients(
+    run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
+) -> Values:
     """Start the backward pass from output gradients that the caller passes. They are taken as gradients of a mean loss,
     so their total weight is 1, or 1 in each replica if replicas train independently."""
     *have, weight = added

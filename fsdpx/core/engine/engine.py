@@ -91,7 +91,7 @@ class Engine:
         if the program communicates."""
         # with a dynamic loss scale, overflow is expected; it raises no error here, but is detected in the gradients
         overflows = self.state.scaler.dynamic
-        statistics = self.state.copy_running_statistics() if feed.training else []
+        statistics = self.state.back_up_running_statistics() if feed.training else []
         with (
             flush_denormals(),
             blas.limit_threads(),
@@ -237,7 +237,7 @@ class Engine:
         """True if there are observers besides the clock, or if transfers are pending."""
         return bool(self.added_observers or self._in_flight) or len(self._own) > 1
 
-    def get_contexts_and_parameters(
+    def get_inference_contexts_and_parameters(
         self, unit: int, held: Sequence[Any], inputs: Sequence[Any]
     ) -> tuple[list[LayerContext], list[Parameters]]:
         """Return the contexts and the parameters with which the layers of a unit (group of layers) run inference. An
@@ -293,7 +293,7 @@ class DirectPrediction:
     The object can be made only after `engine` has run the program `executable` on the array `x`."""
 
     @classmethod
-    def from_last_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectPrediction | None:
+    def from_last_program_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectPrediction | None:
         """Return a `DirectPrediction` that repeats the last run, or None if the program did more than inference on one
         rank."""
         place, ops = engine.placement, {planned.action.op for planned in executable.steps}
@@ -320,7 +320,7 @@ class DirectPrediction:
                 slots = (*planned.reads[:pages], *planned.reads[pages + len(known.reads) :])
                 held = [state.store[slot] for slot in slots]
                 self.store += zip(slots, held, strict=True)
-                contexts, params = engine.get_contexts_and_parameters(u, held, (x,))
+                contexts, params = engine.get_inference_contexts_and_parameters(u, held, (x,))
                 self.units.append((place.layout.units[u], contexts, params, planned.words))
         released = list_released_values(
             [node for unit, *_ in self.units for node in unit.nodes], {*self.outputs, self.input}

@@ -64,7 +64,7 @@ def update_page(run: ProgramRun, action: Action, taken: Values, read: Values, ad
         run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor
     ):
         # a dry run updates and sends nothing, so count what the optimizer would send
-        for axis, call, nbytes in run.placement.list_optimizer_transfers(p):
+        for axis, call, nbytes in run.placement.list_optimizer_collectives(p):
             run.placement.axes.counters.add_calls(axis, call, nbytes)
     return (master, slots)
 
@@ -138,7 +138,7 @@ def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: 
     the mean loss waits for the transfer."""
     return (
         run.placement.start_all_gather_numbers(
-            _pack_loss_and_scheduled_values(run, taken, read),
+            _pack_values_for_step_all_reduce(run, taken, read),
             "MEAN (loss)",
             partial(_combine_losses, run),
             run.sync_group,
@@ -146,7 +146,7 @@ def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: 
     )
 
 
-def _pack_loss_and_scheduled_values(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
+def _pack_values_for_step_all_reduce(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
     """Return the numbers that this rank contributes to the all-reduce at the end of a step.
 
     They are the weight of its gradients, the summed loss and the weight of each microbatch, and the scheduled values
@@ -185,7 +185,7 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
     full = run.workspace.get_full_parameter_buffer(p)
     views = run.views.view_parameters(page.page, full)
     if (sent := place.formats.wire) is not None:
-        wire = run.workspace.take_next_slab_buffer("wire", p, page.size, sent)
+        wire = run.workspace.take_next_temporary_buffer("wire", p, page.size, sent)
         own_part = wire[page.own_range.start : page.own_range.stop]
         store(place.xp, master, own_part)
         handle = comm.all_gather(own_part, wire, page.counts, what=description)
@@ -209,7 +209,7 @@ def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, 
 def start_reduce_scatter_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, (gradient,), part, memory = get_action_target(action), taken, added[0], added[1:]
     kept = run.workspace.get_shard_gradient(p)
-    reduction = _make_reduction(run, action, "shard", part is None, memory)
+    reduction = _make_gradient_reduction(run, action, "shard", part is None, memory)
     return (gradient.start_reduce_scatter(reduction), kept if part is None else part, *memory)
 
 
@@ -222,13 +222,13 @@ def start_all_reduce_over_replicas(
 ) -> Values:
     return (
         run.placement.accumulation.start_all_reduce_over_replicas(
-            taken[0], _make_reduction(run, action, "replica", False, added)
+            taken[0], _make_gradient_reduction(run, action, "replica", False, added)
         ),
         *added,
     )
 
 
-def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, memory: Values) -> Reduction:
+def _make_gradient_reduction(run: ProgramRun, action: Action, axis: str, first: bool, memory: Values) -> Reduction:
     p, place, work = get_action_target(action), run.placement, run.workspace
     comm: Communicator = getattr(place.axes, axis)
     over_shards, kept = axis == "shard", memory[0] if memory else {}
@@ -282,7 +282,7 @@ def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values
     return [every[place[i] * n : (place[i] + 1) * n] for i in range(len(tie.pages))]
 
 
-def compute_loss_and_gradient_scale(
+def all_reduce_loss_and_gradient_norm(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
     """Compute the mean loss, the gradient norm and the factor for all gradients with a single collective. The factor is
@@ -291,7 +291,7 @@ def compute_loss_and_gradient_scale(
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
     here = _compute_own_norm_squares(run, read)
     n = len(here)
-    losses = _pack_loss_and_scheduled_values(run, taken[:-1], taken[-1:])
+    losses = _pack_values_for_step_all_reduce(run, taken[:-1], taken[-1:])
     rows = place.all_gather_numbers([*here, *losses], "NORM (squares, loss)", run.sync_group)
     squares = sum_exactly([number for row in rows for number in row[:n]])
     mean = _combine_losses(run, [row[n:] for row in rows])
@@ -315,7 +315,9 @@ def _compute_clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
-def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def compute_gradient_factor_without_norm(
+    run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
+) -> Values:
     """Compute the factor for all gradients without communication, for steps that do not need the gradient norm. Each
     rank checks only its own gradient shards for NaN and Inf. Because this action reads all gradients, all their
     reductions are complete before the first update."""
@@ -378,7 +380,7 @@ def compute_local_loss_and_gradient_scale(
 ) -> Values:
     """Compute the mean loss and the gradient factor from this rank's batch alone, without communication."""
     place, clip = run.placement, run.placement.options.clip_norm
-    mean = _combine_losses(run, [_pack_loss_and_scheduled_values(run, taken[:-1], taken[-1:])])
+    mean = _combine_losses(run, [_pack_values_for_step_all_reduce(run, taken[:-1], taken[-1:])])
     require_finite_loss(run, mean)
     factor, norm = 1.0 / (mean.shared * run.scaler.value), math.nan
     totals = tuple([gradient.get_microbatch_buffer(0) for gradient in read])
@@ -465,7 +467,7 @@ OPERATIONS: dict[str, Operation] = {
     "W": compute_verbs.backward_unit_params,
     "LOSS": compute_verbs.compute_loss_and_gradients,
     "SCORE": compute_verbs.compute_loss_only,
-    "SEED": compute_verbs.add_caller_output_gradients,
+    "SEED": compute_verbs.start_backward_from_caller_gradients,
     "MEAN": start_all_reduce_loss,
     "GATHER": start_all_gather_page,
     "FREE": release_slots,
@@ -473,8 +475,8 @@ OPERATIONS: dict[str, Operation] = {
     "SETTLE": add_reduced_gradient,
     "JOIN": start_all_reduce_over_replicas,
     "TIE": all_reduce_tied_gradients,
-    "SCALE": compute_update_scale,
-    "NORM": compute_loss_and_gradient_scale,
+    "SCALE": compute_gradient_factor_without_norm,
+    "NORM": all_reduce_loss_and_gradient_norm,
     "COMMIT": call_commit_callback,
     "UPDATE": update_page,
 }

@@ -15,7 +15,11 @@ from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import format_calls_by_rank
 from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA
-from fsdpx.core.engine.slab_plan import agree_on_slab_plan, count_scratch_bytes, plan_slab_offsets
+from fsdpx.core.engine.slab_plan import (
+    agree_on_temporary_memory_plan,
+    count_scratch_bytes,
+    plan_temporary_buffer_offsets,
+)
 from fsdpx.core.engine.stage_messages import StageMessages
 from fsdpx.core.program import PROGRAM_KINDS, SLOTS, Action, Program, Slot, Stage
 from fsdpx.core.state.flat_parameters import Page
@@ -192,7 +196,7 @@ class Workspace:
     def __init__(self, state: TrainState, program: Program) -> None:
         self.state, self.program = state, program
         self.placement = state.placement
-        self.plan = agree_on_slab_plan(state, plan_slab_offsets(state, program))
+        self.plan = agree_on_temporary_memory_plan(state, plan_temporary_buffer_offsets(state, program))
         self.births: Counter[Slot] = Counter()
         self.words: dict[Action, str] = {}
         # arrays that are kept between steps never move, so they need to be looked up only once
@@ -217,7 +221,7 @@ class Workspace:
         self._nothing.clear()
         self.state.arena.grow_slab(self.plan)
 
-    def take_next_slab_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
+    def take_next_temporary_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
         """Return the part of the slab (memory for short-lived buffers) that is reserved for the next use of a buffer.
 
         A buffer is identified by its `kind`, such as "full", and the number of its page (flat parameter buffer).
@@ -233,7 +237,9 @@ class Workspace:
         kept = self._full[page]
         if kept is not None:
             return kept
-        return self.take_next_slab_buffer("full", page, self.placement.pages[page].size, self.placement.formats.compute)
+        return self.take_next_temporary_buffer(
+            "full", page, self.placement.pages[page].size, self.placement.formats.compute
+        )
 
     def get_shard_gradient(self, page: int) -> Any:
         """Return the array that holds this rank's reduced gradient shard of a page (flat parameter buffer) until the
@@ -250,7 +256,7 @@ class Workspace:
         elif page in self._local:
             buffer = self.state.get_or_create_local_gradient(make_local_gradient_row(place, page))
         else:
-            buffer = self.take_next_slab_buffer("grad", page, row.elements, row.dtype)
+            buffer = self.take_next_temporary_buffer("grad", page, row.elements, row.dtype)
         shared = self.state.arena.memory is not None
         return place.accumulation.create_gradient(
             buffer, lambda b: views.view_as_consecutive_blocks(b, row.span.size), keep_offset=shared
@@ -266,7 +272,7 @@ class Workspace:
             nbytes = self._scratch[kind, page] = count_scratch_bytes(self.state, Slot(kind, page))
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
-            return self.take_next_slab_buffer(kind, page, nbytes // dtype.itemsize, dtype)
+            return self.take_next_temporary_buffer(kind, page, nbytes // dtype.itemsize, dtype)
         # use an empty view of the slab: if the buffer is in shared memory on other ranks, it must be so here too
         if kind not in self._nothing:
             arena = self.state.arena
@@ -374,7 +380,7 @@ class ProgramRun:
         """Return the microbatch of an action; None if this rank has no samples in it."""
         return self.feed.batch[get_microbatch_number(action)]
 
-    def get_contexts_of_microbatch(
+    def get_layer_contexts_of_microbatch(
         self, batch: Microbatch, recomputing: bool = False
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
         """Return the layer contexts for a microbatch: one for the loss, and one for each node (layer call) of each unit

@@ -12,10 +12,15 @@ from fsdpx.core.program import Program, Slot, find_lifetimes
 from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.core.state.train_state import TrainState
 
-__all__ = ["agree_on_slab_plan", "count_scratch_bytes", "find_buffer_lifetimes", "plan_slab_offsets"]
+__all__ = [
+    "agree_on_temporary_memory_plan",
+    "count_scratch_bytes",
+    "find_buffer_lifetimes",
+    "plan_temporary_buffer_offsets",
+]
 
 
-def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
+def plan_temporary_buffer_offsets(state: TrainState, program: Program) -> SlabPlan:
     """Return the size of the slab (memory for short-lived buffers), and the offset of each use of each buffer. The uses
     of a buffer are numbered in the order in which they start."""
     births: Counter[Hashable] = Counter()
@@ -26,7 +31,7 @@ def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
     return assign_offsets(named)
 
 
-def agree_on_slab_plan(state: TrainState, own: SlabPlan) -> SlabPlan:
+def agree_on_temporary_memory_plan(state: TrainState, own: SlabPlan) -> SlabPlan:
     """Return the plan of the slab (memory for short-lived buffers) that this rank must use; `own` is the plan that the
     rank has made alone. If slabs are in shared memory, ranks must allocate equal sizes: this call is then collective,
     and the returned plan has the largest slab size of any rank. Otherwise return `own`."""
@@ -43,7 +48,7 @@ def find_buffer_lifetimes(state: TrainState, program: Program) -> list[BufferLif
 
 
 def _count_slot_bytes(state: TrainState, slot: Slot) -> int:
-    if (nbytes := state.storage.get_buffer_nbytes(slot)) is not None:
+    if (nbytes := state.storage.get_fetch_buffer_nbytes(slot)) is not None:
         return nbytes
     row = state.ledger.rows.get(LedgerKey(slot.kind, slot.at))
     if row is not None:

@@ -30,7 +30,7 @@ def list_warm_up_calls(
     dtype, gradients, master = map(np.dtype, dtypes)
     calls = list_kernel_warm_up_calls([*runs, "add"], dtype)
     if norm:
-        calls += list_kernel_warm_up_calls(["square_sum", "square_sums"], gradients)
+        calls += list_kernel_warm_up_calls(["square_sum", "sum_squares_of_blocks"], gradients)
     return calls + [partial(_warm_up_optimizer, optimizer, master, gradients) for optimizer in optimizers]
 
 
@@ -67,7 +67,7 @@ OTHER_WARMUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
 """Warm-up functions for names that are not kernels. They are called with the arguments of `choice.Sample`."""
 VARIANTS = {
     **dict.fromkeys(("gated", "gated_backward"), ("gelu", "gelu tanh")),
-    **dict.fromkeys(("gelu", "gelu_backward", "bias_gelu", "gelu_recompute"), ("tanh",)),
+    **dict.fromkeys(("gelu", "gelu_backward", "bias_gelu", "recompute_gelu_and_backward"), ("tanh",)),
 }
 """For each kernel name, the variants of the kernel besides the default one."""
 

@@ -20,7 +20,7 @@ from fsdpx.core.program.pipeline import (
     ActionSlots,
     Stage,
     StageUnit,
-    find_constant_values,
+    find_values_without_gradient,
     expand_action_slots,
     make_stages,
 )
@@ -50,7 +50,7 @@ __all__ = [
     "Edge", "PipelineSchedule", "Program", "ProgramKind", "ProgramRequest", "ScheduleFunction", "ScratchBuffer", "Slot",
     "SlotKind", "SlotLifetime", "Stage", "StageCosts", "StageUnit", "StepChoices", "SyncRules", "Traffic",
     "TrafficSizes", "Transfers", "Verb", "VerbTransfer", "check", "check_pipe", "compile", "compile_and_check_pipe",
-    "compute_bubble", "compute_idle_share", "count_in_flight", "count_traffic", "expand_action_slots",
-    "find_constant_values", "find_lifetimes", "get_buffer_slot", "make_placed_schedule", "make_schedule", "make_stages",
+    "compute_bubble", "compute_idle_share", "count_in_flight", "count_traffic", "expand_action_slots", "find_lifetimes",
+    "find_values_without_gradient", "get_buffer_slot", "make_placed_schedule", "make_schedule", "make_stages",
     "order_sequentially", "parse_actions", "simulate", "simulate_programs", "validate",
 ]  # fmt: skip

@@ -91,7 +91,7 @@ class SyncRules:
     ends: frozenset[Slot] = frozenset()
     results: tuple[str, ...] = ()
 
-    def get_slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
+    def get_filled_slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
         """Return the slots (named buffers) that are filled before or after a program that trains the pages (flat
         parameter buffers) `trained`. For the slots that are filled before the program, pass `begins` as `filled`; for
         the slots that are filled after the program, pass `ends`."""
@@ -220,7 +220,11 @@ def _compile_cached(
 
 
 def _make_program(request: ProgramRequest, actions: list[Action]) -> Program:
-    begins, ends, results = _list_begin_slots(request), _list_slots_filled_at_end(request), _list_result_slots(request)
+    begins, ends, results = (
+        _list_slots_filled_at_begin(request),
+        _list_slots_filled_at_end(request),
+        _list_result_slots(request),
+    )
     microbatches = request.microbatches if PROGRAM_KINDS[request.kind].ops else 0
     return Program(request.kind, tuple(actions), request.stage, microbatches, begins, ends, results)
 
@@ -237,10 +241,10 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
     given = (
         kind.updates and "NORM" in request.scales
     ) or kind.compile_without_peers is not None  # true if an operation other than MEAN computes the mean loss
-    return _insert_loss_mean(actions, stage, kind.loss) if kind.loss and not given else actions
+    return _insert_loss_all_reduce(actions, stage, kind.loss) if kind.loss and not given else actions
 
 
-def _insert_loss_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
+def _insert_loss_all_reduce(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
     """Insert the action MEAN, which averages the loss over ranks, right after the last loss, so that its communication
     overlaps with the backward pass.
 
@@ -299,7 +303,7 @@ def _list_lasting_slots(stage: Stage) -> set[Slot]:
     return {stored_slots.get(slot, slot) for slot in lasting_slots}
 
 
-def _list_begin_slots(request: ProgramRequest) -> frozenset[Slot]:
+def _list_slots_filled_at_begin(request: ProgramRequest) -> frozenset[Slot]:
     stage = request.stage
     slots = (
         _list_lasting_slots(stage)
@@ -308,7 +312,7 @@ def _list_begin_slots(request: ProgramRequest) -> frozenset[Slot]:
         | _make_slots("part", request.parts)
     )
     slots |= {Slot("weight")} if request.has_loss_weight else set()
-    slots |= request.sync.get_slots(request.sync.begins, stage.trained_pages)
+    slots |= request.sync.get_filled_slots(request.sync.begins, stage.trained_pages)
     if request.kind == "backward":
         slots |= _list_saved_slots(request)
         slots |= {Slot("seed", None, m) for m in range(request.microbatches)} if stage.has_loss else set()
@@ -324,7 +328,7 @@ def _list_slots_filled_at_end(request: ProgramRequest) -> frozenset[Slot]:
         units = [u for u in stage.own_units if kind.ops and (kind.ops != "B" or u in stage.units_with_backward)]
         touched = request.resident.union(*(stage.units[u].pages for u in units))
         slots |= _make_slots("full", (p for p in touched if not (kind.updates and stage.trainable[p])))
-    slots |= request.sync.get_slots(request.sync.ends, stage.trained_pages)
+    slots |= request.sync.get_filled_slots(request.sync.ends, stage.trained_pages)
     if kind.updates:
         return frozenset(slots)
     if "B" in kind.ops:

@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
-from fsdpx.core.program.pipeline import Stage, resolve_slot_word
+from fsdpx.core.program.pipeline import Stage, resolve_word_to_slots
 from fsdpx.core.program.verbs import VERBS, Action
 
 __all__ = [
     "expand_stages_to_units",
-    "find_prefetch_window",
     "insert_gathers",
     "insert_recompute",
     "insert_reduces",
     "make_leftover_reduces",
     "order_sequentially",
+    "select_entries_to_prefetch",
 ]
 
 Actions = list[Action]
@@ -110,12 +110,12 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
     All future uses are known. The pages that are gathered before an action are therefore exactly the pages that the
     action needs, and the `ahead` pages that are needed next (Belady's rule with prefetch). If `keep` is true, nothing
     is freed. The pages in `resident` are already gathered."""
-    needs = [_list_pages_of_kind("full", VERBS[a.op].reads, a, stage) for a in actions]
+    needs = [_list_pages_used_by_action("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []
     for i, action in enumerate(actions):
         if needs[i]:
-            window = find_prefetch_window(needs[i], needs[i + 1 :], ahead)
+            window = select_entries_to_prefetch(needs[i], needs[i + 1 :], ahead)
             if not keep:
                 result += [Action("FREE", p) for p in have if p not in window]
                 have = {p: None for p in have if p in window}
@@ -125,16 +125,16 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
     return result if keep else result + [Action("FREE", p) for p in have]
 
 
-def _list_pages_of_kind(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
+def _list_pages_used_by_action(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
     """Return the pages (flat parameter buffers) whose slots (named buffers) of kind `kind` an action uses. `words` are
     entries of the table `VERBS`, such as "full:pages"."""
     slots = (
-        slot for word in words if word.startswith(f"{kind}:") for slot in resolve_slot_word(word, action, stage, 1)
+        slot for word in words if word.startswith(f"{kind}:") for slot in resolve_word_to_slots(word, action, stage, 1)
     )
     return [slot.at for slot in slots if slot.at is not None]
 
 
-def find_prefetch_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
+def select_entries_to_prefetch(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
     """Return the entries of `now` and the first `ahead` different entries in the lists of `later` that are not in
     `now`. The result is a dict with these entries as keys, in the order of their first use."""
     window = dict.fromkeys(now)
@@ -155,7 +155,7 @@ def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join
     microbatch. SETTLE follows after at most `behind` reductions of other pages, before any action adds to the gradient
     again, and at the latest at the end of the program. If `join` is true, the last SETTLE of a page is followed by
     JOIN, which sums over replicas."""
-    added = [_list_pages_of_kind("grad", VERBS[a.op].adds, a, stage) for a in actions]
+    added = [_list_pages_used_by_action("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
     complete = [[p for p in pages if last[p, rounds[i]] == i] for i, pages in enumerate(added)]

@@ -18,11 +18,11 @@ __all__ = [
     "Edge",
     "Stage",
     "StageUnit",
-    "assign_last_readers",
+    "convert_rows_to_stage_units",
     "expand_action_slots",
-    "find_constant_values",
+    "find_values_without_gradient",
     "make_stages",
-    "resolve_slot_word",
+    "resolve_word_to_slots",
 ]
 
 V = TypeVar("V", bound=Hashable)
@@ -97,7 +97,7 @@ class Stage:
     has_loss : whether this rank computes the loss
     units_with_statistics : units with running statistics
     pages_with_codec_memory : pages whose gradient codec keeps arrays between steps
-    constant : values whose gradient is not needed, see `find_constant_values`; may include values inside units
+    constant : values whose gradient is not needed, see `find_values_without_gradient`; may include values inside units
     stored_slots : (slot, substitute) pairs of all ranks, where both are slots (named buffers). Between programs, the
         value of the first slot is offloaded to slower memory, and the substitute holds a placeholder. Slots of
         activations have no microbatch number here
@@ -133,8 +133,8 @@ class Stage:
         computed) for each unit (group of layers), in execution order."""
         rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
         here = range(len(rows))
-        value_readers, parts = assign_last_readers(rows, here, outputs), ((0, tuple(here)),)
-        constant = find_constant_values(rows, set(compress(count(), trainable)), inputs)
+        value_readers, parts = convert_rows_to_stage_units(rows, here, outputs), ((0, tuple(here)),)
+        constant = find_values_without_gradient(rows, set(compress(count(), trainable)), inputs)
         known = (value_readers, trainable, inputs, outputs, parts)
         return cls(
             *known,
@@ -232,7 +232,7 @@ class Stage:
         return edge.gradient or edge.value not in self._values_read
 
 
-def find_constant_values(
+def find_values_without_gradient(
     rows: Iterable[tuple[Iterable[Hashable], Iterable[V], Iterable[V]]],
     trained: Container[Hashable],
     data: Iterable[V],
@@ -253,7 +253,9 @@ def find_constant_values(
     return frozenset(constant_values)
 
 
-def assign_last_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
+def convert_rows_to_stage_units(
+    rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]
+) -> tuple[StageUnit, ...]:
     """Convert rows (pages, values read, values computed) to units (groups of layers). Each unit records which of the
     values that it reads are not read by any later unit.
 
@@ -285,11 +287,11 @@ def expand_action_slots(action: Action, stage: Stage, microbatches: int) -> Acti
     verb = VERBS[action.op]
     columns = (verb.takes, verb.reads, verb.adds, verb.gives)
     return ActionSlots(
-        *(tuple(s for w in words for s in resolve_slot_word(w, action, stage, microbatches)) for words in columns)
+        *(tuple(s for w in words for s in resolve_word_to_slots(w, action, stage, microbatches)) for words in columns)
     )
 
 
-def resolve_slot_word(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
+def resolve_word_to_slots(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
     """Return the slots (named buffers) that a word of the table `VERBS` means for an action, such as "full:pages" for
     all pages (flat parameter buffers) of a unit (group of layers)."""
     kind, _, over = word.partition(":")
@@ -396,22 +398,22 @@ def make_stages(
     constant : values whose gradient is not needed; None: derive them from the units
     """
     if constant is None:
-        constant = find_constant_values(units, set(compress(count(), trainable)), inputs)
+        constant = find_values_without_gradient(units, set(compress(count(), trainable)), inputs)
     trained, read, given = tuple(trainable), tuple(inputs), tuple(outputs)
-    edges = _make_edges(units, inputs, outputs, stages, home)
+    edges = _make_messages_between_ranks(units, inputs, outputs, stages, home)
     partly, moves, keeps = (frozenset(some) for some in (partial, units_with_statistics, pages_with_codec_memory))
     cut = [(stage, tuple(u for u, of in enumerate(stages) if of == stage)) for stage in range(len(home))]
     seen = []
     for rank in range(max(home) + 1):
         parts = tuple(part for part in cut if home[part[0]] == rank)
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
-        value_readers = assign_last_readers(units, here, outputs if scores else ())
+        value_readers = convert_rows_to_stage_units(units, here, outputs if scores else ())
         shared = edges, twins, partly, needs_join, rank, scores, moves, keeps, constant, stored_slots
         seen.append(Stage(value_readers, trained, read, given, parts, *shared))
     return tuple(seen)
 
 
-def _make_edges(
+def _make_messages_between_ranks(
     units: Sequence[Row], inputs: Sequence[int], outputs: Sequence[int], stages: Sequence[int], home: Sequence[int]
 ) -> tuple[Edge, ...]:
     """Return all messages between pipeline ranks.

@@ -277,7 +277,7 @@ def make_schedule(
     ProgramError : if the schedule cannot run
     """
     if callable(choice):
-        return _call_schedule_function(choice, ranks, microbatches, per_rank)
+        return _call_pipeline_schedule_function(choice, ranks, microbatches, per_rank)
     if isinstance(choice, str) and choice in SCHEDULES:
         return _make_named_schedule(choice, ranks, microbatches, per_rank)
     if not isinstance(choice, str | Path):
@@ -297,7 +297,7 @@ def make_schedule(
 
 @lru_cache(maxsize=64)
 def _make_named_schedule(name: str, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
-    return _call_schedule_function(SCHEDULES[name].make_schedule, ranks, microbatches, per_rank)
+    return _call_pipeline_schedule_function(SCHEDULES[name].make_schedule, ranks, microbatches, per_rank)
 
 
 def make_placed_schedule(
@@ -326,7 +326,7 @@ def make_placed_schedule(
     )
 
 
-def _call_schedule_function(
+def _call_pipeline_schedule_function(
     function: ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None
 ) -> PipelineSchedule:
     parameter = inspect.signature(function).parameters.get("per_rank")

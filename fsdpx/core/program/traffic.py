@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fsdpx.core.program.compiler import Program
-from fsdpx.core.program.pipeline import resolve_slot_word
+from fsdpx.core.program.pipeline import resolve_word_to_slots
 from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Slot, get_buffer_slot
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "Transfers",
     "count_traffic",
     "find_lifetimes",
-    "find_slot_lifetimes",
+    "iterate_buffer_lifetimes",
 ]
 
 
@@ -149,11 +149,11 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
     list of SlotLifetime : sorted by their first action
     """
     carried = {get_buffer_slot(slot) for slot in program.begins | program.ends}
-    in_slab = [x for x in find_slot_lifetimes(program) if SLOTS[x.slot.kind].in_slab and x.slot not in carried]
+    in_slab = [x for x in iterate_buffer_lifetimes(program) if SLOTS[x.slot.kind].in_slab and x.slot not in carried]
     return sorted([*in_slab, *_find_scratch_lifetimes(program)], key=lambda life: life.start)
 
 
-def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:
+def iterate_buffer_lifetimes(program: Program) -> Iterator[SlotLifetime]:
     """Yield the lifetimes of all buffers except scratch memory. `start` is -1 for a buffer that is already filled
     before the program; `stop` is the number of actions for a buffer that stays filled after it."""
     born = dict.fromkeys(map(get_buffer_slot, program.begins), -1)
@@ -172,7 +172,9 @@ def _find_scratch_lifetimes(program: Program) -> Iterator[SlotLifetime]:
     for index, action in reversed(list(enumerate(program.actions))):
         for scratch in VERBS[action.op].scratch:
             until = (
-                resolve_slot_word(scratch.until, action, program.stage, program.microbatches) if scratch.until else []
+                resolve_word_to_slots(scratch.until, action, program.stage, program.microbatches)
+                if scratch.until
+                else []
             )
             stop = min((ends.get(slot, last) for slot in until), default=index)
             yield SlotLifetime(Slot(scratch.kind, action.unit), index, stop)

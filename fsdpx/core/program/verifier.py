@@ -177,7 +177,7 @@ def _require_valid_rank_order(schedule: PipelineSchedule, rank: int) -> None:
     done: set[Done] = set()
     added: dict[int, Action] = {}  # for each stage, the last action that added to its gradients
     for index, action in enumerate(schedule.ranks[rank]):
-        wrong = _describe_misplacement(schedule, rank, action) or _describe_order_error(action, done)
+        wrong = _describe_misplaced_action(schedule, rank, action) or _describe_order_error(action, done)
         if wrong:
             raise _make_schedule_error(schedule, rank, index, f"{action} {wrong}")
         _, stage, mb = get_completion_key(action)
@@ -191,7 +191,7 @@ def _require_valid_rank_order(schedule: PipelineSchedule, rank: int) -> None:
         done |= {get_completion_key(action), *([("W", stage, mb)] if action.op == "B" else [])}
 
 
-def _describe_misplacement(schedule: PipelineSchedule, rank: int, action: Action) -> str | None:
+def _describe_misplaced_action(schedule: PipelineSchedule, rank: int, action: Action) -> str | None:
     stage, mb = action.unit, action.mb
     if action.op not in ("F", "B", "I", "W") or stage is None or mb is None:
         return "is no step of a schedule: expected F, B, I or W, a stage and .microbatch, as in F3.0"

@@ -33,9 +33,9 @@ __all__ = [
     "Accumulation",
     "SequentialAccumulation",
     "TreeAccumulation",
-    "choose_microbatch_count",
     "make_accumulation",
     "require_valid_chunks",
+    "resolve_microbatch_count",
 ]
 
 
@@ -91,7 +91,7 @@ class SequentialAccumulation:
         training batch. `rows` holds the number of samples of each data rank."""
         return True
 
-    def estimate_sample_counts(self, rows: int) -> tuple[int, ...]:
+    def estimate_samples_per_rank(self, rows: int) -> tuple[int, ...]:
         """Estimate the number of samples of each data rank, given this rank's number of samples `rows`."""
         return (rows,) * self.ranks
 
@@ -194,7 +194,7 @@ class TreeAccumulation:
         total = sum(rows)
         return bool(total and total % self.total == 0) and list(rows) == self._count_samples_by_rank(total)
 
-    def estimate_sample_counts(self, rows: int) -> tuple[int, ...]:
+    def estimate_samples_per_rank(self, rows: int) -> tuple[int, ...]:
         return (
             tuple(self._count_samples_by_rank(rows // len(self.mine) * self.total))
             if self.mine
@@ -279,7 +279,7 @@ def make_accumulation(chunks: int | None, axes: MeshAxes) -> Accumulation:
     return SequentialAccumulation(axes) if chunks is None else TreeAccumulation(chunks, axes)
 
 
-def choose_microbatch_count(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
+def resolve_microbatch_count(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
     """Return the number of microbatches per step: `wanted` if it is not None, and otherwise a default. The default is 4
     per pipeline rank in a pipeline without `reproducible_chunks`, and 1 in all other cases."""
     if wanted is not None:

@@ -119,8 +119,8 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
     ledger = Ledger(rows, storage.map_array)
     for row in rows:
         if row.is_kept and not row.is_freed_by_update:
-            ledger.arrays[row.key] = _allocate_row_memory(arena, ledger, row, storage)
-    state = TrainState(placement, arena, ledger, _connect_tie_groups(placement), storage)
+            ledger.arrays[row.key] = _allocate_ledger_row(arena, ledger, row, storage)
+    state = TrainState(placement, arena, ledger, _create_tie_group_communicators(placement), storage)
     _fill_initial_statistics(placement, ledger)
     if initial:
         initialize_parameters(state)
@@ -149,7 +149,7 @@ def _are_rows_in_memory(placement: Placement, kind: str) -> bool:
     return bool(placement.options.storage.assign_row_level(row).level == "device")
 
 
-def _allocate_row_memory(arena: Arena, ledger: Ledger, row: LedgerRow, storage: StateStorage) -> Any:
+def _allocate_ledger_row(arena: Arena, ledger: Ledger, row: LedgerRow, storage: StateStorage) -> Any:
     if row.inside is not None:
         return ledger.arrays[row.inside][row.at : row.at + row.elements]
     if row.level == "map":
@@ -225,7 +225,7 @@ def _draw_initial_values(spec: ParameterSpec, seed: int, name: str, runs: Sequen
     return [initial_values[a - first : b - first] for a, b in runs]
 
 
-def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
+def _create_tie_group_communicators(placement: Placement) -> dict[int, TieGroup]:
     """Create the communicators for tied parameters, and return a dict of this rank's tie groups. The key of a group is
     the index of its first page (flat parameter buffer). Collective."""
     layout, axes, place = placement.layout, placement.axes, placement.axes.coordinates

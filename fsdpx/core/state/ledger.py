@@ -16,19 +16,8 @@ from fsdpx.nn.layer import ParameterSpec
 from fsdpx.optim.optimizer import AVERAGE_SLOT
 
 __all__ = [
-    "LEDGER_KINDS",
-    "Ledger",
-    "LedgerKey",
-    "LedgerKind",
-    "LedgerRow",
-    "Level",
-    "Lifetime",
-    "add_replica_prefix",
-    "get_saved_name_prefix",
-    "get_state_dtype",
-    "list_ledger_rows",
-    "list_saved_tensors",
-    "make_checkpoint_name",
+    "LEDGER_KINDS", "Ledger", "LedgerKey", "LedgerKind", "LedgerRow", "Level", "Lifetime", "add_replica_prefix",
+    "get_saved_name_prefix", "get_state_dtype", "list_checkpoint_tensors", "list_ledger_rows", "make_checkpoint_name",
     "make_local_gradient_row",
 ]  # fmt: skip
 
@@ -345,7 +334,7 @@ def add_replica_prefix(name: str, replica: int) -> str:
     return f"replica{replica}/{name}" if name else f"replica{replica}"
 
 
-def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, ParameterSpec]:
+def list_checkpoint_tensors(placement: Placement, replicas: int | None = None) -> dict[str, ParameterSpec]:
     """Return the specs of all tensors that a checkpoint of the full model stores, as a dict keyed by name. The order is
     the same on all ranks: parameters and running statistics, then the optimizer state of trained parameters.
 

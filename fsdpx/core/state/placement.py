@@ -324,7 +324,7 @@ class Placement:
         return {unit: names for unit, names in statistics_by_unit.items() if names}
 
     @cached_property
-    def statistic_ranks(self) -> dict[str, int]:
+    def pipe_rank_by_statistic(self) -> dict[str, int]:
         """The pipeline rank that updates each running statistic, by the statistic's name."""
         spread, layout = self.layout.spread, self.layout
         users = ((join_path(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
@@ -355,18 +355,18 @@ class Placement:
         parameter in this rank's shard. Only trained pages are included."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {
-            p: self.make_shard_segments(p, self.axes.shard, self.pages[p].shards, alone)
+            p: self.make_local_optimizer_segments(p, self.axes.shard, self.pages[p].shards, alone)
             for p in self.stage.trained_pages
         }
 
-    def make_shard_segments(
+    def make_local_optimizer_segments(
         self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool
     ) -> ShardSegments:
         """Return the segments that the optimizer updates, one for each parameter in this rank's part of a page (flat
         parameter buffer). `parts` holds the part of each rank of `comm`, in rank order, as a range of elements. `alone`
         is True if this rank holds all these parameters in full."""
         of, specs = self.pages[page].page, self.layout.specs
-        exchange = None if alone else partial(_all_gather_per_parameter, self, page, comm)
+        exchange = None if alone else partial(_all_gather_numbers_per_parameter, self, page, comm)
 
         def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
             comm.all_to_all(send, recv, outgoing, incoming, what=f"UPDATE{page} ({self.format_page_name(page)})").wait()
@@ -374,7 +374,7 @@ class Placement:
         peers = ShardPeers(lambda: [make_segments(of, part, specs) for part in parts], comm.rank, all_to_all)
         return ShardSegments(make_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
 
-    def list_optimizer_transfers(self, page: int) -> tuple[tuple[str, str, int], ...]:
+    def list_optimizer_collectives(self, page: int) -> tuple[tuple[str, str, int], ...]:
         """Return the collectives that the optimizer needs to update this rank's shard of a page (flat parameter
         buffer), as (axis, collective, bytes that this rank sends). Most optimizers need none."""
         optimizer = unwrap_optimizer(self.optimizer)
@@ -466,7 +466,7 @@ def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterS
     return tuple(items)
 
 
-def _all_gather_per_parameter(
+def _all_gather_numbers_per_parameter(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
     """For each parameter in a page (flat parameter buffer), gather `width` numbers from every rank of `holders` and of

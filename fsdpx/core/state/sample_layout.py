@@ -78,7 +78,7 @@ class SampleLayout(Protocol):
         """Convert an array that the model has computed to the layout of the caller's arrays. `batched` is True if the
         caller's arrays have a sample dimension."""
 
-    def to_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+    def all_reduce_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
         """Convert the gradients of the inputs (None for integer inputs) to the layout of the caller's arrays. If
         several ranks hold an input in full, sum their gradients. May be collective."""
 
@@ -134,7 +134,7 @@ class CompleteSamples:
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         return array
 
-    def to_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+    def all_reduce_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
         return [None if array is None else self.to_caller_layout(array, batched) for array in arrays]
 
     def take_local_target(self, y: Any, index: int) -> Any:
@@ -190,7 +190,7 @@ class Domain(ABC):
     def gather(self, array: Any) -> Any:
         """Gather the parts of all ranks, and return the unsplit array on every rank. Collective."""
 
-    def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
+    def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
         """Determine which data ranks hold parts of the same samples. Return None if each data rank has complete
         samples of its own. Collective.
 
@@ -245,7 +245,7 @@ class UnshardedDomain(Domain):
     def gather(self, array: Any) -> Any:
         return array
 
-    def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
+    def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
         if dims := mesh.domain:
             raise ConfigError(
                 f"Mesh(domain={dims}): which cells each rank has is not known; give domain=fsdpx.Grid(comm, "

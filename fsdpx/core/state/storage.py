@@ -39,7 +39,7 @@ class StateStorage:
         activations are those of the last batch."""
         return {}
 
-    def get_buffer_nbytes(self, slot: Slot) -> int | None:
+    def get_fetch_buffer_nbytes(self, slot: Slot) -> int | None:
         """Return how many bytes of memory an offloaded value needs once it is loaded. Return None if the value is never
         offloaded."""
         return None
@@ -62,7 +62,7 @@ class StorageLevelChoice(ABC):
         """Raise ConfigError if nothing would be offloaded, for example because the optimizer has no state."""
 
     @abstractmethod
-    def pair_slots_with_stand_ins(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
+    def pair_offloaded_slots_with_placeholders(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
         """Return the slots (named values of a program) that are offloaded between programs, each with the slot that
         holds a placeholder in the meantime.
 
@@ -95,7 +95,7 @@ class Memory(StorageLevelChoice):
     def require_something_to_store(self, optimizer: Any, average: Any) -> None:
         return
 
-    def pair_slots_with_stand_ins(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
+    def pair_offloaded_slots_with_placeholders(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
         return ()
 
     def assign_row_level(self, row: Any) -> Any:

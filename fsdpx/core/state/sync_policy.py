@@ -164,7 +164,7 @@ class SyncPolicy:
         """Raise CheckpointError unless training can resume from `saved`, the counters of this policy in a checkpoint.
         `where` names the checkpoint in error messages."""
 
-    def require_common_parameters(self, steps: int) -> None:
+    def require_synchronized_replicas(self, steps: int) -> None:
         """Raise ConfigError if ranks have different parameters after `steps` steps. Methods that need the same
         parameters on all ranks call this."""
 

@@ -189,9 +189,9 @@ class TrainState:
         self.ran: set[str] = set()
         self.freezing = FrozenParameters(self._count_updates)
         self.idle: dict[str, None] = {}
-        self._fill_initial_slots()
+        self._put_initial_arrays_into_store()
 
-    def _fill_initial_slots(self) -> None:
+    def _put_initial_arrays_into_store(self) -> None:
         """Put the arrays that every program expects, such as parameter shards and optimizer state, into `store`."""
         place, store = self.placement, self.store
         store |= {Slot("slots", p): {} for p in place.stage.trained_pages}
@@ -212,7 +212,7 @@ class TrainState:
         """Return a view of a running statistic in its original shape."""
         return self.ledger.get_array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
 
-    def copy_running_statistics(self) -> list[tuple[Any, Any]]:
+    def back_up_running_statistics(self) -> list[tuple[Any, Any]]:
         """Copy the running statistics that this rank updates. Return a list of (array, copy) pairs that can be passed
         to `restore_from_copies` to undo a failed step."""
         names = {name for names in self.placement.statistics.values() for name in names}
@@ -263,7 +263,7 @@ class TrainState:
         """Names of the parameters that currently get no gradients and no updates."""
         return self.freezing.frozen
 
-    def count_missed_steps(self) -> dict[str, int]:
+    def count_missed_steps_by_parameter(self) -> dict[str, int]:
         """Return a dict that maps each parameter name to the number of trainer steps that did not update the parameter.
         Parameters that every step updated are left out."""
         each = self.placement.sync_policy.updates_per_step
@@ -285,7 +285,7 @@ class TrainState:
             if slot.kind in self.placement.sync_policy.lasting and isinstance(value, TimedTransfer):
                 self.store[slot] = value.wait()
 
-    def resume_from(
+    def restore_position(
         self,
         steps: int,
         samples: int,
@@ -297,8 +297,8 @@ class TrainState:
         """Continue training from the position that a checkpoint contains. From now on, random numbers depend on `seed`.
 
         `scale` is the loss scale as (value, steps since its last change), or None to leave it unchanged. `policy_data`
-        holds the counters of the `SyncPolicy`. `missed` is what `count_missed_steps` returned when the checkpoint was
-        saved."""
+        holds the counters of the `SyncPolicy`. `missed` is what `count_missed_steps_by_parameter` returned when the
+        checkpoint was saved."""
         self.discard_after_error()
         self.drop_local_gradients()
         self.steps, self.samples, self.seed = steps, samples, seed

@@ -22,7 +22,7 @@ from fsdpx.core.base.safe_files import require_json_fields
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.init import find_message_backend
+from fsdpx.core.comm.init import unwrap_message_backend
 from fsdpx.core.state.units import GROUP_BYTES
 from fsdpx.errors import warn
 
@@ -162,7 +162,7 @@ def agree_on_tuning(
     count : progress callback (measurements done, total)
     """
     imagined = isinstance(world, FakeCommunicator)
-    measurable = imagined or (xp is np and (world.size == 1 or find_message_backend(world) is not None))
+    measurable = imagined or (xp is np and (world.size == 1 or unwrap_message_backend(world) is not None))
     if not wanted or not measurable:
         return Tuning(blas.get_selected_library(), parallel.get_threads())
     group_bytes = GROUP_BYTES if world.size == 1 else MULTI_RANK_GROUP_BYTES

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.base.name_hints import require_pattern_matches
-from fsdpx.core.program import find_constant_values
+from fsdpx.core.program import find_values_without_gradient
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import ParameterSpec, join_path
@@ -173,7 +173,7 @@ class ModelLayout:
         canonical names of the parameters that are currently frozen."""
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
 
-    def find_constant_values(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
+    def find_values_without_gradient(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
         """Return the numbers of the activations that need no gradients. `frozen` holds the canonical names of the
         parameters that are currently frozen, and `wanted` holds the numbers of the inputs for which the caller wants
         gradients."""
@@ -181,7 +181,7 @@ class ModelLayout:
         nodes = [node for unit in self.units for node in unit.nodes]
         named = zip(_list_node_parameters(nodes, self.aliases), nodes, strict=True)
         rows = ((names, node.inputs, (node.output,)) for names, node in named)
-        return find_constant_values(rows, trained, (v for v in range(len(self.inputs)) if v not in wanted))
+        return find_values_without_gradient(rows, trained, (v for v in range(len(self.inputs)) if v not in wanted))
 
     @cached_property
     def statistic_specs(self) -> dict[str, ParameterSpec]:
@@ -394,7 +394,7 @@ def parse_stages_option(
     if stages is None or (ranks == 1 and isinstance(stages, Mapping | list | tuple)):
         return None, None
     if isinstance(stages, Mapping):
-        return _parse_stage_mapping(model.nodes, stages, ranks)
+        return _parse_layer_to_rank_mapping(model.nodes, stages, ranks)
     if not isinstance(stages, list | tuple):
         raise ConfigError(
             f"stages={stages!r}: a list is needed, of the first layers of all stages or of their sizes, or a dict from "
@@ -408,7 +408,7 @@ def parse_stages_option(
     return stages, len(stages)
 
 
-def _parse_stage_mapping(
+def _parse_layer_to_rank_mapping(
     nodes: Sequence[Node], ranks_of: Mapping[str, int], ranks: int
 ) -> tuple[list[str | int], tuple[int, ...]]:
     for pattern, rank in ranks_of.items():
@@ -496,8 +496,8 @@ def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, .
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if len(_find_run_starts(costs, middle)) <= count else (middle, high)
-    starts = _find_run_starts(costs, high)
+        low, high = (low, middle) if len(_split_into_runs_by_cost_limit(costs, middle)) <= count else (middle, high)
+    starts = _split_into_runs_by_cost_limit(costs, high)
     while len(starts) < count:  # as long as there are fewer runs than wanted, split the most expensive one
         ends = [*starts[1:], len(costs)]
         long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
@@ -506,7 +506,7 @@ def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, .
     return tuple(starts)
 
 
-def _find_run_starts(costs: Sequence[float], limit: float) -> list[int]:
+def _split_into_runs_by_cost_limit(costs: Sequence[float], limit: float) -> list[int]:
     """Fill runs from the left, so that each costs at most `limit`. Return the start index of each run."""
     starts, total = [0], 0.0
     for i, cost in enumerate(costs):

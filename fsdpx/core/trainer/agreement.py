@@ -77,11 +77,11 @@ def _describe_array_checksums(layer_or_loss: Any) -> str:
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
     children = layer_or_loss.children().values() if isinstance(layer_or_loss, Layer) else ()
-    inside = children or _list_inside(layer_or_loss)
+    inside = children or _list_child_layers_and_losses(layer_or_loss)
     return "\n".join([*lines, *filter(None, map(_describe_array_checksums, inside))])
 
 
-def _list_inside(holder: Any) -> list[Any]:
+def _list_child_layers_and_losses(holder: Any) -> list[Any]:
     """Return the losses and layers that are attributes of a loss or layer, or elements of its tuples and lists, such as
     the terms of a sum."""
     values = list(getattr(holder, "__dict__", {}).values())

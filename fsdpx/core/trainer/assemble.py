@@ -27,7 +27,7 @@ from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.warmup import list_warm_up_calls, run_warm_up_calls
 from fsdpx.core.program import Stage, StepChoices, make_stages
-from fsdpx.core.state.accumulation import Accumulation, choose_microbatch_count, make_accumulation
+from fsdpx.core.state.accumulation import Accumulation, make_accumulation, resolve_microbatch_count
 from fsdpx.core.state.allocate import allocate_state
 from fsdpx.core.state.placement import (
     NumberFormats,
@@ -55,7 +55,7 @@ from fsdpx.core.trainer.option_rules import (
     CHUNKS,
     ChoiceContext,
     require_compatible_options,
-    require_tensor_axis_support,
+    require_optimizer_supports_tensor_axis,
 )  # fmt: skip
 from fsdpx.core.trainer.recipe import DistributionChoices, NoOptimizer, Recipe, RuntimeOptions, TrainingChoices
 from fsdpx.core.trainer.session import Commit, Session
@@ -203,7 +203,7 @@ def assemble_placement_and_model(
         reducing = _choose_gradient_reduction(recipe, ranks, formats)
         pages = _lay_out_stages_and_pages(recipe, ranks, formats, model, reducing)
         options = _make_step_options(recipe, ranks, formats, model.ordered, reducing, pages)
-        optimizer = _wrap_optimizer(recipe.training, formats)
+        optimizer = _add_rounding_and_averaging(recipe.training, formats)
         place = Placement(
             xp=ranks.xp,
             model=model.ordered,
@@ -237,7 +237,7 @@ def _set_up_device_tuning_and_mesh(recipe: Recipe, world: Communicator, tuning: 
     guard = settings.check and not isinstance(world, CheckedCommunicator) if runtime.check is None else runtime.check
     with reporting_if_slow(_is_printing_rank(world), "measuring", describe_cache_location) as count:
         tuning = tuning or agree_on_tuning(world, settings.tune if runtime.tune is None else runtime.tune, xp, count)
-    axes, sharding = _connect_axes_and_resolve_sharding(recipe, world, guard)
+    axes, sharding = _create_axis_comms_and_get_sharding(recipe, world, guard)
     return TrainingRanks(xp, axes, sharding, tuning, distribution.sync_choice)
 
 
@@ -250,7 +250,7 @@ def _select_device_and_get_namespace(runtime: RuntimeOptions, world: Communicato
     return device.xp
 
 
-def _connect_axes_and_resolve_sharding(recipe: Recipe, world: Communicator, check: bool) -> tuple[MeshAxes, Sharding]:
+def _create_axis_comms_and_get_sharding(recipe: Recipe, world: Communicator, check: bool) -> tuple[MeshAxes, Sharding]:
     """Create the communicators of this rank's mesh axes; return the axes and the sharding. Collective."""
     distribution, ahead = recipe.distribution, recipe.runtime.prefetch
     with raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
@@ -263,7 +263,7 @@ def _connect_axes_and_resolve_sharding(recipe: Recipe, world: Communicator, chec
         lifetimes = named if isinstance(named, Sharding) else config.resolve_sharding(strategy, width)
         ahead = lifetimes.prefetch if ahead is None else ahead
         require_compatible_options(distribution.sample_partition.excluded, ChoiceContext(recipe, mesh=mesh), "domain: ")
-    samples = distribution.sample_partition.all_gather_sample_groups(mesh, world)
+    samples = distribution.sample_partition.all_gather_sample_sharing_ranks(mesh, world)
     axes = connect_axes(mesh, world, check=check, local=distribution.sync_choice.replicas, samples=samples)
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, prefetch=ahead)
 
@@ -287,7 +287,7 @@ def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Pr
     planned = get_or_memoize(key, lambda: _shard_model(training, axes, distribution, dtype, samples))
     ordered = get_or_memoize(("sorted", planned.model), lambda: linearize(planned.model))
     for optimizer in (training.optimizer, *ranks.sync_choice.optimizers):
-        require_tensor_axis_support(optimizer, axes.tensor.size)
+        require_optimizer_supports_tensor_axis(optimizer, axes.tensor.size)
     return RankModel(planned, ordered, samples)
 
 
@@ -309,7 +309,7 @@ def _shard_model(
 def _choose_gradient_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> ReductionChoices:
     """Return how gradients are reduced: compression codecs, order of accumulation, and number of microbatches."""
     training, axes, choice = recipe.training, ranks.axes, recipe.distribution.compression
-    microbatches = choose_microbatch_count(training.microbatches, training.reproducible_chunks, axes.mesh)
+    microbatches = resolve_microbatch_count(training.microbatches, training.reproducible_chunks, axes.mesh)
     sums = make_accumulation(training.reproducible_chunks, axes)
     each = sums.count_microbatches(microbatches)
     return ReductionChoices(
@@ -402,7 +402,7 @@ def _make_step_options(
     )
 
 
-def _wrap_optimizer(training: TrainingChoices, formats: Precision) -> Any:
+def _add_rounding_and_averaging(training: TrainingChoices, formats: Precision) -> Any:
     """Return the optimizer. If parameters have a narrow dtype, wrap it so that updates are rounded to that dtype; if
     `average` is set, wrap it to average the parameters over time."""
     optimizer, narrow = training.optimizer, formats.master_dtype != formats.gradient_dtype
@@ -437,8 +437,8 @@ def _make_pipeline_stages(
         reducing.accumulation.needs_join and not ranks.sync_choice.replicas,
         units_with_statistics=[unit.index for unit in layout.units if list_unit_statistics(layout, unit)],
         pages_with_codec_memory=coded,
-        constant=layout.find_constant_values(),
-        stored_slots=storage.pair_slots_with_stand_ins(pages, len(layout.units), bool(optimizer.slots)),
+        constant=layout.find_values_without_gradient(),
+        stored_slots=storage.pair_offloaded_slots_with_placeholders(pages, len(layout.units), bool(optimizer.slots)),
     )
 
 

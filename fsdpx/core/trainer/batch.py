@@ -23,34 +23,15 @@ from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA, MeshAxes
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
 from fsdpx.errors import DataError, DesyncError, FsdpxError, warn
-from fsdpx.nn.gradient_accumulation import convert_input
+from fsdpx.nn.gradient_accumulation import cast_input
 
 __all__ = [
-    "CALL",
-    "LOADER_ENDED",
-    "CallRecord",
-    "DuplicateBatchDetector",
-    "LocalBatch",
-    "add_given_dtype_to_error",
-    "add_rank_to_error",
-    "agree_on_batch",
-    "agree_on_call",
-    "all_gather_and_check_call_records",
-    "all_gather_call_numbers",
-    "all_reduce_max",
-    "checksum_arrays",
-    "describe_different_calls",
-    "has_sample_dim",
-    "has_target_per_output",
-    "hash_text",
-    "list_inputs_in_order",
-    "make_shape_only_microbatch",
-    "prepare_inputs",
-    "prepare_target",
-    "raising_errors_on_all_ranks",
-    "require_batch_usable_on_device",
-    "split_into_microbatches",
-    "to_device_array",
+    "CALL", "LOADER_ENDED", "CallRecord", "DuplicateBatchDetector", "LocalBatch", "add_given_dtype_to_error",
+    "add_rank_to_error", "agree_on_batch", "agree_on_call", "all_gather_and_check_call_records",
+    "all_gather_four_integers", "all_reduce_max", "check_and_partition_target", "checksum_arrays",
+    "describe_different_calls", "has_sample_dim", "has_target_per_output", "hash_text", "list_inputs_in_order",
+    "make_shape_only_microbatch", "prepare_inputs", "raising_errors_on_all_ranks", "require_batch_usable_on_device",
+    "split_into_microbatches", "to_device_array",
 ]  # fmt: skip
 
 WIDTH, CALL = 4, 2
@@ -70,7 +51,7 @@ class CallRecord(NamedTuple):
     text: str = ""
 
 
-def all_gather_call_numbers(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
+def all_gather_four_integers(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
     """Gather four integers (`row`) from each rank, and return them as an int64 array of shape (ranks, 4). `what` names
     the transfer in error messages. Collective: one all-gather of 32 bytes per rank; a single rank sends nothing."""
     if not comm.has_peers:
@@ -86,7 +67,7 @@ def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | Non
     """Wait until all ranks have reached `call`. On all ranks, raise DesyncError if some ranks have made a different
     call, and ConfigError if `values`, the arguments to compare, differ between ranks. Collective."""
     values_number = 0 if values is None else hash_text(str(sorted(values.items())))
-    table = _all_gather_rows_of_call(comm, call, [values_number] * VALUE_COUNT)
+    table = _all_gather_integers_and_check_call(comm, call, [values_number] * VALUE_COUNT)
     if values is not None and (table[:, 0] != values_number).any():
         agree_on_settings(comm, values)
 
@@ -105,7 +86,7 @@ def raising_errors_on_all_ranks(comm: Communicator, call: str, agree_at_end: boo
     try:
         yield
     except FsdpxError as error:
-        all_gather_call_numbers(comm, [0, 0, hash_text(f"{call}: an error"), 0], call)
+        all_gather_four_integers(comm, [0, 0, hash_text(f"{call}: an error"), 0], call)
         own_record = CallRecord(call, "", type(error), str(error))
         everyone = comm.all_gather_data(own_record)
         if all(one == own_record for one in everyone):
@@ -126,14 +107,14 @@ def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndar
         return maxima
     row = np.zeros(VALUE_COUNT, values.dtype)
     row[: values.size] = values
-    table = _all_gather_rows_of_call(comm, call, row.view(np.int64).tolist())
+    table = _all_gather_integers_and_check_call(comm, call, row.view(np.int64).tolist())
     return np.ascontiguousarray(table[:, VALUE_COLUMNS]).view(values.dtype)[:, : values.size].max(axis=0)
 
 
-def _all_gather_rows_of_call(comm: Communicator, call: str, values: Sequence[int]) -> np.ndarray:
+def _all_gather_integers_and_check_call(comm: Communicator, call: str, values: Sequence[int]) -> np.ndarray:
     """Gather the integers `values` of all ranks, together with a hash of `call`. Raise DesyncError on all ranks if
     some ranks have made a different call."""
-    table = all_gather_call_numbers(comm, [*values[:CALL], hash_text(call), *values[CALL:]], call)
+    table = all_gather_four_integers(comm, [*values[:CALL], hash_text(call), *values[CALL:]], call)
     if (table[:, CALL] != table[0, CALL]).any():
         all_gather_and_check_call_records(comm, CallRecord(call))
     return table
@@ -280,10 +261,10 @@ def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> A
         raise DataError(
             f"input {name!r} is {array.dtype} but contains numbers beyond {largest}, the largest of {compute.name}"
         )
-    return convert_input(array, takes, placement.formats.compute)
+    return cast_input(array, takes, placement.formats.compute)
 
 
-def prepare_target(placement: Placement, y: Any, samples: int, batched: bool) -> Any:
+def check_and_partition_target(placement: Placement, y: Any, samples: int, batched: bool) -> Any:
     """Return the target on this rank's device, partitioned like the model's output; a tuple if `y` has one target for
     each of several outputs. Raise DataError unless the target has `samples` samples, the same number as the inputs.
     `batched` says whether the caller's arrays have a sample dimension."""
@@ -306,7 +287,8 @@ def has_target_per_output(placement: Placement, y: Any) -> bool:
 
 
 def _prepare_target_of_output(placement: Placement, y: Any, samples: int, name: str, index: int, batched: bool) -> Any:
-    """Prepare the target of output number `index`, as `prepare_target` does. Error messages call this target `name`."""
+    """Prepare the target of output number `index`, as `check_and_partition_target` does. Error messages call this
+    target `name`."""
     layout = placement.sample_layout
     target = layout.take_local_target(to_device_array(placement, y, name), index)
     target = layout.to_model_output(target, name, index, batched)
@@ -408,7 +390,7 @@ def agree_on_batch(
     if not comm.has_peers:
         return (rows,) * axes.data.size, True
     kind, _, digest = features.partition(DIGEST_SEPARATOR)
-    table = all_gather_call_numbers(
+    table = all_gather_four_integers(
         comm, (error is None, rows, hash_text(f"{call} {kind}"), hash_text(digest)), "the batch"
     )
     alone = comm.size < axes.world.size

@@ -21,7 +21,7 @@ from fsdpx.core.checkpoint.atomic_commit import run_on_rank0
 from fsdpx.core.checkpoint.load import load
 from fsdpx.core.checkpoint.local_shards import ByteCounter
 from fsdpx.core.checkpoint.save import BackgroundSave, SaveChoices, prepare_save, save
-from fsdpx.core.checkpoint.scalars import RunScalars
+from fsdpx.core.checkpoint.scalars import CheckpointScalars
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.engine.clock import LOADING, SAVING, WAITING
 from fsdpx.core.engine.engine import Engine
@@ -34,22 +34,9 @@ from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, RankLost
 
 __all__ = [
-    "KEEPS_FOR_LATER",
-    "ON_EVERY_RANK",
-    "READS_STATE",
-    "REPLACES_STATE",
-    "SAVE",
-    "STEP",
-    "WAIT",
-    "CallRunner",
-    "CallRunnerChoice",
-    "FixedRanks",
-    "LastUpdate",
-    "raise_argument_errors_on_all_ranks",
-    "raise_option_name_errors_on_all_ranks",
-    "reporting_block_time",
-    "require_valid_weights_choice",
-    "run_through_call_runner",
+    "KEEPS_FOR_LATER", "ON_EVERY_RANK", "READS_STATE", "REPLACES_STATE", "SAVE", "STEP", "WAIT", "CallRunner",
+    "CallRunnerChoice", "FixedRanks", "LastUpdate", "raise_option_name_errors_on_all_ranks", "reporting_block_time",
+    "require_valid_weights_choice", "route_through_call_runner", "wrap_to_agree_on_argument_errors",
 ]  # fmt: skip
 
 STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER, ON_EVERY_RANK = "step", "reads", "replaces", "keeps", "every"
@@ -66,7 +53,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def run_through_call_runner(
+def route_through_call_runner(
     effect: str, name: str = ""
 ) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
     """Return a decorator for trainer methods that routes each call through the trainer's call runner.
@@ -93,7 +80,7 @@ def run_through_call_runner(
     return decorate
 
 
-def raise_argument_errors_on_all_ranks(
+def wrap_to_agree_on_argument_errors(
     method: Callable[Concatenate[Any, P], T], hints: bool = True, unchecked: str = ""
 ) -> Callable[Concatenate[Any, P], T]:
     """Wrap a collective method of a trainer so that, if the arguments on one rank are invalid, all ranks raise the
@@ -123,9 +110,9 @@ def raise_argument_errors_on_all_ranks(
 
 
 def raise_option_name_errors_on_all_ranks(method: F) -> F:
-    """Wrap a method as `raise_argument_errors_on_all_ranks` does, but check only the names of its keyword arguments,
+    """Wrap a method as `wrap_to_agree_on_argument_errors` does, but check only the names of its keyword arguments,
     because the method checks the values itself."""
-    return cast(F, raise_argument_errors_on_all_ranks(method, hints=False))
+    return cast(F, wrap_to_agree_on_argument_errors(method, hints=False))
 
 
 def require_valid_weights_choice(weights: Any) -> None:
@@ -245,7 +232,7 @@ class CallRunner(ABC):
         """
 
     @abstractmethod
-    def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
+    def agree_on_batch_and_make_microbatches(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
         """Check this rank's batch, compare it with the other ranks, and return it split into microbatches. Collective.
 
         Parameters
@@ -429,7 +416,7 @@ class CallRunner(ABC):
 
     def load_checkpoint(
         self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True
-    ) -> RunScalars:
+    ) -> CheckpointScalars:
         """Load a checkpoint so that training continues from it, as `Trainer.load` does. Collective.
 
         Parameters
@@ -441,10 +428,10 @@ class CallRunner(ABC):
 
         Returns
         -------
-        RunScalars : the scalars in the checkpoint, such as the number of steps
+        CheckpointScalars : the scalars in the checkpoint, such as the number of steps
         """
 
-        def load_on_training_ranks() -> RunScalars:
+        def load_on_training_ranks() -> CheckpointScalars:
             self.agree_on_call("load")
             self.wait_for_save_within_call()
             with reporting_block_time(self.session.engine, LOADING) as count:
@@ -498,9 +485,11 @@ class CallRunner(ABC):
         require_valid_weights_choice(weights)
         if weights == "parameters":
             return self.session.swapping_in_common_parameters("master")
-        from fsdpx.core.trainer.gather_full import replace_parameters_by_averages
+        from fsdpx.core.trainer.gather_full import replace_by_averages_and_get_restore
 
-        return self.session.swapping_parameters(partial(replace_parameters_by_averages, self.session.state), weights)
+        return self.session.swapping_parameters(
+            partial(replace_by_averages_and_get_restore, self.session.state), weights
+        )
 
 
 @contextmanager
@@ -552,9 +541,9 @@ class FixedRanks(CallRunner):
     def run_call(self, effect: str, name: str, function: Callable[..., T], *given: Any, **options: Any) -> T:
         return function(*given, **options)
 
-    def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
+    def agree_on_batch_and_make_microbatches(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
         self.require_open(kind)
-        return self.session.agree_on_batch_and_split(x, y, kind, training)
+        return self.session.agree_on_batch_and_make_microbatches(x, y, kind, training)
 
     def all_gather_output_of_caller(self, output: Any) -> Any:
         return output

@@ -229,7 +229,7 @@ class FitLimits:
         if validation is None and (metrics or restore_best):
             raise ConfigError("fit: metrics and restore_best are about validation=..., and none is given")
 
-    def find_end_reason_of_earlier_run(self, history: FitHistory, epochs: int, earlier_reason: str) -> str:
+    def find_reason_to_end_at_resume(self, history: FitHistory, epochs: int, earlier_reason: str) -> str:
         """Return why a resumed run ends without another step, or "" if training continues.
 
         `history` is the history of the earlier run, `epochs` the number of epochs that it completed, and

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from fsdpx.core.array.devices import load_device
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.base.arguments import require_valid_arguments, wrap_with_argument_check
+from fsdpx.core.base.arguments import require_valid_arguments, wrap_with_type_hint_check
 from fsdpx.core.base.config import PRESETS, Precision, Sharding
 from fsdpx.core.base.extensions import find_extension, load_extension
 from fsdpx.core.base.name_hints import require_known_options
@@ -22,8 +22,8 @@ from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import comparing_arguments, record_script_rank_and_size
-from fsdpx.core.comm.init import find_message_backend, require_backend_for_device
 from fsdpx.core.comm.init import open_world as open_world
+from fsdpx.core.comm.init import require_backend_for_device, unwrap_message_backend
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.watched import report_call_to_watchdog, start_watching_axes
 from fsdpx.core.compression import Choice, list_codec_names
@@ -37,7 +37,7 @@ from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.assemble import assemble_session
 from fsdpx.core.trainer.batch import agree_on_call, raising_errors_on_all_ranks
 from fsdpx.core.trainer.call_runner import CallRunnerChoice, FixedRanks
-from fsdpx.core.trainer.given_values import broadcast_foreign_values, release_foreign_values
+from fsdpx.core.trainer.given_values import broadcast_foreign_values, release_foreign_library_arrays
 from fsdpx.core.trainer.initialize import default_communicator
 from fsdpx.core.trainer.option_rules import ChoiceContext, require_compatible_options
 from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, RuntimeOptions, TrainingChoices, adapt_foreign_model
@@ -52,7 +52,7 @@ __all__ = ["OPTIONS", "distribute", "make_session"]
 
 
 @hooks.releasing_hooks_after_block()
-@partial(wrap_with_argument_check, when="failed")
+@partial(wrap_with_type_hint_check, when="failed")
 def distribute(
     model: Layer | ForeignModule,
     *,
@@ -148,7 +148,7 @@ def distribute(
     asked = {name: value for name in PLAN_OPTIONS if (value := others.pop(name, None)) is not None}
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
     given |= {} if plan is None else {f"strategy={strategy!r}": True}
-    with comparing_arguments(comm=defaults.format_comm_argument(comm), elastic=elastic, **given) as words:
+    with comparing_arguments(comm=defaults.describe_comm_for_comparison(comm), elastic=elastic, **given) as words:
         world: Any = _open_world_and_agree_on_arguments(comm, before, chosen, choice, words)
     with nullcontext() if choice is not None else raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         require_known_options("distribute", others, OPTIONS)
@@ -215,7 +215,7 @@ def _make_trainer(recipe: Recipe, world: Any, choice: CallRunnerChoice | None) -
     session = make_session(recipe, world, watch=start_watching_axes)
     if has_values:
         _add_observers(session.engine, recipe.runtime)
-        release_foreign_values(recipe.training.model, world)
+        release_foreign_library_arrays(recipe.training.model, world)
     return _end_all_ranks_on_exception(Trainer(FixedRanks(session)), world)
 
 
@@ -259,7 +259,7 @@ def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
 def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
     """If ranks are processes, make an uncaught exception on this rank end all ranks, for as long as the trainer exists.
     Return the trainer."""
-    if (carrier := find_message_backend(world)) is not None:
+    if (carrier := unwrap_message_backend(world)) is not None:
         hooks.install_process_hooks_while_alive(trainer, carrier, beyond_scope=True)
     return trainer
 
@@ -283,7 +283,7 @@ def _open_world_and_agree_on_arguments(
         report_call_to_watchdog(open_comm, "distribute")
         agree_on_call(open_comm, words, arguments)
     world: Any = choice.open_world(comm) if choice else _adopt_or_open_comm(comm, runtime_options)
-    if (carrier := find_message_backend(world)) is not None:
+    if (carrier := unwrap_message_backend(world)) is not None:
         hooks.install_process_hooks_while_alive(carrier, carrier)
     if choice is None and world is not open_comm:
         report_call_to_watchdog(world, "distribute")

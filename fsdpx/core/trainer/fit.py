@@ -186,7 +186,7 @@ class _FitLoop:
     def run_epochs(self) -> FitHistory:
         """Train, unless an earlier run has already finished, and return the history. Collective."""
         history, saves, limits = self.history, self.saves, self.limits
-        ended = limits.find_end_reason_of_earlier_run(
+        ended = limits.find_reason_to_end_at_resume(
             history, getattr(self.loader, "epoch", 0) - saves.first_epoch, saves.finished
         )
         if ended:

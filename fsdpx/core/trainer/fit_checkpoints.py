@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.config import get_config_or_make_from_folder
+from fsdpx.core.base.config import convert_folder_to_config
 from fsdpx.core.base.messages import log_on_rank0
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.base.option_names import DtypeName
@@ -150,7 +150,7 @@ class CheckpointConfig:
         ----------
         given : a `CheckpointConfig`, or a path
         """
-        return get_config_or_make_from_folder(cls, given, "fit(checkpoints={})", "every")
+        return convert_folder_to_config(cls, given, "fit(checkpoints={})", "every")
 
     def path_of(self, step: int) -> Path:
         """Return the path of the checkpoint of a step.

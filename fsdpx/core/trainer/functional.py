@@ -24,7 +24,7 @@ from fsdpx.core.comm.calls import (
     make_partition_from_counts,
 )
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.init import find_message_backend, find_node_communicator
+from fsdpx.core.comm.init import find_node_communicator, unwrap_message_backend
 from fsdpx.core.comm.message_backend import MessageBackend
 from fsdpx.core.comm.reduction import explain_undefined_reduction, get_dtype_kind, reduce_in_rank_order_into
 from fsdpx.core.comm.watched import report_call_to_watchdog
@@ -56,7 +56,7 @@ class Future:
 
 def barrier() -> None:
     """Wait until every rank has called `barrier`. Collective."""
-    opened = _record_call_and_get_communicator("barrier")
+    opened = _report_call_and_get_communicator("barrier")
     if opened.agreement is None:
         opened.comm.barrier().wait()
     else:
@@ -85,7 +85,7 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     if not isinstance(async_op, bool):
         raise ConfigError(f"all_reduce(async_op={async_op!r}): True or False is needed")
     x = _as_contiguous_array(x)
-    opened, letters = _record_call_and_get_communicator("all_reduce"), None
+    opened, letters = _report_call_and_get_communicator("all_reduce"), None
     call = _make_call_signature("all_reduce", x, op)
     if not async_op:
         letters = _agree_on_signature(opened, call, x)
@@ -141,7 +141,7 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
     """
     x = _as_contiguous_array(x)
     comm = _agree_on_call_and_get_comm("reduce_scatter", x, op)
-    rows, cut = _partition_rows_and_elements("reduce_scatter", x.shape, comm.size)
+    rows, cut = _split_rows_over_ranks("reduce_scatter", x.shape, comm.size)
     out = _empty_like(x, (rows.counts[comm.rank], *x.shape[1:]))
     _run_collective_and_wait(comm, "reduce_scatter", (x.reshape(-1), out.reshape(-1)), x, op, counts=(cut.counts,))
     return out
@@ -226,7 +226,7 @@ def scatter(x: Any = None, root: int = 0) -> np.ndarray:
         raise DesyncError(f"ranks called different collectives: scatter from root {[other for other, _ in given]}")
     shape, dtype = given[root][1]
     like = np.empty(0, dtype) if x is None else x
-    rows, cut = _partition_rows_and_elements("scatter", shape, comm.size)
+    rows, cut = _split_rows_over_ranks("scatter", shape, comm.size)
     out = _empty_like(like, (rows.counts[comm.rank], *shape[1:]))
     comm.scatter(None if x is None else x.reshape(-1), out.reshape(-1), root, cut.counts).wait()
     return out
@@ -267,7 +267,7 @@ def send(x: Any, dest: int, tag: int = 0) -> None:
     tag : number of the message, 0 to 16383; the receiver passes the same number
     """
     comm, x = default_communicator(), _as_contiguous_array(x).reshape(-1)
-    if find_message_backend(comm) is not None:
+    if unwrap_message_backend(comm) is not None:
         comm.send(_make_message_header(x), dest, tag).wait()
     comm.send(x, dest, tag).wait()
 
@@ -292,7 +292,7 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
     comm, into = default_communicator(), _as_flat_output(out)
     get_dtype_kind(into.dtype)
     # check size and dtype here if ranks are processes; if they run as threads, the backend checks them
-    if find_message_backend(comm) is not None:
+    if unwrap_message_backend(comm) is not None:
         head = np.empty(HEADER_BYTES, np.uint8)
         comm.recv(head, source, tag).wait()
         if head.tobytes() != _make_message_header(into).tobytes():
@@ -313,7 +313,7 @@ def _make_message_header(x: Array) -> Array:
     return np.frombuffer(f"{x.dtype.name} {x.size} {x.dtype.itemsize}".encode().ljust(HEADER_BYTES), np.uint8)
 
 
-def _record_call_and_get_communicator(verb: str) -> defaults.DefaultCommunicator:
+def _report_call_and_get_communicator(verb: str) -> defaults.DefaultCommunicator:
     """Return the default communicator, after reporting to its watchdog that this rank makes the call `verb`."""
     comm = default_communicator()
     report_call_to_watchdog(comm, verb)
@@ -332,7 +332,7 @@ def _agree_on_call_and_get_comm(
 ) -> Communicator:
     """Return the default communicator once all ranks have confirmed that they make the same call with matching
     arguments. Otherwise raise the same error on every rank."""
-    opened = _record_call_and_get_communicator(verb)
+    opened = _report_call_and_get_communicator(verb)
     _agree_on_signature(opened, _make_call_signature(verb, x, op, root))
     if root is not NO_ROOT and (isinstance(root, bool) or not isinstance(root, int | np.integer)):
         raise ConfigError(f"{verb}(root={root!r}): the number of a rank is needed")
@@ -407,7 +407,7 @@ def _as_flat_output(out: Array) -> Array:
     return out.reshape(-1)
 
 
-def _partition_rows_and_elements(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
+def _split_rows_over_ranks(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
     """Divide dim 0 of an array of this shape evenly among `size` ranks. Return two partitions: the number of rows of
     each rank, and the number of elements in these rows."""
     if not shape:

@@ -29,7 +29,7 @@ __all__ = [
     "all_gather_running_statistics",
     "all_reduce_input_gradients",
     "copy_weights_and_get_restorer",
-    "replace_parameters_by_averages",
+    "replace_by_averages_and_get_restore",
     "take_output_gradient_shard",
 ]  # fmt: skip
 
@@ -158,7 +158,9 @@ def all_gather_running_statistics(state: TrainState) -> dict[str, np.ndarray]:
     state_arrays = {}
     for name in state.placement.layout.statistic_specs:
         flat = np.array(to_host(state.view_running_statistic(name).reshape(-1)))
-        state.placement.axes.pipe.broadcast(flat, state.placement.statistic_ranks[name], what=f"state {name}").wait()
+        state.placement.axes.pipe.broadcast(
+            flat, state.placement.pipe_rank_by_statistic[name], what=f"state {name}"
+        ).wait()
         state_arrays[name] = flat.reshape(state.placement.layout.specs[name].shape)
     return state_arrays
 
@@ -180,7 +182,7 @@ def copy_weights_and_get_restorer(state: TrainState) -> Callable[[], None]:
     return restore_state
 
 
-def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
+def replace_by_averages_and_get_restore(state: TrainState) -> Callable[[], None]:
     """Replace the parameters with their averages over time, and return a function that restores the parameters. Raise
     ConfigError if the optimizer keeps no averages. The caller must synchronize all ranks before the replacement and
     before the restore."""

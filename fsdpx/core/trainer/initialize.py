@@ -14,9 +14,9 @@ from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import RankInfo, comparing_arguments, get_rank_info
 from fsdpx.core.comm.desync_check import CheckedCommunicator
-from fsdpx.core.comm.init import find_message_backend, find_node_communicator, open_world
+from fsdpx.core.comm.init import find_node_communicator, open_world, unwrap_message_backend
 from fsdpx.core.comm.message_backend import MessageBackend
-from fsdpx.core.comm.watched import detach_watchdog, start_watching
+from fsdpx.core.comm.watched import detach_watchdog, start_watchdog_if_possible
 from fsdpx.core.trainer.batch import agree_on_call
 from fsdpx.errors import ConfigError
 
@@ -56,14 +56,14 @@ def init(
     """
     existing = defaults.get_default()
     if existing is None:
-        with comparing_arguments(comm=defaults.format_comm_argument(comm), backend=backend):
+        with comparing_arguments(comm=defaults.describe_comm_for_comparison(comm), backend=backend):
             opened = _open_default_communicator(backend, comm, rank, size)
         opened.comm.leave = finalize
         defaults.set_default(opened)
         return opened.comm
     if (backend, comm, rank, size) == (None, None, None, None):
         existing.comm.leave = finalize
-        if (carrier := find_message_backend(existing.comm)) is not None:
+        if (carrier := unwrap_message_backend(existing.comm)) is not None:
             hooks.install_process_hooks_while_alive(carrier, carrier)
         return existing.comm
     if existing.of_thread:
@@ -79,9 +79,9 @@ def _open_default_communicator(
     opened = () if base is comm else (base,)
     launcher = environment.read_environment().launcher
     hosts = base.all_gather_data((platform.node(), None if launcher is None else launcher.local_rank))
-    local_rank = _find_local_rank(base.rank, hosts)
+    local_rank = _compute_local_rank(base.rank, hosts)
     # do not extend timeouts while ranks make progress: outside of programs, ranks do not report progress
-    start_watching(base, extend_waits=False)
+    start_watchdog_if_possible(base, extend_waits=False)
     if not environment.read_environment().check or base.size == 1:
         return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_call_agreement(base))
     guarded = CheckedCommunicator(base)
@@ -91,7 +91,7 @@ def _open_default_communicator(
 def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
     """Return the object with which ranks compare their calls. Return None if it is not needed: the backend for ranks
     that run as threads compares calls itself, and a single rank or fake ranks have nothing to compare."""
-    carrier, node = find_message_backend(comm), find_node_communicator(comm)
+    carrier, node = unwrap_message_backend(comm), find_node_communicator(comm)
     if carrier is None or carrier.size == 1:
         return None
     from fsdpx.core.comm.call_agreement import CallAgreement
@@ -101,7 +101,7 @@ def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
     return CallAgreement(carrier, apart, node is not None and getattr(node, "inside", False))
 
 
-def _find_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
+def _compute_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
     """Return the local rank of `rank`. The n ranks of a host have the local ranks 0 to n - 1. If the launcher has set
     exactly these numbers, they are kept; otherwise the ranks of the host are numbered in rank order. `hosts` lists,
     for each rank, its host name and its local rank according to the launcher."""

@@ -35,10 +35,10 @@ __all__ = [
     "make_collective_layer_finder",
     "make_condition_finder",
     "make_given_option_finder",
-    "make_wide_axis_finder",
+    "make_multi_rank_axis_finder",
     "require_compatible_options",
     "require_mesh_for_options",
-    "require_tensor_axis_support",
+    "require_optimizer_supports_tensor_axis",
     "require_valid_model_parts",
 ]  # fmt: skip
 
@@ -68,7 +68,7 @@ class ChoiceContext:
     rounding: str = ""
 
     @property
-    def collective_layer(self) -> Any:
+    def first_collective_node(self) -> Any:
         """The first node (layer call) of the model whose layer communicates in each step, such as BatchNorm; None if
         there is none.
         """
@@ -111,7 +111,7 @@ def make_given_option_finder(name: str, end: str = ": ") -> Callable[[ChoiceCont
     return lambda c: "" if c.get_option(name) is None else f"{name}={c.get_option(name)!r}{end}"
 
 
-def make_wide_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str]:
+def make_multi_rank_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str]:
     """Return a function for `ExcludedPair.found` that detects whether a mesh axis has more than one rank, and describes
     it with `text`, in which {width} and {mesh} are replaced by their values."""
 
@@ -135,7 +135,9 @@ def make_collective_layer_finder(text: str) -> Callable[[ChoiceContext], str]:
     """Return a function for `ExcludedPair.found` that detects a layer that communicates in each step, and describes it
     with `text`, in which {path} and {layer} are replaced by their values."""
     return lambda c: (
-        "" if c.collective_layer is None else text.format(path=c.collective_layer.path, layer=c.collective_layer.layer)
+        ""
+        if c.first_collective_node is None
+        else text.format(path=c.first_collective_node.path, layer=c.first_collective_node.layer)
     )
 
 
@@ -151,7 +153,7 @@ EXCLUSIONS: list[ExcludedPair] = [
     ExcludedPair(SPACE, "`reproducible_chunks`",
         make_given_option_finder("reproducible_chunks", " "),
         "splits the batch by samples, but each rank has a part of every sample", "leave reproducible_chunks out"),
-    ExcludedPair(SPACE, "a `tensor` axis", make_wide_axis_finder("tensor", "a tensor axis of {width} ranks "),
+    ExcludedPair(SPACE, "a `tensor` axis", make_multi_rank_axis_finder("tensor", "a tensor axis of {width} ranks "),
         "splits matrices, but field layers have none to split", "use these ranks as further parts of the grid"),
     ExcludedPair(STAGES, "`costs`",
         make_condition_finder("stages and costs: ", lambda c: c.get_option("costs") is not None),
@@ -271,7 +273,7 @@ def suggest_for_torch_object(value: Any) -> str:
     return f"torch.optim.{kind.__name__}: use fsdpx.optim.{kind.__name__}({', '.join(words)})"
 
 
-def require_tensor_axis_support(optimizer: Any, tensor_size: int) -> None:
+def require_optimizer_supports_tensor_axis(optimizer: Any, tensor_size: int) -> None:
     """Raise ConfigError if the optimizer needs full parameters but the mesh has a tensor axis, which shards
     parameters."""
     if tensor_size > 1 and needs_full_parameters(optimizer):

@@ -13,7 +13,7 @@ from fsdpx.core.base.config import PRECISIONS, PRESETS_BY_MEMORY
 from fsdpx.core.base.messages import format_bytes, format_table
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.init import find_message_backend, find_node_communicator
+from fsdpx.core.comm.init import find_node_communicator, unwrap_message_backend
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.state.footprint import find_memory_budget
 from fsdpx.core.state.step_inputs import StepInputs
@@ -95,7 +95,7 @@ def explain_memory_error(
     trim_heap()
     node = find_node_communicator(world)
     held = 0 if session is None else sum(session.state.count_bytes_by_kind().values())
-    here = len(node.ranks_on_host) if node is not None else world.size if find_message_backend(world) is None else 1
+    here = len(node.ranks_on_host) if node is not None else world.size if unwrap_message_backend(world) is None else 1
     there, most = find_memory_budget(held, here)
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     head = f"rank {world.rank} of {world.size} has too little memory: {error}{notes}"
@@ -134,7 +134,7 @@ def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | 
         state = session.state
         if batch is not None:
             watch = HeapRecorder(session.engine, meter)
-            session.run_program("step", session.agree_on_batch_and_split(*batch, "step", training=True))
+            session.run_program("step", session.agree_on_batch_and_make_microbatches(*batch, "step", training=True))
             return watch.get_peak_bytes_by_kind()
         pieces = session.placement.accumulation.count_microbatches(session.microbatches)
         kind = "predict" if isinstance(session.placement.optimizer, NoOptimizer) else "step"

@@ -165,7 +165,7 @@ class Session:
         if (
             self._uncoordinated is not None
             and call != "predict"
-            and (error := self._uncoordinated.take_pending_error())
+            and (error := self._uncoordinated.take_error_from_other_rank())
             and call != "close"
         ):
             raise error
@@ -234,7 +234,9 @@ class Session:
             put_back()
             self.state.invalidate_full_parameters()
 
-    def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool, also: str = "") -> StepInputs:
+    def agree_on_batch_and_make_microbatches(
+        self, x: Any, y: Any, kind: str, training: bool, also: str = ""
+    ) -> StepInputs:
         """Check this rank's batch, compare it with the other ranks, and return it split into microbatches. If the
         batch of one rank is invalid, all ranks raise the same error. Collective.
 
@@ -285,7 +287,7 @@ class Session:
             checked.batched = layout.has_complete_samples or batches.has_sample_dim(place, x)
             checked.rows = int(checked.inputs[0].shape[0])
             if kind in (*TRAINS, "evaluate"):
-                checked.target = batches.prepare_target(place, y, checked.rows, checked.batched)
+                checked.target = batches.check_and_partition_target(place, y, checked.rows, checked.batched)
             if place.axes.world.size > 1:
                 checked.features = ", ".join(map(layout.describe_array, checked.arrays)) + also
             if comparison.digests:
@@ -302,7 +304,7 @@ class Session:
         if comparison.ranks is None:
             if checked.error is not None:
                 raise batches.add_rank_to_error(checked.error, place.axes.world.rank)
-            return place.accumulation.estimate_sample_counts(checked.rows)
+            return place.accumulation.estimate_samples_per_rank(checked.rows)
         uncoordinated = self._uncoordinated if comparison.can_start_uncoordinated else None
         if uncoordinated is not None and uncoordinated.try_start_without_agreement(about, checked.error):
             return (checked.rows,) * place.axes.data.size
@@ -315,7 +317,7 @@ class Session:
             uncoordinated.record_agreed_batch(about, _get_shapes_and_dtypes(checked.inputs))
         return everyone
 
-    def make_token_inputs(self, tokens: Any, row: int, cache: KeyValueCache | None) -> StepInputs:
+    def make_predict_inputs_from_tokens(self, tokens: Any, row: int, cache: KeyValueCache | None) -> StepInputs:
         """Return the inputs of the program `predict` for tokens that all ranks have already checked.
 
         Parameters
@@ -403,7 +405,7 @@ class Session:
         call = "unfreeze" if undo else "freeze"
         if self.state.gradient_source:
             raise ConfigError(f"{call}: gradients are being added up; call update or zero_grad first")
-        self.placement.sync_policy.require_common_parameters(self.state.steps)
+        self.placement.sync_policy.require_synchronized_replicas(self.state.steps)
         parse_patterns(call, patterns)
         self.agree_on_call(f"{call}({', '.join(map(repr, patterns))})")
         names = frozenset[str]().union(*(self.placement.layout.match_parameters(pattern, call) for pattern in patterns))
@@ -533,7 +535,7 @@ class Session:
         if key not in self._stages:
             trainable, constant = (
                 place.layout.list_trainable_page_flags(frozen),
-                place.layout.find_constant_values(*key),
+                place.layout.find_values_without_gradient(*key),
             )
             self._stages[key] = replace(place.stage, trainable=trainable, constant=constant)
         return self._stages[key]
@@ -584,7 +586,7 @@ class Session:
             known = self.engine.direct
             if len(known) >= MAX_SHAPES:
                 known.clear()
-            known[x.shape, x.dtype] = DirectPrediction.from_last_run(
+            known[x.shape, x.dtype] = DirectPrediction.from_last_program_run(
                 self.engine, self._get_or_prepare_executable("predict", feed, False), x
             )
         return self.to_caller_arrays(outputs, feed)

@@ -33,16 +33,16 @@ from fsdpx.core.trainer.call_runner import (
     STEP,
     CallRunner,
     LastUpdate,
-    raise_argument_errors_on_all_ranks,
     reporting_block_time,
     require_valid_weights_choice,
-    run_through_call_runner,
+    route_through_call_runner,
+    wrap_to_agree_on_argument_errors,
 )
 from fsdpx.core.trainer.recipe import is_loss_or_optimizer_missing, require_loss_and_optimizer
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, DataError, warn
 from fsdpx.nn.container import unwrap_single
-from fsdpx.nn.gradient_accumulation import convert_input
+from fsdpx.nn.gradient_accumulation import cast_input
 
 if TYPE_CHECKING:
     from fsdpx.core.trainer import fit as fitting
@@ -103,7 +103,7 @@ class Trainer:
     def _placement(self) -> Placement:
         return self._call_runner.session.placement
 
-    @run_through_call_runner(STEP)
+    @route_through_call_runner(STEP)
     def step(self, x: Any, y: Any) -> float:
         """Run forward, backward and update on one global batch. Return its mean loss, the same value on every rank.
         Collective, unless ranks step at their own speed (docs: asynchronous).
@@ -130,13 +130,13 @@ class Trainer:
             require_loss_and_optimizer("step", self._session.loss, self._placement.optimizer)
         if self._local:
             raise ConfigError("step inside no_sync: use accumulate there; step is what ends an accumulation")
-        self._require_one_gradient_source("accumulate")
-        feed = self._call_runner.agree_on_batch_and_split(x, y, "step")
+        self._refuse_mixed_gradient_sources("accumulate")
+        feed = self._call_runner.agree_on_batch_and_make_microbatches(x, y, "step")
         loss = self._record_update_and_get_loss(self._call_runner.session.run_program("step", feed))
         self._warn_of_skipped_update(loss)
         return loss
 
-    @run_through_call_runner(KEEPS_FOR_LATER)
+    @route_through_call_runner(KEEPS_FOR_LATER)
     def accumulate(self, x: Any, y: Any) -> float:
         """Run forward and backward, and return the mean loss of this batch. Add the gradients to those accumulated so
         far; the next `step` or `update` uses the sum. Collective.
@@ -155,13 +155,13 @@ class Trainer:
         """
         require_loss_and_optimizer("accumulate", self._session.loss, self._placement.optimizer)
         self._placement.accumulation.require_partial_batch_support("accumulate", PIECES)
-        self._require_one_gradient_source("accumulate")
-        feed = self._call_runner.agree_on_batch_and_split(x, y, "accumulate")
+        self._refuse_mixed_gradient_sources("accumulate")
+        feed = self._call_runner.agree_on_batch_and_make_microbatches(x, y, "accumulate")
         loss = self._session.run_program("local" if self._local else "accumulate", feed)[MEAN]
         self._session.state.gradient_source = "accumulate"
         return float(loss.value)
 
-    @run_through_call_runner(KEEPS_FOR_LATER)
+    @route_through_call_runner(KEEPS_FOR_LATER)
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context manager in which `accumulate` and `backward` do not communicate gradients. This needs more
@@ -172,7 +172,7 @@ class Trainer:
         finally:
             self._local = before
 
-    @run_through_call_runner(KEEPS_FOR_LATER)
+    @route_through_call_runner(KEEPS_FOR_LATER)
     def forward(self, x: Any, training: bool = True) -> np.ndarray:
         """Return the model's output for this rank's samples, and keep what one call of `backward` needs. Collective.
 
@@ -194,13 +194,15 @@ class Trainer:
         )
         session.state.clear_slots(["saved"])
         self._forward_version = session.placement.sample_layout.version
-        self._forward_inputs = feed = self._call_runner.agree_on_batch_and_split(x, None, "forward", training)
+        self._forward_inputs = feed = self._call_runner.agree_on_batch_and_make_microbatches(
+            x, None, "forward", training
+        )
         full_outputs = session.all_gather_outputs_of_batch(session.run_program("forward", feed), feed)
         outputs = unwrap_single(session.to_caller_arrays(full_outputs, feed))
         self._output_shapes = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         return outputs
 
-    @run_through_call_runner(KEEPS_FOR_LATER)
+    @route_through_call_runner(KEEPS_FOR_LATER)
     def backward(self, dy: Any) -> np.ndarray:
         """Backpropagate through the last `forward`, and return the gradient with respect to its inputs. Collective.
 
@@ -227,7 +229,7 @@ class Trainer:
             raise ConfigError("backward: call forward first; each forward serves one backward")
         if session.placement.sample_layout.version != self._forward_version:
             raise ConfigError("backward: the edges of the mesh were replaced after forward: call forward again first")
-        self._require_one_gradient_source("backward")
+        self._refuse_mixed_gradient_sources("backward")
         given, compute = (dy,) if len(self._output_shapes) == 1 else dy, session.placement.formats.compute
         from fsdpx.core.trainer.gather_full import all_reduce_input_gradients, take_output_gradient_shard
 
@@ -235,7 +237,7 @@ class Trainer:
             raise DataError(
                 f"backward: the model has {len(self._output_shapes)} outputs: dy must be a tuple of as many arrays"
             )
-        arrays = tuple(convert_input(batches.to_device_array(session.placement, d), "numbers", compute) for d in given)
+        arrays = tuple(cast_input(batches.to_device_array(session.placement, d), "numbers", compute) for d in given)
         for array, shape in zip(arrays, self._output_shapes, strict=True):
             if tuple(array.shape) != shape:
                 raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")
@@ -252,9 +254,9 @@ class Trainer:
         loss_or_gradients = session.run_program("backward", feed, local=self._local)
         session.state.gradient_source = "backward"
         dx = all_reduce_input_gradients(session.placement, loss_or_gradients, batch, session.state.scaler.value)
-        return unwrap_single(layout.to_caller_input_gradients(dx, feed.batched))
+        return unwrap_single(layout.all_reduce_caller_input_gradients(dx, feed.batched))
 
-    @run_through_call_runner(KEEPS_FOR_LATER)
+    @route_through_call_runner(KEEPS_FOR_LATER)
     def update(self) -> float:
         """Reduce gradients that are still local, update the parameters, and return the global gradient norm. The norm
         is nan unless it is needed, for example for clipping. Collective."""
@@ -266,15 +268,15 @@ class Trainer:
         assert self._call_runner.last_update is not None
         return self._call_runner.last_update.norm
 
-    @run_through_call_runner(KEEPS_FOR_LATER)
+    @route_through_call_runner(KEEPS_FOR_LATER)
     def zero_grad(self) -> None:
         """Drop the gradients that `accumulate` or `backward` have added up. All ranks must call this method, although
         it does not communicate."""
         self._call_runner.require_open("zero_grad")
         self._session.state.zero_grad()
 
-    @run_through_call_runner(KEEPS_FOR_LATER)
-    @raise_argument_errors_on_all_ranks
+    @route_through_call_runner(KEEPS_FOR_LATER)
+    @wrap_to_agree_on_argument_errors
     def freeze(self, *patterns: str) -> None:
         """Freeze the parameters whose names match a pattern: from now on they get no gradient and no update, but keep
         their optimizer state. Collective.
@@ -293,8 +295,8 @@ class Trainer:
         self._call_runner.require_open("freeze")
         self._session.freeze(patterns)
 
-    @run_through_call_runner(KEEPS_FOR_LATER)
-    @raise_argument_errors_on_all_ranks
+    @route_through_call_runner(KEEPS_FOR_LATER)
+    @wrap_to_agree_on_argument_errors
     def unfreeze(self, *patterns: str) -> None:
         """Train frozen parameters again, as PyTorch does after `requires_grad_(True)`. Collective.
 
@@ -308,7 +310,7 @@ class Trainer:
         self._call_runner.require_open("unfreeze")
         self._session.freeze(patterns, undo=True)
 
-    @run_through_call_runner(READS_STATE)
+    @route_through_call_runner(READS_STATE)
     def evaluate(self, x: Any, y: Any, weights: WeightsChoice = "parameters") -> float:
         """Return the mean loss of the global batch without dropout. The state of the trainer does not change.
         Collective.
@@ -326,13 +328,13 @@ class Trainer:
         if not (isinstance(weights, str) and weights == "parameters"):
             with self._call_runner.raising_errors_on_all_ranks("evaluate"):
                 require_valid_weights_choice(weights)
-        feed = self._call_runner.agree_on_batch_and_split(x, y, "evaluate", training=False)
+        feed = self._call_runner.agree_on_batch_and_make_microbatches(x, y, "evaluate", training=False)
         with self._call_runner.using_weights(weights), self._session.hiding_accumulated_gradients():
             loss = self._session.run_program("evaluate", feed)[MEAN]
         self._call_runner.loss_weight = loss.weight
         return float(loss.value)
 
-    @run_through_call_runner(READS_STATE)
+    @route_through_call_runner(READS_STATE)
     def predict(self, x: Any, weights: WeightsChoice = "parameters") -> np.ndarray:
         """Return the model's output for this rank's samples without dropout, and keep nothing for backward.
         Collective.
@@ -353,7 +355,7 @@ class Trainer:
         if not plain:
             with self._call_runner.raising_errors_on_all_ranks("predict"):
                 require_valid_weights_choice(weights)
-        feed = self._call_runner.agree_on_batch_and_split(x, None, "predict", training=False)
+        feed = self._call_runner.agree_on_batch_and_make_microbatches(x, None, "predict", training=False)
         with self._call_runner.using_weights(weights), session.hiding_accumulated_gradients():
             return self._call_runner.all_gather_output_of_caller(unwrap_single(session.predict(x, feed)))
 
@@ -365,8 +367,8 @@ class Trainer:
     def generate(
         self, prompt: Sequence[Sequence[int] | np.ndarray], max_new_tokens: int = ..., **options: Unpack[GenerateArgs]
     ) -> list[np.ndarray]: ...
-    @run_through_call_runner(READS_STATE)  # type: ignore[misc]  # a decorated method takes no `self` by name
-    @raise_argument_errors_on_all_ranks
+    @route_through_call_runner(READS_STATE)  # type: ignore[misc]  # a decorated method takes no `self` by name
+    @wrap_to_agree_on_argument_errors
     def generate(
         self,
         prompt: Any,
@@ -409,8 +411,8 @@ class Trainer:
     else:
         fit = LazyMethod("fsdpx.core.trainer.fit:fit")
 
-    @run_through_call_runner(READS_STATE)
-    @raise_argument_errors_on_all_ranks
+    @route_through_call_runner(READS_STATE)
+    @wrap_to_agree_on_argument_errors
     def parameters(
         self, weights: WeightsChoice = "parameters", names: Collection[str] | None = None
     ) -> dict[str, np.ndarray]:
@@ -444,7 +446,7 @@ class Trainer:
                 )
         return {n: parameters[n] for n in self._placement.layout.specs if names is None or n in names}
 
-    @run_through_call_runner(KEEPS_FOR_LATER)
+    @route_through_call_runner(KEEPS_FOR_LATER)
     def gradients(self) -> dict[str, np.ndarray]:
         """Return on every rank the gradients that `accumulate` or `backward` have added up so far, as a dict that maps
         dotted names to full NumPy arrays. They are gradients of the global mean loss. Raise ConfigError if there are
@@ -462,7 +464,7 @@ class Trainer:
         gathered_gradients = all_gather_gradients(state)
         return {name: gathered_gradients[name] * scale for name in place.layout.specs if name in gathered_gradients}
 
-    @partial(raise_argument_errors_on_all_ranks, hints=False)
+    @partial(wrap_to_agree_on_argument_errors, hints=False)
     def save(
         self,
         path: str | PathLike[str],
@@ -510,7 +512,7 @@ class Trainer:
             choices = SaveChoices(dtype, shard_bytes, keep, weights=weights)
         self._call_runner.save_checkpoint(path, choices, loader, None, background)
 
-    @partial(raise_argument_errors_on_all_ranks, unchecked="path")
+    @partial(wrap_to_agree_on_argument_errors, unchecked="path")
     def load(
         self, path: str | PathLike[str], *, loader: Any = None, convert: bool = False, verify: bool = True
     ) -> None:
@@ -533,8 +535,8 @@ class Trainer:
         """
         self._call_runner.load_checkpoint(path, loader, convert, verify)
 
-    @run_through_call_runner(REPLACES_STATE)
-    @partial(raise_argument_errors_on_all_ranks, unchecked="source")
+    @route_through_call_runner(REPLACES_STATE)
+    @partial(wrap_to_agree_on_argument_errors, unchecked="source")
     def load_parameters(
         self,
         source: str | PathLike[str] | Mapping[str, Any],
@@ -646,7 +648,7 @@ class Trainer:
             self._call_runner.close()
             hooks.release_hooks_of_owner(self)
 
-    @run_through_call_runner(READS_STATE, "close")
+    @route_through_call_runner(READS_STATE, "close")
     def _agree_on_close_and_wait_for_save(self) -> None:
         self._call_runner.agree_on_call("close")
         self._call_runner.wait_for_save_within_call()
@@ -687,7 +689,7 @@ class Trainer:
                 "distribute(..., check_finite=True) names its origin",
             )
 
-    def _require_one_gradient_source(self, source: str) -> None:
+    def _refuse_mixed_gradient_sources(self, source: str) -> None:
         """Raise ConfigError if one update would mix gradients from `accumulate` with gradients from `backward`, because
         the two are weighted differently. `source` is the method that is about to add gradients."""
         if self._session.state.gradient_source not in ("", source):

@@ -101,7 +101,7 @@ class UncoordinatedPrediction:
             self._count += 1
             raise self._run_missed_calls_and_get_error(1)
         try:
-            return same or self._require_all_batches_differ(self._window)
+            return same or self._require_new_batch_on_all_ranks(self._window)
         except CommTimeout as timeout:
             raise error or timeout from timeout
 
@@ -117,7 +117,7 @@ class UncoordinatedPrediction:
         if stopped:
             raise self._run_missed_calls_and_get_error(0)
 
-    def take_pending_error(self) -> FsdpxError | None:
+    def take_error_from_other_rank(self) -> FsdpxError | None:
         """Return the error that another rank has reported since this rank's last `predict`; None if there is none.
         Calls other than `predict` use this method. If there is an error, first run the predictions that this rank has
         missed, so that other ranks do not wait for it."""
@@ -140,7 +140,7 @@ class UncoordinatedPrediction:
         then by call number, then by state."""
         return 4 * (self._epoch * CALLS + self._count) + state
 
-    def _require_all_batches_differ(self, window: Window) -> bool:
+    def _require_new_batch_on_all_ranks(self, window: Window) -> bool:
         """Wait until the other ranks have begun this call. If all ranks have a batch that differs from the rank's
         previous batch, return False: the ranks must then compare their batches. Otherwise raise the error that all
         ranks raise."""

@@ -16,7 +16,7 @@ from fsdpx.core.trainer.option_rules import (
     make_collective_layer_finder,
     make_condition_finder,
     make_given_option_finder,
-    make_wide_axis_finder,
+    make_multi_rank_axis_finder,
 )  # fmt: skip
 from fsdpx.ext.asynchronous.local import LocalSGD
 from fsdpx.ext.asynchronous.own_speed import AsyncSGD
@@ -40,7 +40,9 @@ def _describe_norm_of_sum(c: ChoiceContext) -> str:
 
 
 def _find_model_axis(c: ChoiceContext) -> str:
-    found = (make_wide_axis_finder(axis, f"the {axis} axis of {{width}} ranks ")(c) for axis in ("pipe", "tensor"))
+    found = (
+        make_multi_rank_axis_finder(axis, f"the {axis} axis of {{width}} ranks ")(c) for axis in ("pipe", "tensor")
+    )
     return next(filter(None, found), "")
 
 

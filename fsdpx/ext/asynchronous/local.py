@@ -133,7 +133,7 @@ class RoundSchedule:
         of the first round."""
         return -(-self.every * (fragment + 1) // len(self.fragments))
 
-    def get_outer_step(self, step: int) -> OuterStep:
+    def get_replica_communication(self, step: int) -> OuterStep:
         """Return what the replicas communicate in step `step`, where steps count from 1."""
         found: dict[str, set[int]] = {name: set() for name in OuterStep.__dataclass_fields__}
         for number, pages in enumerate(self.fragments):
@@ -316,16 +316,16 @@ class LocalSyncPolicy(SyncPolicy):
         return RoundSchedule(choice.sync_every, tuple(fragments), choice.delay)
 
     def get_sync_rules(self, step: int) -> SyncRules:
-        return self.rounds.get_outer_step(step).sync_rules
+        return self.rounds.get_replica_communication(step).sync_rules
 
     def count_steps_per_sync_rules(self) -> list[tuple[SyncRules, int]]:
         every = self.rounds.every
-        steps = Counter(self.rounds.get_outer_step(step) for step in range(2 * every, 3 * every))
-        last = self.rounds.get_outer_step(3 * every)
+        steps = Counter(self.rounds.get_replica_communication(step) for step in range(2 * every, 3 * every))
+        last = self.rounds.get_replica_communication(3 * every)
         return [(outer.sync_rules, steps[outer]) for outer in (*(one for one in steps if one != last), last)]
 
     def is_sync_step(self, step: int) -> bool:
-        return bool(self.rounds.get_outer_step(step).deltas)
+        return bool(self.rounds.get_replica_communication(step).deltas)
 
     def get_loss(self, results: Mapping[Slot, Any]) -> float:
         found = results.get(SHARE)
@@ -351,7 +351,7 @@ class LocalSyncPolicy(SyncPolicy):
         ranks = range(axes.world.size) if whole else axes.mesh.ranks_along(axes.coordinates, ("replica", "shard"))
         places = [axes.mesh.coordinates_of(rank) for rank in ranks]
         parts = {p: [self._find_elements_of_rank(p, place) for place in places] for p in trained}
-        return {p: self.placement.make_shard_segments(p, axes.data, parts[p], alone) for p in trained}
+        return {p: self.placement.make_local_optimizer_segments(p, axes.data, parts[p], alone) for p in trained}
 
     def list_policy_ledger_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         """Yield the arrays that local training adds for a page, as rows of the ledger (the table of a rank's arrays).
@@ -398,7 +398,7 @@ class LocalSyncPolicy(SyncPolicy):
         state.store[TRAINED] = [0.0] * len(self.rounds.fragments)
 
     def on_step(self, state: TrainState, weight: float) -> None:
-        gone = self.rounds.get_outer_step(state.steps).deltas
+        gone = self.rounds.get_replica_communication(state.steps).deltas
         known = zip(state.store[TRAINED], self.rounds.fragments, strict=True)
         state.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
 
@@ -408,7 +408,7 @@ class LocalSyncPolicy(SyncPolicy):
         if saved is not None:
             weights = saved["weights"]
             state.store[TRAINED] = list(weights[self.placement.axes.replica.rank % len(weights)])
-        outer, here = self.rounds.get_outer_step(state.steps + 1), self.placement.stage.trained_pages
+        outer, here = self.rounds.get_replica_communication(state.steps + 1), self.placement.stage.trained_pages
         state.clear_slots(["delta", "next"])
         state.store |= {Slot("delta", p): state.ledger.get_array("sum", p) for p in here if p in outer.summing}
         state.store |= {Slot("next", p): state.ledger.get_array("outer", p) for p in here if p in outer.coming}
@@ -434,7 +434,7 @@ class LocalSyncPolicy(SyncPolicy):
         if other := [f"{name} is {saved[name]} there and {now[name]} here" for name in now if saved[name] != now[name]]:
             raise CheckpointError(f"{where}: the rounds of local training differ: {', '.join(other)}")
 
-    def require_common_parameters(self, steps: int) -> None:
+    def require_synchronized_replicas(self, steps: int) -> None:
         rounds = self.rounds
         if len(rounds.fragments) > 1 or rounds.delay or steps % rounds.every:
             raise ConfigError(
@@ -476,7 +476,7 @@ def _get_policy_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundS
     """Return the policy of local training, its round schedule, and what the current step communicates."""
     policy = run.placement.sync_policy
     assert isinstance(policy, LocalSyncPolicy)
-    return policy, policy.rounds, policy.rounds.get_outer_step(run.step + 1)
+    return policy, policy.rounds, policy.rounds.get_replica_communication(run.step + 1)
 
 
 def start_all_gather_data_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -526,7 +526,7 @@ def start_reduce_scatter_outer_gradient(
     return (TimedTransfer(handle, lambda: total), *added)
 
 
-def update_and_start_all_gather_outer(
+def update_outer_and_start_all_gather(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
     """Run the outer optimizer on this rank's elements of a page, then start the all-gather of the outer parameters.
@@ -572,7 +572,7 @@ OPERATIONS.update(
     {
         "SHARE": start_all_gather_data_shares,
         "DELTA": start_reduce_scatter_outer_gradient,
-        "OUTER": update_and_start_all_gather_outer,
+        "OUTER": update_outer_and_start_all_gather,
         "ADOPT": mix_in_outer_parameters,
     }
 )

@@ -145,7 +145,7 @@ def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added:
     found: dict[LedgerKey, WindowItem] = {}
     at = CACHE_LINE_BYTES
     for p in placement.pages:
-        for key, dtype, elements in _iterate_page_arrays(
+        for key, dtype, elements in _iterate_page_array_specs(
             placement, p, _find_owned_element_range(placement, p, rank, sharded), added
         ):
             found[key] = item = WindowItem(key, dtype, at, elements)
@@ -153,7 +153,7 @@ def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added:
     return found
 
 
-def _iterate_page_arrays(
+def _iterate_page_array_specs(
     placement: Placement, p: int, mine: ElementRange, added: bool
 ) -> Iterator[tuple[LedgerKey, Any, int]]:
     page, master = placement.pages[p], placement.formats.master
@@ -204,7 +204,7 @@ class OwnSpeed(SyncChoice):
         return f"strategy={self!r}: "
 
     def make_policy(self, placement: Placement) -> SyncPolicy:
-        return OwnSpeedPolicy(placement, self)
+        return AsynchronousPolicy(placement, self)
 
 
 @wrap_constructor_with_option_check
@@ -335,7 +335,7 @@ total weight of the gradients of all ranks (None if the gradient comes from this
 learning rate."""
 
 
-class OwnSpeedPolicy(SyncPolicy):
+class AsynchronousPolicy(SyncPolicy):
     """Synchronization policy of ranks that step at their own speed. It reads and updates the shared memory for this
     rank.
 
@@ -378,7 +378,7 @@ class OwnSpeedPolicy(SyncPolicy):
     def _count_traffic(self, call: str, elements: int, dtype: Any) -> None:
         self.placement.axes.counters.add_calls("world", call, elements * int(np.dtype(dtype).itemsize))
 
-    def pull_page(self, page: int, full: Any) -> None:
+    def pull_parameters(self, page: int, full: Any) -> None:
         """Read the current parameters of a page into `full`. If this rank is too far ahead of the slowest rank, first
         wait for that rank."""
         self._wait_for_staleness_bound()
@@ -432,7 +432,7 @@ class OwnSpeedPolicy(SyncPolicy):
         """Add this rank's gradient to the part of a page that rank `rank` owns, after the gradients of all lower ranks,
         as in synchronous training. The last rank to add its gradient then updates that part."""
         self.window.wait_until_none_missing(
-            lambda: self._find_rank_whose_turn_it_is(rank, page),
+            lambda: self._find_rank_to_add_gradient_next(rank, page),
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
         )
         with self.window.access_epoch("push"):
@@ -454,7 +454,7 @@ class OwnSpeedPolicy(SyncPolicy):
         if rank != self.rank:
             self._count_traffic("push", gradient.size, gradient.dtype)
 
-    def _find_rank_whose_turn_it_is(self, rank: int, page: int) -> list[int]:
+    def _find_rank_to_add_gradient_next(self, rank: int, page: int) -> list[int]:
         """Return a list with the rank whose turn it is to add its gradient, or an empty list if it is this rank's turn.
 
         Raises DataError if the rank whose turn it is has stopped taking steps. `rank` is the owner of the part of the
@@ -598,18 +598,18 @@ class OwnSpeedPolicy(SyncPolicy):
         self.window.close()
 
 
-def _get_policy(run: ProgramRun) -> OwnSpeedPolicy:
+def _get_policy(run: ProgramRun) -> AsynchronousPolicy:
     policy = run.placement.sync_policy
-    assert isinstance(policy, OwnSpeedPolicy)
+    assert isinstance(policy, AsynchronousPolicy)
     return policy
 
 
-def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def pull_parameters(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Read the current parameters of a page of n elements from the shared memory. Each of N ranks reads n - n/N
     elements from other ranks."""
     p = get_action_target(action)
     full = run.workspace.get_full_parameter_buffer(p)
-    _get_policy(run).pull_page(p, full)
+    _get_policy(run).pull_parameters(p, full)
     return (run.views.view_parameters(run.placement.pages[p].page, full),)
 
 
@@ -642,7 +642,7 @@ def mix_page(run: ProgramRun, action: Action, taken: Values, read: Values, added
 
 OPERATIONS.update(
     {
-        "PULL": pull_page,
+        "PULL": pull_parameters,
         "ALONE": compute_local_loss_and_gradient_scale,
         "PUSH": push_gradient,
         "TICK": advance_clock,

@@ -263,7 +263,7 @@ def _run_sized_blocks_in_threads(body: Any, size: int, block: int, *arguments: A
 
 
 @jit
-def _write_outer_product_loop(p, q, start, out, subtract):
+def _write_low_rank_product_loop(p, q, start, out, subtract):
     use_widest_vectors()
     ranks, columns = q.shape
     first, offset = start // columns, start % columns
@@ -290,4 +290,4 @@ def _write_outer_product_loop(p, q, start, out, subtract):
 
 
 def write_outer_product_into(p: np.ndarray, q: np.ndarray, start: int, out: np.ndarray, subtract: bool) -> None:
-    _write_outer_product_loop(p, np.ascontiguousarray(q.T), start, out, subtract)
+    _write_low_rank_product_loop(p, np.ascontiguousarray(q.T), start, out, subtract)

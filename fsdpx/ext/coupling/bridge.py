@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.init import open_fault_tolerant_communicator
 from fsdpx.core.comm.local import LocalCommunicator
 from fsdpx.core.comm.plain_codec import pack
 from fsdpx.errors import ConfigError, DataError
@@ -95,19 +95,19 @@ class Bridge:
         self, comm: Any, *, solver: Grid | None = None, trainer: Grid | None = None,
         mode: Literal["lockstep", "queue", "latest"] = "queue", depth: int | None = None,
     ) -> None:  # fmt: skip
-        self._comm: Communicator = open_survivor_communicator(comm)
+        self._comm: Communicator = open_fault_tolerant_communicator(comm)
         error = _find_argument_error(solver, trainer, mode, depth)
         side, grid = ("solver", solver) if trainer is None else ("trainer", trainer)
         mine = (error, "", None, "", ()) if error or grid is None else ("", mode, depth, side, _list_part_facts(grid))
         everyone = self._comm.all_gather_data(mine)
         parts = {name: {r: PartFacts(*p) for r, (*_, s, p) in enumerate(everyone) if s == name} for name in SIDES}
-        _require_fitting_sides(everyone, parts)
+        _require_consistent_call_arguments(everyone, parts)
         assert grid is not None
         self._grid, self._part = grid, parts[side][self._comm.rank]
         self._other = SIDES[side == "solver"]
         self._side = self._comm.subgroup(list(parts[side]))
         self._senders, self._receivers = self._plan_field_streams(side, parts, mode, depth)
-        self._plan_weight_stream(side, parts, mode, depth)
+        self._open_weight_stream(side, parts, mode, depth)
         self._is_closed = False
         self._end = _announce_end_at_exit(self._comm, self._senders, self._receivers)
 
@@ -136,7 +136,10 @@ class Bridge:
         overlaps = self._overlaps_out
 
         def make_body(rank: int) -> np.ndarray:
-            index = [self._part.make_index(overlaps[rank].ranges, a.ndim == len(self._part.layout)) for a in arrays]
+            index = [
+                self._part.make_slices_for_ranges(overlaps[rank].ranges, a.ndim == len(self._part.layout))
+                for a in arrays
+            ]
             return pack_message(scalars, [a[where] for a, where in zip(arrays, index, strict=True)])
 
         self._senders[0].send(make_body)
@@ -168,7 +171,7 @@ class Bridge:
         if received is None:
             return None
         messages = [(self._overlaps_in[rank], *unpack_message(body)) for rank, body in received.bodies.items()]
-        _require_equal_contents(messages)
+        _require_ranks_sent_equal_fields(messages)
         fields = tuple(self._join_pieces(i, messages) for i in range(len(messages[0][2])))
         return Snapshot(received.number, fields, messages[0][1])
 
@@ -288,7 +291,7 @@ class Bridge:
         receiver = Receiver(comm, self._side, TAGS[self._other], list(self._overlaps_in), on_request=asks)
         return [sender], [receiver]
 
-    def _plan_weight_stream(
+    def _open_weight_stream(
         self, side: str, parts: Mapping[str, Mapping[int, PartFacts]], mode: str, depth: int | None
     ) -> None:
         """Open the stream of weights. Each solver rank receives weights from one training rank."""
@@ -333,7 +336,10 @@ class Bridge:
         whole = np.empty(self._part.compute_array_shape(channels), first.dtype)
         for overlap, _, pieces in messages:
             letters = overlap.theirs.layout if has_channels else overlap.theirs.layout.replace("c", "")
-            where, axes = self._part.make_index(overlap.ranges, has_channels), [letters.index(a) for a in own]
+            where, axes = (
+                self._part.make_slices_for_ranges(overlap.ranges, has_channels),
+                [letters.index(a) for a in own],
+            )
             moved = pieces[i].transpose(axes) if pieces[i].ndim == len(letters) else None
             if moved is None or moved.dtype != whole.dtype or moved.shape != whole[where].shape:
                 raise DataError(
@@ -368,7 +374,7 @@ def _find_argument_error(solver: Any, trainer: Any, mode: Any, depth: Any) -> st
     return ""
 
 
-def _require_fitting_sides(everyone: list[Any], parts: Mapping[str, Mapping[int, PartFacts]]) -> None:
+def _require_consistent_call_arguments(everyone: list[Any], parts: Mapping[str, Mapping[int, PartFacts]]) -> None:
     """Raise ConfigError if any rank has invalid arguments, or if the arguments of different ranks contradict each
     other."""
     for rank, (error, mode, depth, *_) in enumerate(everyone):
@@ -395,7 +401,7 @@ def _require_fitting_sides(everyone: list[Any], parts: Mapping[str, Mapping[int,
         )
 
 
-def _require_equal_contents(messages: list[tuple[Overlap, Any, list[np.ndarray]]]) -> None:
+def _require_ranks_sent_equal_fields(messages: list[tuple[Overlap, Any, list[np.ndarray]]]) -> None:
     """Raise DataError if ranks have sent different numbers of fields or different scalars for the same snapshot."""
     first, scalars, fields = messages[0]
     for overlap, others, arrays in messages[1:]:

@@ -53,7 +53,7 @@ class PartFacts(NamedTuple):
         sizes = {letter: stop - start for letter, (start, stop) in self.ranges.items()} | {"c": channels}
         return tuple(sizes[letter] for letter in self.layout if letter != "c" or channels >= 0)
 
-    def make_index(self, ranges: Mapping[str, tuple[int, int]], has_channels: bool) -> tuple[slice, ...]:
+    def make_slices_for_ranges(self, ranges: Mapping[str, tuple[int, int]], has_channels: bool) -> tuple[slice, ...]:
         """Return the index that selects the cells in `ranges` from an array for this part. `ranges` count the cells of
         the full field."""
         own, index = self.ranges, []
@@ -84,17 +84,17 @@ def find_overlaps_with_receivers(
     without any cells, so that every receiver gets a message. `place` is the index of this rank among the `senders`
     sender ranks."""
     found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(receivers.items())]
-    return [overlap for i, overlap in found if exchanges_messages(place, senders, i, overlap.theirs, overlap.ranges)]
+    return [overlap for i, overlap in found if has_messages_between(place, senders, i, overlap.theirs, overlap.ranges)]
 
 
 def find_overlaps_with_senders(own: PartFacts, place: int, senders: Mapping[int, PartFacts]) -> list[Overlap]:
     """Return the overlaps of a receiver's part with the parts of the senders from which it gets messages. `place` is
     the index of this rank among the receivers."""
     found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(senders.items())]
-    return [overlap for i, overlap in found if exchanges_messages(i, len(senders), place, own, overlap.ranges)]
+    return [overlap for i, overlap in found if has_messages_between(i, len(senders), place, own, overlap.ranges)]
 
 
-def exchanges_messages(
+def has_messages_between(
     sender: int, senders: int, receiver: int, part: PartFacts, ranges: Mapping[str, tuple[int, int]]
 ) -> bool:
     """Return whether sender number `sender` of `senders` sends messages to receiver number `receiver`. `part` is the

@@ -113,7 +113,7 @@ class ReplayBuffer:
         try:
             arrays = tuple(to_native_numbers(field, f"field {i}").copy() for i, field in enumerate(fields))
             self._require_fitting_fields(arrays)
-            moments = self._merge_moments(arrays)
+            moments = self._merge_moments_of_new_sample(arrays)
         except DataError as problem:
             error = str(problem)
         for rank, text in enumerate(all_gather_plain_data(self._grid.comm, error)):
@@ -231,7 +231,7 @@ class ReplayBuffer:
         number, problem = get_rank_and_size(self._grid.comm)[0], ""
         try:
             make_folder(folder, private=False)
-            for i, _ in enumerate(self._list_kinds()):
+            for i, _ in enumerate(self._list_dtypes_and_channel_counts()):
                 with os.fdopen(create_file(folder / make_file_name(i, token, number), READABLE), "wb") as file:
                     for sample in self._samples:
                         file.write(np.ascontiguousarray(sample[i]).reshape(-1).view(np.uint8).data)
@@ -240,7 +240,7 @@ class ReplayBuffer:
         moments = [all_gather_and_merge_moments(comm, one, "") for one in self._moments]
         everyone = all_gather_plain_data(comm, (problem, tuple(self._part)))
         if number == 0 and not any(text for text, _ in everyone):
-            problem = self._write_facts(folder, token, [part for _, part in everyone], moments)
+            problem = self._write_metadata_and_prune(folder, token, [part for _, part in everyone], moments)
         texts = [text for text in all_gather_plain_data(comm, problem) if text]
         if texts:
             raise CheckpointError(f"ReplayBuffer.save({str(folder)!r}): {texts[0]}")
@@ -285,7 +285,7 @@ class ReplayBuffer:
         is_first = get_rank_and_size(self._grid.comm)[0] == 0
         self._moments = moments if is_first else [None] * len(moments)
 
-    def _list_kinds(self) -> list[tuple[str, int]]:
+    def _list_dtypes_and_channel_counts(self) -> list[tuple[str, int]]:
         """Return the dtype and the number of channels of each field. The number is -1 if a field has no channels
         dim."""
         kinds, layout = [], self._part.layout
@@ -294,12 +294,14 @@ class ReplayBuffer:
             kinds.append((array.dtype.name, array.shape[layout.index("c")] if has_channels else -1))
         return kinds
 
-    def _write_facts(self, folder: Path, token: str, parts: list[Any], moments: list[np.ndarray | None]) -> str:
+    def _write_metadata_and_prune(
+        self, folder: Path, token: str, parts: list[Any], moments: list[np.ndarray | None]
+    ) -> str:
         """Write the file that marks the saved buffer as complete, and remove files of earlier buffers. Return an error
         message, or "" on success."""
         facts = {
             "capacity": self.capacity, "policy": self.policy, "token": token, "parts": parts, "count": self._count,
-            "kinds": self._list_kinds(), "ids": self._ids.tolist(),
+            "kinds": self._list_dtypes_and_channel_counts(), "ids": self._ids.tolist(),
             "priorities": self._priorities.tolist(), "random": self._random.bit_generator.state,
             "moments": [None if one is None else one.tolist() for one in moments],
         }  # fmt: skip
@@ -320,7 +322,7 @@ class ReplayBuffer:
         whole = np.empty((count, *self._part.compute_array_shape(channels)), parse_number_dtype(dtype))
         for rank, theirs in enumerate(parts):
             ranges = find_overlap(rank, self._part, theirs).ranges
-            here, there = (part.make_index(ranges, channels >= 0) for part in (self._part, theirs))
+            here, there = (part.make_slices_for_ranges(ranges, channels >= 0) for part in (self._part, theirs))
             if whole[(slice(None), *here)].size:
                 shape = (count, *theirs.compute_array_shape(channels))
                 name = make_file_name(i, facts["token"], rank)
@@ -352,7 +354,7 @@ class ReplayBuffer:
             if kinds != before:
                 raise DataError(f"this sample has fields {kinds}, but earlier samples have {before}")
 
-    def _merge_moments(self, arrays: tuple[np.ndarray, ...]) -> list[np.ndarray | None]:
+    def _merge_moments_of_new_sample(self, arrays: tuple[np.ndarray, ...]) -> list[np.ndarray | None]:
         """Return the moments of all samples added so far, including the new sample with the fields `arrays`."""
         layout, before = self._part.layout, self._moments or [None] * len(arrays)
         channels = [

@@ -275,7 +275,7 @@ class Header(NamedTuple):
     nbytes: int
 
 
-class SnapshotChoice:
+class StreamSnapshotSelector:
     """Chooses the snapshot that all sender ranks send. It is used by the lead, the rank that asks for snapshots.
 
     Attributes
@@ -309,7 +309,7 @@ class SnapshotChoice:
         self.wanted, self._positions = max(self._positions.values()) + self._margin, None
         return True
 
-    def adjust_margin(self, headers: Sequence[Header]) -> None:
+    def adjust_snapshot_lead(self, headers: Sequence[Header]) -> None:
         """Adjust the margin, by which the wanted snapshot lies ahead of the newest one: increase it if a sender rank
         learned too late which snapshot was wanted, and reduce it if all learned early."""
         late = max((header.number - self.wanted for header in headers if header.kind == MISSED), default=0)
@@ -342,7 +342,7 @@ class Receiver:
         self._arriving: dict[int, tuple[Header, np.ndarray, Handle]] = {}
         self._found: dict[int, tuple[Header, np.ndarray | None]] = {}
         self._ended: set[int] = set()
-        self._choice = SnapshotChoice() if on_request and side.rank == 0 else None
+        self._choice = StreamSnapshotSelector() if on_request and side.rank == 0 else None
         self._has_asked = self.has_ended = False
         self._count = 0
 
@@ -370,7 +370,7 @@ class Receiver:
                 return None
             found, self._found, self._has_asked = self._found, {}, False
             if self._choice is not None:
-                self._choice.adjust_margin([header for header, _ in found.values()])
+                self._choice.adjust_snapshot_lead([header for header, _ in found.values()])
             if outcome == DATA:
                 self._count += 1
                 if not self._on_request:

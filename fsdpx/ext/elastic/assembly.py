@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.base.config import Sharding
-from fsdpx.core.checkpoint.local_shards import iterate_local_shards, iterate_reads_and_zero_missing
-from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars, restore_scalars
+from fsdpx.core.checkpoint.local_shards import iterate_codec_reads_and_zero_missing, iterate_local_shards
+from fsdpx.core.checkpoint.scalars import CheckpointScalars, collect_checkpoint_scalars, restore_scalars
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.plain_codec import MAX_PACKED_BYTES, pack, unpack
-from fsdpx.core.comm.watched import start_watching
+from fsdpx.core.comm.watched import start_watchdog_if_possible
 from fsdpx.core.state.allocate import initialize_parameters
-from fsdpx.core.state.ledger import list_saved_tensors
+from fsdpx.core.state.ledger import list_checkpoint_tensors
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.trainer.distribute import make_session
@@ -38,12 +38,12 @@ from fsdpx.ext.elastic.reshard import (
 from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = [
-    "Assembler", "Assembly", "Member", "choose_training_ranks", "find_largest_fitting_mesh", "recv_value",
+    "Assembler", "Assembly", "Member", "choose_training_ranks", "find_largest_mesh_for_ranks", "recv_value",
     "send_value_to_ranks",
 ]  # fmt: skip
 
 
-def find_largest_fitting_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
+def find_largest_mesh_for_ranks(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
     """Return the largest mesh that fits on `ranks` ranks. Pipeline and tensor axes keep their widths, and data axes
     become as wide as possible.
 
@@ -209,7 +209,7 @@ class Assembler:
         step, text = newest
         have = [part for g in generations if g.step == step for part in g.parts]
         complete = _find_complete_tensors(everyone, step)
-        arriving = list(iterate_reads_and_zero_missing(state, complete)) if built.is_training else []
+        arriving = list(iterate_codec_reads_and_zero_missing(state, complete)) if built.is_training else []
         reshard_arrays(
             control, have, [*iterate_local_shards(state), *(part for part, _ in arriving)] if built.is_training else []
         )
@@ -217,9 +217,9 @@ class Assembler:
             if target is not None:
                 target += part.array
         report("recovery: state has moved")
-        restore_scalars(state, RunScalars.parse(text, f"the state of step {step}"))
+        restore_scalars(state, CheckpointScalars.parse(text, f"the state of step {step}"))
         if built.copies.needed:
-            built.copies.start_copying(collect_scalars(state, None, None), step)
+            built.copies.start_copying_to_buddies(collect_checkpoint_scalars(state, None, None), step)
             built.copies.wait_for_copies()
             report("recovery: there are copies again")
         return replace(built, step=step, copied=built.copies.needed)
@@ -229,11 +229,11 @@ class Assembler:
         timeout: float | None,
     ) -> Assembly:  # fmt: skip
         where, most = self.recipe.distribution, control.size if ranks is None else min(ranks, control.size)
-        mesh = find_largest_fitting_mesh(where.mesh, where.strategy_within_replica(most), most)
+        mesh = find_largest_mesh_for_ranks(where.mesh, where.strategy_within_replica(most), most)
         training = choose_training_ranks([one.training_rank for one in everyone], mesh.size)
         trains = control.rank in training
         group = control.split(0 if trains else None, training.index(control.rank) if trains else 0)
-        watchdog = start_watching(control, *([] if group is None else [group]), timeout=timeout)
+        watchdog = start_watchdog_if_possible(control, *([] if group is None else [group]), timeout=timeout)
         recorder = None if watchdog is None else watchdog.record
         recipe, world = self.recipe.with_mesh(mesh), group
         if world is None:
@@ -263,7 +263,7 @@ def _find_newest_complete_step(placement: Placement, everyone: list[Member]) -> 
 
     Returns None if no such state is left but every rank can start again from the initial parameters. Raises StateLost
     if not even that is possible."""
-    wanted = list_saved_tensors(placement)
+    wanted = list_checkpoint_tensors(placement)
     lost: dict[int, list[str]] = {}
     for step in sorted({g.step for one in everyone for g in one.generations}, reverse=True):
         found = [g for one in everyone for g in one.generations if g.step == step]

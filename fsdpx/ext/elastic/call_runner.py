@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.checkpoint.atomic_commit import run_on_rank0
-from fsdpx.core.checkpoint.scalars import RunScalars, restore_scalars
+from fsdpx.core.checkpoint.scalars import CheckpointScalars, restore_scalars
 from fsdpx.core.comm.communicator import Communicator, ReduceOp, SurvivorCommunicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.engine.run import GradientScale, LossMean
@@ -137,7 +137,7 @@ class ElasticRunner(CallRunner):
 
     def __init__(self, recipe: Recipe, control: SurvivorCommunicator, elastic: ElasticConfig) -> None:
         """Start an elastic run. Collective over `control`, the communicator of all ranks of the job."""
-        self._coordinator = Coordinator(recipe, control, elastic, self._send_result_and_commit_step)
+        self._coordinator = Coordinator(recipe, control, elastic, self._send_loss_to_idle_and_commit_step)
         self._recent = RecentBatches()
         self._train: Callable[[Any, Any], object] | None = None
         self._save_abandoned = False
@@ -188,7 +188,7 @@ class ElasticRunner(CallRunner):
             self._recent.clear_and_restart_after(self._coordinator.last_step)
         return found
 
-    def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
+    def agree_on_batch_and_make_microbatches(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
         self.require_open(kind)
         values, place = (x,) if y is None else (x, y), self.placement
         self._batch_checksum = checksum_arrays(
@@ -196,7 +196,9 @@ class ElasticRunner(CallRunner):
         )
         mine, *target = (take_samples_of_rank(value, place.axes.data.rank, place.accumulation) for value in values)
         also = f" of the whole batch number {self._batch_checksum:08x}"
-        return self.session.agree_on_batch_and_split(mine, target[0] if target else None, kind, training, also)
+        return self.session.agree_on_batch_and_make_microbatches(
+            mine, target[0] if target else None, kind, training, also
+        )
 
     def all_gather_output_of_caller(self, output: Any) -> Any:
         host = tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
@@ -307,17 +309,17 @@ class ElasticRunner(CallRunner):
         """Run the next step on `batch`. Raises RankLost if a rank was lost, in which case the step does not count."""
         if self.is_training:
             assert self._train is not None
-            self._run_and_send_errors(partial(self._train, *batch))
+            self._run_and_send_errors_to_idle_ranks(partial(self._train, *batch))
         else:
             self.session.record_call_and_raise_pending_error("step")
-            step, steps, scale = self._coordinator.recv_result_or_raise("step")
+            step, steps, scale = self._coordinator.recv_result_on_idle_rank("step")
             self.session.state.set_counters_from_other_ranks(steps, *scale)
             self._coordinator.commit_step()
             self.last_update = step
         self._coordinator.count_step_and_start_due_copy()
         self._recent.drop_up_to(self._coordinator.newest_copied_step)
 
-    def _send_result_and_commit_step(self, mean: LossMean, scale: GradientScale) -> None:
+    def _send_loss_to_idle_and_commit_step(self, mean: LossMean, scale: GradientScale) -> None:
         """Send the loss of the step to the idle ranks, and commit the step with all ranks.
 
         The training program calls this after its gradients are reduced and before this rank updates its shard."""
@@ -344,15 +346,15 @@ class ElasticRunner(CallRunner):
         `what` is the name of the call, and `effect` says what it changes. If the call replaces the trainer's state, as
         loading a checkpoint does, this method also waits until ranks hold copies of each other's new state."""
         if self.is_training:
-            found = self._run_and_send_errors(partial(self._run_and_raise_abandoned_save, what, mine))
+            found = self._run_and_send_errors_to_idle_ranks(partial(self._run_and_raise_abandoned_save, what, mine))
             self._coordinator.send_result_to_idle_ranks(what, (found, self.loss_weight))
         else:
             self.session.record_call_and_raise_pending_error(what)
-            found, self.loss_weight = self._coordinator.recv_result_or_raise(what)
+            found, self.loss_weight = self._coordinator.recv_result_on_idle_rank(what)
         if effect == REPLACES_STATE:
-            if isinstance(found, RunScalars) and not self.is_training:
+            if isinstance(found, CheckpointScalars) and not self.is_training:
                 restore_scalars(self.session.state, found)
-            self._coordinator.copy_state_and_wait()
+            self._coordinator.replicate_state_to_ranks_and_wait()
         return found
 
     def _run_and_raise_abandoned_save(self, what: str, function: Callable[[], T]) -> T:
@@ -369,13 +371,13 @@ class ElasticRunner(CallRunner):
         while True:
             try:
                 found = function()
-                self._coordinator.agree_on_step()
+                self._coordinator.agree_that_no_rank_is_lost()
                 return found
             except RankLost as error:
                 self._recover_from_loss(error)
                 self._run_pending_steps()
 
-    def _run_and_send_errors(self, run: Callable[[], T]) -> T:
+    def _run_and_send_errors_to_idle_ranks(self, run: Callable[[], T]) -> T:
         """Run the function `run` on the training ranks. If it raises an error, send the error to the idle ranks."""
         try:
             return run()

@@ -11,7 +11,7 @@ from fsdpx.core.base.extensions import import_extension_module
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.comm.communicator import SurvivorCommunicator
 from fsdpx.core.comm.default_communicator import get_default
-from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.init import open_fault_tolerant_communicator
 from fsdpx.core.comm.watched import detach_watchdog
 from fsdpx.core.trainer.call_runner import CallRunner, CallRunnerChoice
 from fsdpx.core.trainer.recipe import Recipe
@@ -53,7 +53,7 @@ class ElasticConfig(CallRunnerChoice):
                 raise ConfigError(f"ElasticConfig({name}={value!r}): a whole number, {least} or more")
 
     def open_world(self, comm: Any) -> SurvivorCommunicator:
-        return open_survivor_communicator(comm)
+        return open_fault_tolerant_communicator(comm)
 
     def make_call_runner(self, recipe: Recipe, world: Any) -> CallRunner:
         # imported here, because the module of the runner imports this one

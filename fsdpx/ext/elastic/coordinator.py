@@ -16,7 +16,7 @@ import numpy as np
 from fsdpx import errors
 from fsdpx.core.base import environment
 from fsdpx.core.base.safe_files import read_file
-from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars
+from fsdpx.core.checkpoint.scalars import CheckpointScalars, collect_checkpoint_scalars
 from fsdpx.core.comm.communicator import SurvivorCommunicator
 from fsdpx.core.comm.watched import detach_watchdog
 from fsdpx.core.state.ledger import LedgerKey
@@ -28,7 +28,7 @@ from fsdpx.ext.elastic.assembly import (
     Assembler,
     Assembly,
     Member,
-    find_largest_fitting_mesh,
+    find_largest_mesh_for_ranks,
     recv_value,
     send_value_to_ranks,
 )  # fmt: skip
@@ -36,7 +36,7 @@ from fsdpx.ext.elastic.config import ElasticConfig
 from fsdpx.ext.elastic.copies import StateGeneration
 from fsdpx.ext.elastic.reshard import (
     drain_or_keep_transfers,
-    iterate_rows_changed_before_commit,
+    iterate_state_changed_before_commit,
     iterate_up_to_date_shards,
 )  # fmt: skip
 from fsdpx.ext.watch.watchdog import Watchdog
@@ -121,7 +121,7 @@ class CopyInterval:
         """Count one more copy of the state."""
         self._takes += 1
 
-    def compute_cheap_interval_bits(self, copy_seconds: float) -> int:
+    def compute_cheap_interval_bitmask(self, copy_seconds: float) -> int:
         """Return the copy intervals that are cheap enough on this rank, as a bit mask in which bit k stands for an
         interval of 2^k steps.
 
@@ -142,7 +142,7 @@ class CopyInterval:
 
 
 @dataclass(frozen=True)
-class StepPosition:
+class StepUndoPoint:
     """The progress of a run, and the data that are needed to undo its next step.
 
     Attributes
@@ -158,7 +158,7 @@ class StepPosition:
 
     step: int
     secure_step: int
-    scalars: RunScalars
+    scalars: CheckpointScalars
     before: dict[LedgerKey, Any]
     under_way: int | None = None
     updating: bool = False
@@ -195,19 +195,19 @@ class Coordinator:
 
     def _switch_to_assembly(self, assembly: Assembly) -> None:
         self.assembly, self.asked = assembly, False
-        self._position = self._make_step_position(assembly.step, assembly.step)
+        self._position = self._make_step_undo_point(assembly.step, assembly.step)
         if assembly.copied:
             self.assembly.copies.promote_generation()
         self._copy_interval.restart_timing()
 
-    def _make_step_position(self, step: int, secure_step: int, under_way: int | None = None) -> StepPosition:
+    def _make_step_undo_point(self, step: int, secure_step: int, under_way: int | None = None) -> StepUndoPoint:
         state = self.assembly.session.state
         before = (
-            {key: array.copy() for key, array in iterate_rows_changed_before_commit(state)}
+            {key: array.copy() for key, array in iterate_state_changed_before_commit(state)}
             if self.assembly.is_training
             else {}
         )
-        return StepPosition(step, secure_step, collect_scalars(state, None, None), before, under_way)
+        return StepUndoPoint(step, secure_step, collect_checkpoint_scalars(state, None, None), before, under_way)
 
     @property
     def last_step(self) -> int:
@@ -219,7 +219,7 @@ class Coordinator:
         """Number of the newest step that will never be repeated, because its state has been copied."""
         return self._position.secure_step
 
-    def agree_on_step(self) -> None:
+    def agree_that_no_rank_is_lost(self) -> None:
         """Wait for all living ranks, and raise RankLost on all of them if a rank was lost before all had arrived.
         Collective.
 
@@ -228,7 +228,8 @@ class Coordinator:
         flags = NO_LOSS | (COPIES_ARRIVED if self.assembly.copies.advance_and_test_copies() else 0)
         flags |= SIZE_UNCHANGED if self._read_requested_rank_count() in (self.ranks, self._refused) else 0
         common = self.assembly.control.agree_on_flags(
-            flags | self._copy_interval.compute_cheap_interval_bits(self.assembly.copies.copy_seconds) << INTERVAL_SHIFT
+            flags
+            | self._copy_interval.compute_cheap_interval_bitmask(self.assembly.copies.copy_seconds) << INTERVAL_SHIFT
         )
         if not common & NO_LOSS:
             raise AgreementRefused("a rank was lost before all ranks reached the agreement")
@@ -241,7 +242,7 @@ class Coordinator:
     def commit_step(self) -> None:
         """Agree with all ranks that a step counts, after which this rank can update its shard independently.
         Collective."""
-        self.agree_on_step()
+        self.agree_that_no_rank_is_lost()
         self._position = replace(self._position, updating=True)
 
     def count_step_and_start_due_copy(self) -> None:
@@ -250,13 +251,13 @@ class Coordinator:
         This does not wait for other ranks, and depends only on the last agreement, because another rank may be
         learning of a loss at this very moment."""
         self._copy_interval.record_step()
-        at = self._make_step_position(self.last_step + 1, self.newest_copied_step, self._position.under_way)
+        at = self._make_step_undo_point(self.last_step + 1, self.newest_copied_step, self._position.under_way)
         if not self.assembly.copies.needed:
             at = replace(at, secure_step=at.step)
         elif at.under_way is None and at.step - at.secure_step >= self._copy_interval.every:
             at = replace(at, under_way=at.step)
             self._copy_interval.record_copy()
-            self.assembly.copies.start_copying(at.scalars, at.step)
+            self.assembly.copies.start_copying_to_buddies(at.scalars, at.step)
         self._position = at
 
     def _read_requested_rank_count(self) -> int | None:
@@ -275,7 +276,7 @@ class Coordinator:
         found: int | None = self.assembly.control.all_gather_data(self._read_requested_rank_count())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
-            find_largest_fitting_mesh(where.mesh, where.strategy_within_replica(size), min(found or size, size))
+            find_largest_mesh_for_ranks(where.mesh, where.strategy_within_replica(size), min(found or size, size))
         except MeshError as error:
             self._refused = found
             if self.assembly.control.rank == 0:
@@ -283,20 +284,20 @@ class Coordinator:
             return None
         return found
 
-    def copy_state_and_wait(self) -> None:
+    def replicate_state_to_ranks_and_wait(self) -> None:
         """Copy the state to other ranks and wait for the copies, because the state was replaced, for example by a
         checkpoint. Collective."""
         if self.assembly.copies.needed:
             self.assembly.copies.abandon_generation()
             self._position = replace(self._position, under_way=self.last_step + 1)
-            self.assembly.copies.start_copying(
-                collect_scalars(self.assembly.session.state, None, None), self.last_step + 1
+            self.assembly.copies.start_copying_to_buddies(
+                collect_checkpoint_scalars(self.assembly.session.state, None, None), self.last_step + 1
             )
             self.assembly.copies.wait_for_copies()
 
     def count_new_state_as_step(self) -> None:
         """Count the replacement of the state as one more step, which will never be repeated."""
-        self._position = self._make_step_position(self.last_step + 1, self.last_step + 1)
+        self._position = self._make_step_undo_point(self.last_step + 1, self.last_step + 1)
 
     def send_result_to_idle_ranks(self, call: str, value: Any) -> None:
         """Send the result of a call from the lowest training rank to the idle ranks. On other ranks, do nothing."""
@@ -308,7 +309,7 @@ class Coordinator:
                 (call, value),
             )
 
-    def recv_result_or_raise(self, call: str) -> Any:
+    def recv_result_on_idle_rank(self, call: str) -> Any:
         """Receive the result of a call on an idle rank, or raise the error that the training ranks raised.
 
         Raises DesyncError if the training ranks made a different call."""
@@ -316,7 +317,7 @@ class Coordinator:
         heard, value = recv_value(self.assembly.control, source)
         if isinstance(value, TrainingFailure):
             if value.agreed:
-                self.agree_on_step()
+                self.agree_that_no_rank_is_lost()
             raise getattr(errors, value.kind, FsdpxError)(value.text)
         if heard != call:
             raise DesyncError(describe_different_calls({source: heard, self.assembly.control.rank: call}))
@@ -330,7 +331,7 @@ class Coordinator:
         agreed = isinstance(error, ConfigError | DataError | CheckpointError)
         self.send_result_to_idle_ranks("", TrainingFailure(type(error).__name__, str(error), agreed))
         if agreed:
-            self.agree_on_step()
+            self.agree_that_no_rank_is_lost()
 
     def recover_from_loss(self, error: RankLost) -> Recovery:
         """Recover from the loss of a rank. Collective over the living ranks.
@@ -379,7 +380,7 @@ class Coordinator:
         Raises RankLost if a rank was lost since the last step or during this call."""
         begin, before = perf_counter(), self.last_step
         assembly = self._rebuild_assembly(self.assembly.control, self._list_snapshots_in_memory(), ranks)
-        self.agree_on_step()
+        self.agree_that_no_rank_is_lost()
         self.ranks = ranks
         return self._switch_and_record_recovery(assembly, begin, before, self.assembly.initial_ranks)
 

@@ -16,7 +16,7 @@ import numpy as np
 from fsdpx.core.array.arena import ALIGN
 from fsdpx.core.array.namespace import parse_dtype, to_host
 from fsdpx.core.checkpoint.local_shards import LocalShard
-from fsdpx.core.checkpoint.scalars import RunScalars
+from fsdpx.core.checkpoint.scalars import CheckpointScalars
 from fsdpx.core.comm.calls import get_progress, spin_until
 from fsdpx.core.comm.communicator import Communicator, Handle
 from fsdpx.core.comm.windows import allocate_aligned
@@ -34,7 +34,7 @@ from fsdpx.nn.layer import ParameterSpec
 
 __all__ = [
     "MESSAGE_BYTES", "StateCopies", "StateGeneration", "are_copies_needed", "assign_copy_holder_ranks",
-    "count_snapshot_bytes", "form_copy_groups",
+    "count_snapshot_bytes", "form_state_backup_groups",
 ]  # fmt: skip
 
 
@@ -52,14 +52,14 @@ def assign_copy_holder_ranks(hosts: Sequence[str], copies: int) -> list[tuple[in
     of survival is `C(N/2, k) * 2**k / C(N, k)`, where C is the binomial coefficient. For N = 16 and k = 3, this is
     0.80; for a ring, it is 0.63."""
     found: list[tuple[int, ...]] = [()] * len(hosts)
-    for group in form_copy_groups(hosts, copies):
+    for group in form_state_backup_groups(hosts, copies):
         n = len(group)
         for i, rank in enumerate(group):
             found[rank] = tuple(group[(i + k) % n] for k in range(1, min(copies, n - 1) + 1))
     return found
 
 
-def form_copy_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
+def form_state_backup_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
     """Return groups of ranks that keep each other's state, spread over hosts.
 
     Ranks, sorted by host, are assigned to groups round-robin, so a group has two ranks of the same host only if that
@@ -106,10 +106,10 @@ class StateGeneration:
     """The part of the state after step number `step` that this rank holds in memory.
 
     `parts` are this rank's own state and the copies that it keeps for other ranks. They are views that stay valid
-    until `StateCopies.start_copying` has been called twice."""
+    until `StateCopies.start_copying_to_buddies` has been called twice."""
 
     step: int
-    scalars: RunScalars
+    scalars: CheckpointScalars
     parts: Sequence[LocalShard]
 
 
@@ -131,7 +131,7 @@ class CopyPartners(NamedTuple):
 LEDGER_KINDS["copy"] = LedgerKind("copies for recovery")  # other ranks' state, and this rank's earlier state
 
 
-class GenerationBuffers:
+class SnapshotBuffers:
     """Host memory for one snapshot, registered in the ledger (the table of a rank's arrays).
 
     Attributes
@@ -168,11 +168,11 @@ class StateCopies:
     """The last two generations of in-memory checkpoints. All ranks of `comm` must make the same calls in the same
     order.
 
-    A generation consists of the snapshots of all ranks after one step. `start_copying` begins one. Once all ranks have
-    agreed that all of its copies have arrived (`advance_and_test_copies`), `promote_generation` makes it the newest
-    complete one. Until then, the previous generation is complete and unchanged, so that whenever a rank dies, the
-    surviving ranks have a complete generation in common. Nothing is kept if there are enough replicas. Idle ranks have
-    no state of their own, but keep copies for other ranks.
+    A generation consists of the snapshots of all ranks after one step. `start_copying_to_buddies` begins one. Once all
+    ranks have agreed that all of its copies have arrived (`advance_and_test_copies`), `promote_generation` makes it the
+    newest complete one. Until then, the previous generation is complete and unchanged, so that whenever a rank dies,
+    the surviving ranks have a complete generation in common. Nothing is kept if there are enough replicas. Idle ranks
+    have no state of their own, but keep copies for other ranks.
 
     A rank sends `copies` times the bytes of its state for each generation. If a rank has no buddies on other hosts, its
     copies are on its own host."""
@@ -185,12 +185,12 @@ class StateCopies:
         self._comm, self._state, self._trains = comm, state, trains
         self.needed = are_copies_needed(comm.size, state.placement.axes.replica.size, copies)
         self.copy_seconds = 0.0
-        """Time in seconds that the last `start_copying` took to copy the state on this rank."""
+        """Time in seconds that the last `start_copying_to_buddies` took to copy the state on this rank."""
         self.transfer_seconds = 0.0
-        """Time in seconds from the last `start_copying` to the arrival of all its messages."""
-        self._complete: list[tuple[GenerationBuffers, int, RunScalars]] = []  # newest first
-        self._spare: list[GenerationBuffers] = []
-        self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
+        """Time in seconds from the last `start_copying_to_buddies` to the arrival of all its messages."""
+        self._complete: list[tuple[SnapshotBuffers, int, CheckpointScalars]] = []  # newest first
+        self._spare: list[SnapshotBuffers] = []
+        self._under_way: tuple[SnapshotBuffers, int, CheckpointScalars] | None = None
         self._transfers: deque[Handle] = deque()
         # error caught while starting transfers; `advance_and_test_copies` raises it
         self._lost: RankLost | None = None
@@ -213,7 +213,7 @@ class StateCopies:
         own, kept = self._partners.own, self._partners.kept
         return 2 * (count_snapshot_bytes(own) + sum(map(count_snapshot_bytes, kept.values())))
 
-    def start_copying(self, scalars: RunScalars, step: int | None = None) -> None:
+    def start_copying_to_buddies(self, scalars: CheckpointScalars, step: int | None = None) -> None:
         """Take a snapshot of this rank's state, and start to send it to the buddies.
 
         Returns as soon as the snapshot is taken. `advance_and_test_copies` advances the transfers, and also raises the
@@ -303,7 +303,7 @@ class StateCopies:
     def _iterate_up_to_date_shards(self) -> Iterable[LocalShard]:
         return iterate_up_to_date_shards(self._state) if self._trains else ()
 
-    def _reuse_or_allocate_buffers(self) -> GenerationBuffers:
+    def _reuse_or_allocate_buffers(self) -> SnapshotBuffers:
         """Return buffers for the next snapshot: the buffers of the older of two complete snapshots, else spare buffers,
         else new ones."""
         if len(self._complete) == 2:
@@ -311,7 +311,7 @@ class StateCopies:
         if self._spare:
             return self._spare.pop()
         self._buffer_count += 1
-        return GenerationBuffers(self._state.ledger, self._buffer_count, self._partners)
+        return SnapshotBuffers(self._state.ledger, self._buffer_count, self._partners)
 
 
 def _split_into_messages(buffer: np.ndarray) -> Iterator[np.ndarray]:

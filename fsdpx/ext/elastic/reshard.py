@@ -25,8 +25,8 @@ from fsdpx.nn.shard_specs import ShardSpec
 __all__ = [
     "MAX_MESSAGES_IN_FLIGHT", "ElementMove", "ElementRows", "ElementRuns", "Gaps", "ReshardMessage", "ReshardPlan",
     "ShardDescriptor", "ShardSupply", "choose_sources_of_shard", "describe_missing_elements", "describe_shard",
-    "drain_or_keep_transfers", "find_element_runs", "find_uncovered_elements", "has_elements_in_gaps",
-    "iterate_rows_changed_before_commit", "iterate_up_to_date_shards", "reshard_arrays",
+    "drain_or_keep_transfers", "find_element_runs", "find_uncovered_elements", "has_uncovered_elements",
+    "iterate_state_changed_before_commit", "iterate_up_to_date_shards", "reshard_arrays",
 ]  # fmt: skip
 
 Gaps = tuple[np.ndarray, np.ndarray]
@@ -93,7 +93,7 @@ def find_element_runs(part: ShardDescriptor) -> ElementRuns:
         found = np.array([[first], [last], [0]], np.int64)
         return ElementRuns(*(found if part.size else found[:, :0]))
     inner = math.prod(part.shape[cut.dim + 1 :])
-    blocks = np.array(cut.ranges_of_rank(part.shape, part.rank, part.width), np.int64) * inner
+    blocks = np.array(cut.dim_ranges_of_rank(part.shape, part.rank, part.width), np.int64) * inner
     lengths = blocks[:, 1] - blocks[:, 0]
     row = max(int(lengths.sum()), 1)
     rows = np.arange(first // row, -(-last // row), dtype=np.int64)[:, None]
@@ -107,10 +107,10 @@ def find_element_runs(part: ShardDescriptor) -> ElementRuns:
 def iterate_up_to_date_shards(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
     """Yield those local shards of the train state that are up to date on this rank.
 
-    Running statistics are up to date only on the pipeline rank that `placement.statistic_ranks` gives for them.
+    Running statistics are up to date only on the pipeline rank that `placement.pipe_rank_by_statistic` gives for them.
     `before` contains arrays to use instead of those that an unfinished step has changed (see
-    `iterate_rows_changed_before_commit`)."""
-    home, here = state.placement.statistic_ranks, state.placement.axes.coordinates.pipe
+    `iterate_state_changed_before_commit`)."""
+    home, here = state.placement.pipe_rank_by_statistic, state.placement.axes.coordinates.pipe
     for part in iterate_local_shards(state):
         if part.name not in home:
             yield part
@@ -120,7 +120,7 @@ def iterate_up_to_date_shards(state: TrainState, before: Mapping[LedgerKey, Any]
     yield from iterate_codec_memory(state, before)
 
 
-def iterate_rows_changed_before_commit(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
+def iterate_state_changed_before_commit(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
     """Yield (key, array) for the state that a step changes before all ranks agree on it: running statistics, which
     change in the forward pass, and error-feedback memory of codecs, which changes in gradient reductions."""
     return (
@@ -160,7 +160,7 @@ def find_uncovered_elements(parts: Sequence[ShardDescriptor], size: int) -> Gaps
     return reach[gap], start[order][gap]
 
 
-def has_elements_in_gaps(gaps: Gaps, part: ShardDescriptor) -> bool:
+def has_uncovered_elements(gaps: Gaps, part: ShardDescriptor) -> bool:
     """Return whether any element of the shard `part` lies in one of the gaps."""
     start, stop = gaps
     some = find_element_runs(part)
@@ -295,7 +295,7 @@ class ReshardPlan:
                 formats[part.name] = {supply.dtype for supply in known}
             every = sorted(formats[part.name] | {part.dtype})
             assert len(every) == 1, f"reshard: {part.name} is {' and '.join(every)}"
-            assert not has_elements_in_gaps(gaps[part.name], part), f"reshard: no rank holds elements of {part}"
+            assert not has_uncovered_elements(gaps[part.name], part), f"reshard: no rank holds elements of {part}"
 
     @cached_property
     def local_moves(self) -> list[tuple[ElementRows, ElementRows]]:
@@ -305,7 +305,7 @@ class ReshardPlan:
         return [pair for rows in sides for pair in zip(*rows, strict=True)]
 
     @cached_property
-    def ordered_messages(self) -> list[ReshardMessage]:
+    def messages_in_ring_order(self) -> list[ReshardMessage]:
         """The messages of this rank, in an order that is the same on all ranks: in round k, each rank sends to rank +
         k and receives from rank - k."""
         sent, size = defaultdict[int, list[ElementMove]](list), len(self.have)
@@ -536,7 +536,7 @@ def _exchange_messages(
         transfers.popleft().on_complete()
 
     try:
-        for message in plan.ordered_messages:
+        for message in plan.messages_in_ring_order:
             if len(transfers) == MAX_MESSAGES_IN_FLIGHT:
                 wait_for_oldest()
             arrays, names = (have, have_names) if message.sends else (want, want_names)

@@ -20,7 +20,7 @@ from fsdpx.data.dataset import OpenFiles
 from fsdpx.data.opening import (
     ExternalLink,
     is_single_array,
-    iterate_members,
+    iterate_group_members,
     make_data_error,
     naming_file_in_errors,
     open_array,
@@ -110,7 +110,7 @@ def _format_names(names: Iterable[str]) -> str:
 def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
     """Return, as a dict of name -> (path, array), the arrays in a group and in the subgroups that The Well uses."""
     found: dict[str, tuple[str, Any]] = {}
-    for name, child in iterate_members(node):
+    for name, child in iterate_group_members(node):
         if not prefix and name in WELL_GROUPS and hasattr(child, "keys"):
             found |= _list_arrays(child, f"{prefix}{name}/")
         elif not hasattr(child, "keys"):
@@ -128,7 +128,9 @@ def list_arrays_by_group(
     inner = {"": _list_arrays(root)}
     if not _select_field_names(inner[""], fields, cell_dims):
         children = {
-            name: child for name, child in iterate_members(root) if hasattr(child, "keys") and name not in WELL_GROUPS
+            name: child
+            for name, child in iterate_group_members(root)
+            if hasattr(child, "keys") and name not in WELL_GROUPS
         }
         inner |= {name: _list_arrays(child, f"{name}/") for name, child in children.items()}
     return {name: arrays for name, arrays in inner.items() if _select_field_names(arrays, fields, cell_dims)} or {
@@ -156,7 +158,7 @@ def find_cell_letters(path: Path, root: Any, dims: str | None, letters: str | No
         if len(set(dims.rstrip("c"))) != len(dims.rstrip("c")) or (letters and sorted(cells) != sorted(letters)):
             raise ConfigError(f"FieldDataset(dims={dims!r}): the grid has the dims {letters!r}, each comes once")
         return cells
-    inside = dict(iterate_members(root))
+    inside = dict(iterate_group_members(root))
     if WELL_GROUPS[0] in inside and hasattr(inside.get("dimensions"), "attrs"):
         names = [n.decode() if isinstance(n, bytes) else str(n) for n in inside["dimensions"].attrs["spatial_dims"]]
         cells = "".join(names) if all(len(name) == 1 for name in names) else "xyz"[: len(names)]
@@ -212,9 +214,9 @@ def read_scalars(
 
     They are looked up among the arrays of the group, in the group "scalars" (The Well), and among the attributes of the
     group and of the file. Raises DataError unless each is one number, or one number per trajectory."""
-    members = dict(iterate_members(root))
+    members = dict(iterate_group_members(root))
     places = [{name: array for name, (_, array) in arrays.items()}]
-    places += [dict(iterate_members(members["scalars"]))] if hasattr(members.get("scalars"), "keys") else []
+    places += [dict(iterate_group_members(members["scalars"]))] if hasattr(members.get("scalars"), "keys") else []
     places += [getattr(node, "attrs", {}) for node in (members.get(group), root)]
     rows = []
     for name in names:
@@ -633,12 +635,14 @@ class FieldDataset:
             )
         what = f"{variable.name!r} of trajectory {trajectory}, steps {steps.start} to {steps.stop}"
         with naming_file_in_errors(source.file, f"{what}, cannot be read: "):
-            block = _read_block(open_array(source.file, self._open(source.file), variable.path), (), runs)
+            block = _read_slice_combinations(open_array(source.file, self._open(source.file), variable.path), (), runs)
         if variable.storage is not None:
             block = variable.storage.decode(block)
         letters = variable.dims.replace("n", "")
         if self._node_rows is not None and "i" in letters:
-            block = np.take(block, _locate_in_runs(self._node_rows, known["i"]), axis=letters.index("i"))
+            block = np.take(
+                block, _find_rows_in_concatenated_slices(self._node_rows, known["i"]), axis=letters.index("i")
+            )
         order = [d for wanted in ("t", "c", *self._letters) for d, letter in enumerate(letters) if letter == wanted]
         block = block.transpose(order)
         cells = block.shape[block.ndim - len(self._letters) :]
@@ -656,7 +660,7 @@ def _find_runs(rows: np.ndarray) -> list[slice]:
     return [slice(int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
 
 
-def _locate_in_runs(rows: np.ndarray, runs: Sequence[slice]) -> np.ndarray:
+def _find_rows_in_concatenated_slices(rows: np.ndarray, runs: Sequence[slice]) -> np.ndarray:
     """Return the indices of `rows` in the concatenation of `runs`, the slices that `_find_runs` returned for these
     rows."""
     starts = np.array([run.start or 0 for run in runs])
@@ -676,12 +680,14 @@ def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
     return found or [slice(0)]
 
 
-def _read_block(array: Any, index_prefix: tuple[Any, ...], slices_per_dim: Sequence[Sequence[Any]]) -> np.ndarray:
+def _read_slice_combinations(
+    array: Any, index_prefix: tuple[Any, ...], slices_per_dim: Sequence[Sequence[Any]]
+) -> np.ndarray:
     """Return one array with the elements at all combinations of the slices in `slices_per_dim`, which has one list per
     dim.
 
     `index_prefix` is the index along the dims before the dims of `slices_per_dim`."""
     if not slices_per_dim:
         return np.asarray(array[index_prefix])
-    found = [_read_block(array, (*index_prefix, one), slices_per_dim[1:]) for one in slices_per_dim[0]]
+    found = [_read_slice_combinations(array, (*index_prefix, one), slices_per_dim[1:]) for one in slices_per_dim[0]]
     return found[0] if len(found) == 1 else np.concatenate(found, sum(isinstance(one, slice) for one in index_prefix))

@@ -8,7 +8,13 @@ import numpy as np
 
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Array, LayerContext, require_fraction, require_positive
-from fsdpx.nn.losses import CellWeights, Loss, compute_masked_difference, require_one_output, require_target_shape
+from fsdpx.nn.losses import (
+    CellWeights,
+    Loss,
+    compute_difference_target_and_weights,
+    require_one_output,
+    require_target_shape,
+)
 from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = ["CRPS"]
@@ -80,7 +86,7 @@ class CRPS(Loss):
     def _split_members(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array | None]:
         """Return x_m - t as (samples, members, channels, *cells), and weights that can be broadcast to this shape."""
         members = y.reshape(y.shape[0], self.members, *target.shape[1:])
-        apart, _, w = compute_masked_difference(env, members, target[:, None], self.weights, self.skipna)
+        apart, _, w = compute_difference_target_and_weights(env, members, target[:, None], self.weights, self.skipna)
         return apart, w
 
     def _get_difference_factor(self) -> float:

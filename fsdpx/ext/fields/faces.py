@@ -78,7 +78,7 @@ class _NeighborLayer(FieldLayer):
         if faces == "all" and "circular" in self._mode:
             raise ConfigError(f"{name}: a periodic dim has as many faces as cells: choose faces='low' or 'high'")
 
-    def _plan_move(self, parts: FieldPartition) -> NeighborMove:
+    def _plan_neighbor_combination(self, parts: FieldPartition) -> NeighborMove:
         """Return which neighbors this layer combines, and with which weights, if its input is partitioned as
         `parts`."""
         try:
@@ -91,7 +91,7 @@ class _NeighborLayer(FieldLayer):
         if self.dim >= len(parts.cuts):
             raise ShapeError(f"{self!r} moves values along dim {self.dim}, but reads {parts}")
         cuts = list(parts.cuts)
-        cuts[self.dim] = self._plan_move(parts).outputs
+        cuts[self.dim] = self._plan_neighbor_combination(parts).outputs
         return parts.with_cuts(tuple(cuts))
 
     def list_dim_ends(self, dims: int) -> list[DimEnds]:
@@ -103,20 +103,22 @@ class _NeighborLayer(FieldLayer):
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if not 0 <= self.dim < x.ndim - 2 <= 3:
             raise ShapeError(f"{self!r} wants (samples, channels, *cells) of {self.dim + 1} to 3 dims, got {x.shape}")
-        move = self._plan_move(self.get_partition(x))
+        move = self._plan_neighbor_combination(self.get_partition(x))
         wide = exchange_halo(env, x, (move.halo,))
-        (lower, here), (upper, beside) = self._weigh_neighbors(env, move, x)
+        (lower, here), (upper, beside) = self._get_neighbor_weights_and_indices(env, move, x)
         return lower * wide[here] + upper * wide[beside], move
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         shape = list(dy.shape)
         shape[self.dim + 2] = saved.halo.count_needed_cells(get_rank_along(env, saved.halo.cuts, self.dim))
         wide = env.xp.zeros(tuple(shape), dtype=dy.dtype)
-        for weight, cells in self._weigh_neighbors(env, saved, dy):
+        for weight, cells in self._get_neighbor_weights_and_indices(env, saved, dy):
             wide[cells] += weight * dy
         return exchange_halo_backward(env, wide, (saved.halo,)), ()
 
-    def _weigh_neighbors(self, env: LayerContext, move: NeighborMove, x: Array) -> list[tuple[Array, tuple[Any, ...]]]:
+    def _get_neighbor_weights_and_indices(
+        self, env: LayerContext, move: NeighborMove, x: Array
+    ) -> list[tuple[Array, tuple[Any, ...]]]:
         """Return two pairs (weights, index), one for the lower neighbors and one for the upper neighbors. `weights` has
         a number for each of this rank's outputs, and `index` selects the neighbors from the array of own values and
         halo."""

@@ -71,10 +71,12 @@ class RelativeH1(RelativeL2):
         bound._gradient, bound._reach = (bind_partition(layer, parts) for layer in (self._gradient, self._reach))
         return bound
 
-    def _get_error_and_weights(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
+    def _get_error_target_and_weights(
+        self, env: LayerContext, y: Array, target: Array
+    ) -> tuple[Array, Array, Array | None]:
         """Return the error, the target and the weights. The error and the target have their weighted gradients as
         additional channels."""
-        error, target, w = super()._get_error_and_weights(env, y, target)
+        error, target, w = super()._get_error_target_and_weights(env, y, target)
         xp, channels, scale = env.xp, y.shape[1], math.sqrt(self.gradient_weight)
         both = xp.concatenate([error, target], axis=1)
         slopes, _ = self._gradient.forward(env.child("gradient"), {}, both)

@@ -24,14 +24,19 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
-from fsdpx.ext.fields.local_arrays import require_local_arrays
-from fsdpx.ext.fields.multi_output import bind_loss_to_outputs
+from fsdpx.ext.fields.local_arrays import require_arrays_fit_local_part
+from fsdpx.ext.fields.multi_output import adapt_loss_to_output_kinds
 from fsdpx.ext.fields.over_parts import PartitionedModel, partition_model_of_fields
-from fsdpx.ext.fields.overlaps import describe_padding_conflict, digest_part_ends, find_overlaps, make_overlap_warning
+from fsdpx.ext.fields.overlaps import (
+    describe_padding_periodicity_conflict,
+    find_overlaps,
+    hash_edge_rows_of_part,
+    make_overlapping_parts_warning,
+)
 from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.ext.fields.split_samples import SplitSamples
-from fsdpx.ext.fields.staggered import find_face_cuts, find_shared_face_ghosts, list_face_partitions
-from fsdpx.ext.fields.tiling import find_tiling
+from fsdpx.ext.fields.staggered import compute_ghost_widths_of_faces, find_face_cuts, list_cell_and_face_partitions
+from fsdpx.ext.fields.tiling import find_rank_grid
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.shard_specs import FieldPartition, GhostWidths, Kind
@@ -129,7 +134,7 @@ class Grid(Domain):
             )
         rank, size = get_rank_and_size(comm)
         try:
-            mine = _parse_arguments(comm, size, shape, layout, dims, offsets, ghosts, periods)
+            mine = _parse_grid_arguments(comm, size, shape, layout, dims, offsets, ghosts, periods)
             mine = mine._replace(error=_find_argument_error(mine, size))
         except (TypeError, ValueError) as error:
             given = {"shape": shape, "dims": dims, "offsets": offsets, "ghosts": ghosts, "periods": periods}
@@ -274,7 +279,7 @@ class Grid(Domain):
         if not self.periods[d]:
             cuts[d] = find_face_cuts(cuts[d])
         if shared:
-            sides[d] = find_shared_face_ghosts(self.parts.cuts[d], cuts[d], sides[d])
+            sides[d] = compute_ghost_widths_of_faces(self.parts.cuts[d], cuts[d], sides[d])
         made = self.with_partition(self.parts.with_cuts(tuple(cuts)))
         made._sides, made._cells, made._face_dims = tuple(sides), self._cells or self, self._face_dims + dim
         return made
@@ -342,9 +347,9 @@ class Grid(Domain):
         if len(shape) < len(self.layout):  # an array with fewer dims is not a field, so it is not partitioned
             return tuple(shape)
         for grid in self._inputs:
-            if self._with_cell_sizes(grid.shape, shape) == tuple(shape):
+            if self._replace_cell_dims(grid.shape, shape) == tuple(shape):
                 return grid.local_array_shape(shape, ghosts)
-        return self._with_cell_sizes(
+        return self._replace_cell_dims(
             _count_cells_with_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape
         )
 
@@ -397,7 +402,7 @@ class Grid(Domain):
         outside the domain. None if the grid has no ghost cells."""
         if not any(parts.ghosts for parts in self.input_partitions):
             return None
-        return tuple(parts.join_on_one_rank() for parts in self.input_partitions)
+        return tuple(parts.make_single_rank_partition() for parts in self.input_partitions)
 
     def shard_model(
         self, model: Layer, parts: Sequence[FieldPartition] | None = None
@@ -425,7 +430,7 @@ class Grid(Domain):
 
     def _partition_model(self, model: Layer) -> PartitionedModel:
         return partition_model_of_fields(
-            model, self.input_partitions, list_face_partitions((self._cells or self).parts)
+            model, self.input_partitions, list_cell_and_face_partitions((self._cells or self).parts)
         )
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> FieldSamples:
@@ -446,13 +451,13 @@ class Grid(Domain):
         ShapeError : if a layer holds an array for this rank's part of a field, such as a mask, that does not fit the
             part
         """
-        mistake = describe_padding_conflict(model, self._dim_letters, self.periods, self.ghosts)
+        mistake = describe_padding_periodicity_conflict(model, self._dim_letters, self.periods, self.ghosts)
         made = self._partition_model(model)
         if self._comm is not None:  # skipped in a dry run, where one rank's arrays stand for those of all ranks
-            require_local_arrays(made.model, lambda parts: parts.local_shape(self.coords))
+            require_arrays_fit_local_part(made.model, lambda parts: parts.local_shape(self.coords))
         return FieldSamples(self, made.inputs, made.outputs, axes, mistake)
 
-    def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
+    def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         """Return the groups of data-parallel ranks that hold parts of the same fields. Collective.
 
         Parameters
@@ -520,7 +525,7 @@ class Grid(Domain):
         if isinstance(array_or_index, tuple):
             return self._find_local_index(array_or_index)
         self._require_cell_shape("take_local", array_or_index.shape, self.shape, "the whole field")
-        return array_or_index[self._make_part_index(self.coords, array_or_index.ndim)]
+        return array_or_index[self._make_slices_of_rank_part(self.coords, array_or_index.ndim)]
 
     def _find_local_index(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if len(index) != len(self.dims):
@@ -583,7 +588,7 @@ class Grid(Domain):
             if own is not None:
                 hint = "; results of another size than the input are parts of trainer.output_grid"
                 self._require_cell_shape("gather", shape, own, f"the part of rank {rank}", hint)
-            shapes.append(self._with_cell_sizes(own, everyone[0][0]) if own is not None else shape)
+            shapes.append(self._replace_cell_dims(own, everyone[0][0]) if own is not None else shape)
             if (shape, dtype) != (shapes[rank], everyone[0][1]):
                 raise DataError(f"Grid.gather: rank 0 has {everyone[0]}, and rank {rank} {(shape, dtype)}")
         sizes = [prod(shape) for shape in shapes]
@@ -592,11 +597,11 @@ class Grid(Domain):
             self.comm.all_gather(mine, flat, sizes, what="a field").wait()
         else:
             flat = np.concatenate(self.comm.allgather(mine))
-        whole = np.empty(self._with_cell_sizes(self.shape, array.shape), array.dtype)
+        whole = np.empty(self._replace_cell_dims(self.shape, array.shape), array.dtype)
         ends = np.cumsum(sizes)
         for number, rank in enumerate(self._ranks):
             found = flat[ends[rank] - sizes[rank] : ends[rank]].reshape(shapes[rank])
-            whole[self._make_part_index(_unravel_rank(number, self.dims), array.ndim)] = found
+            whole[self._make_slices_of_rank_part(_unravel_rank(number, self.dims), array.ndim)] = found
         return whole
 
     def without_ghosts(self, array: Any) -> Any:
@@ -645,7 +650,7 @@ class Grid(Domain):
         if parts.ghosts:
             cells = _count_cells_with_ghosts(cells, self._get_ghosts_of(parts))
         if array.ndim > len(letters) + 1 or not self._has_cells(array, cells):
-            wanted = ", ".join(map(str, self._with_cell_sizes(cells, ["channels"] * len(letters))))
+            wanted = ", ".join(map(str, self._replace_cell_dims(cells, ["channels"] * len(letters))))
             ghosts = ", with ghost cells" if parts.ghosts else ""
             raise DataError(
                 f"{name} has shape {tuple(array.shape)}, but this rank's part{ghosts}, in layout {letters!r}, is "
@@ -657,7 +662,7 @@ class Grid(Domain):
             return whole[:, None]
         return whole.transpose(0, 1 + letters.index("c"), *(1 + letters.index(letter) for letter in self._dim_letters))
 
-    def from_model_layout(self, array: Any, batched: bool) -> Any:
+    def view_in_grid_layout(self, array: Any, batched: bool) -> Any:
         """Return a view, in the grid's layout, of an array (samples, channels, *cells). This is the inverse of
         `to_model_layout`.
 
@@ -710,16 +715,16 @@ class Grid(Domain):
 
     def _has_cells(self, array: Any, cells: Sequence[int]) -> bool:
         """Return whether the cell dims of an array in the grid's layout have the sizes `cells`."""
-        return array.ndim >= len(self.layout) and self._with_cell_sizes(cells, array.shape) == tuple(array.shape)
+        return array.ndim >= len(self.layout) and self._replace_cell_dims(cells, array.shape) == tuple(array.shape)
 
-    def _make_part_index(self, coords: Sequence[int], ndim: int) -> tuple[slice, ...]:
+    def _make_slices_of_rank_part(self, coords: Sequence[int], ndim: int) -> tuple[slice, ...]:
         """Return the index that selects, from a full array with `ndim` dims, the part of the rank at `coords`."""
         index = [slice(None)] * ndim
         for cuts, dim, r in zip(self.parts.cuts, self._find_cell_dims(ndim), coords, strict=True):
             index[dim] = slice(cuts[r], cuts[r + 1])
         return tuple(index)
 
-    def _with_cell_sizes(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
+    def _replace_cell_dims(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return `shape` with the sizes of its cell dims replaced by `cells`."""
         found = list(shape)
         for dim, size in zip(self._find_cell_dims(len(shape)), cells, strict=True):
@@ -736,7 +741,7 @@ class Grid(Domain):
         self, method: str, shape: tuple[int, ...], cells: Sequence[int], expected: str, hint: str = ""
     ) -> None:
         """Raise DataError if the cell dims of an array of shape `shape` do not have the sizes `cells`."""
-        if len(shape) < len(cells) or self._with_cell_sizes(cells, shape) != shape:
+        if len(shape) < len(cells) or self._replace_cell_dims(cells, shape) != shape:
             sizes = dict(zip(self._dim_letters, cells, strict=True))
             raise DataError(
                 f"Grid.{method}: an array of shape {tuple(shape)} is not {expected}, which has {sizes} in layout "
@@ -818,13 +823,13 @@ class FieldSamples(SplitSamples):
         if getattr(x, "holds_no_data", False):
             return ""
         parts = next(kind for kind in self.input_kinds if isinstance(kind, FieldPartition))
-        mine = digest_part_ends(parts.local_shape(grid.coords), grid._get_ghosts_of(parts), x)
+        mine = hash_edge_rows_of_part(parts.local_shape(grid.coords), grid._get_ghosts_of(parts), x)
         ends, text = self.all_gather_checks(inputs, targets, mine)
         if text:
             return text
         letters = grid.layout.replace("c", "")
         shared = find_overlaps(grid.dims, letters, grid.periods, ends)
-        return make_overlap_warning(shared) if shared else self.padding_mistake
+        return make_overlapping_parts_warning(shared) if shared else self.padding_mistake
 
     def compute_full_input_shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
         """Return the shape of the full field of input number `index`, including ghost cells outside the domain, given
@@ -832,7 +837,7 @@ class FieldSamples(SplitSamples):
         kind = self.input_kinds[index]
         if not isinstance(kind, FieldPartition):
             return shape
-        joined = kind.join_on_one_rank()
+        joined = kind.make_single_rank_partition()
         around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
         return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
 
@@ -847,7 +852,7 @@ class FieldSamples(SplitSamples):
         return [
             self.grid.to_model_layout(a, kind, text)
             if isinstance(kind, FieldPartition)
-            else self.to_model_scalars(a, text, batched)
+            else self.convert_caller_scalars_for_model(a, text, batched)
             for a, text, kind in zip(arrays, called, self.input_kinds, strict=True)
         ]
 
@@ -855,12 +860,12 @@ class FieldSamples(SplitSamples):
         kind = self.output_kinds[index]
         if isinstance(kind, FieldPartition):
             return self.grid.to_model_layout(array, kind, name)
-        return self.to_model_scalars(array, name, batched)
+        return self.convert_caller_scalars_for_model(array, name, batched)
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         if array.ndim <= 2:  # scalars
             return array if batched else array[0]
-        return self.grid.from_model_layout(array, batched)
+        return self.grid.view_in_grid_layout(array, batched)
 
     def take_local_target(self, y: Any, index: int) -> Any:
         """Return `y`, this rank's part of the target of output number `index`, without its ghost cells."""
@@ -870,7 +875,7 @@ class FieldSamples(SplitSamples):
         return y
 
     def bind_loss(self, loss: Loss) -> Loss:
-        return bind_loss_to_outputs(loss, self.output_kinds)
+        return adapt_loss_to_output_kinds(loss, self.output_kinds)
 
     def get_output_domain(self) -> Grid | tuple[Grid | None, ...]:
         found = tuple(
@@ -905,7 +910,7 @@ def _convert_to_int_tuple(numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple(operator.index(n) for n in numbers)
 
 
-def _parse_arguments(
+def _parse_grid_arguments(
     comm: Any, size: int, shape: Any, layout: Any, dims: Any, offsets: Any, ghosts: Any, periods: Any
 ) -> GridArguments:
     """Return this rank's arguments to `Grid` as `GridArguments`; raise TypeError or ValueError if any of them is
@@ -1040,7 +1045,7 @@ def _find_dims_and_ranks(all_args: Sequence[GridArguments], rank0: int) -> tuple
     if all_args[0].offsets is None:
         return said, range(len(all_args))
     parts = [tuple((a, a + n) for a, n in zip(fact.offsets or (), fact.own, strict=True)) for fact in all_args]
-    dims, ranks = find_tiling(parts, letters, rank0)
+    dims, ranks = find_rank_grid(parts, letters, rank0)
     if all_args[0].coords is None:
         if said and said != dims:
             raise ConfigError(f"Grid: dims={said}, and the parts at offsets= are on {dims} ranks: leave dims out")

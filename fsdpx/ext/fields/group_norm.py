@@ -11,7 +11,7 @@ from fsdpx.core.array.kernels.memory_order import put_channels_last
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.ext.fields import kernels
 from fsdpx.ext.fields.cell_reductions import all_gather_and_merge_moments, all_reduce_over_parts
-from fsdpx.ext.fields.kernels.group_norm import merge_moments_of_groups
+from fsdpx.ext.fields.kernels.group_norm import merge_channel_moments_into_groups
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
 from fsdpx.nn.norm import cast_channel_arrays, make_affine_specs
 
@@ -40,7 +40,7 @@ class GroupNorm(Layer):
     fields = True
     kernel_names = (
         "channels_last", "group_norm", "group_norm_affine", "group_norm_backward", "group_norm_backward_input",
-        "group_norm_gradient_sums", "group_norm_moments",
+        "group_norm_gradient_sums", "channel_means_and_square_deviations",
     )  # fmt: skip
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
@@ -103,8 +103,8 @@ class GroupNorm(Layer):
         """Return, as (3, samples, groups) in float64, the count, mean and sum of squared deviations for each sample and
         group over this rank's cells."""
         xp, cells = env.xp, math.prod(x.shape[2:])
-        moments = kernels.group_norm_moments(xp, x)
-        mean, squares = merge_moments_of_groups(xp, moments, self.num_groups, cells)
+        moments = kernels.channel_means_and_square_deviations(xp, x)
+        mean, squares = merge_channel_moments_into_groups(xp, moments, self.num_groups, cells)
         return xp.stack([xp.full(mean.shape, count, dtype=np.float64), mean, squares])
 
     def _repeat_for_channels(self, env: LayerContext, a: Array) -> Array:

@@ -120,14 +120,14 @@ class HaloSpec:
         is exchanged."""
         if not self.ghosts:
             return False
-        pairs = zip(self.needs, self.available_intervals, strict=True)
+        pairs = zip(self.needs, self.provided_cell_intervals, strict=True)
         return all(a <= start and stop <= b for (start, stop), (a, b) in pairs if stop > start)
 
     @property
     def field_ends(self) -> tuple[FieldEnd, FieldEnd]:
         """The lower and upper end of the field. Ghost cells that ranks hold beyond the domain count as part of the
         field."""
-        return _find_field_ends(self.cuts, self.ghosts)
+        return _find_field_bounds_with_ghosts(self.cuts, self.ghosts)
 
     @property
     def needed_extent(self) -> CellInterval:
@@ -136,7 +136,7 @@ class HaloSpec:
         return min((start for start, _ in some), default=0), max((stop for _, stop in some), default=0)
 
     @property
-    def available_intervals(self) -> tuple[CellInterval, ...]:
+    def provided_cell_intervals(self) -> tuple[CellInterval, ...]:
         """The interval [start, stop) of cells that each rank provides to the exchange.
 
         It covers the rank's own cells and the ghost cells that the rank needs itself. Ranks at the ends of the field
@@ -159,7 +159,7 @@ class HaloSpec:
     def get_read_slice(self, rank: int) -> slice:
         """Return the slice of a rank's array (with its ghost cells) that a layer or the halo exchange reads."""
         first = self.cuts[rank] - self.ghosts[rank][0]
-        start, stop = (self.needs if self.is_covered_by_ghosts else self.available_intervals)[rank]
+        start, stop = (self.needs if self.is_covered_by_ghosts else self.provided_cell_intervals)[rank]
         return slice(start - first, stop - first)
 
     def count_needed_cells(self, rank: int) -> int:
@@ -173,7 +173,7 @@ class HaloSpec:
 
 
 @lru_cache(1 << 10)
-def _find_field_ends(cuts: Cuts, ghosts: tuple[GhostWidths, ...]) -> tuple[FieldEnd, FieldEnd]:
+def _find_field_bounds_with_ghosts(cuts: Cuts, ghosts: tuple[GhostWidths, ...]) -> tuple[FieldEnd, FieldEnd]:
     if not ghosts:
         return FieldEnd(0, 0), FieldEnd(cuts[-1], len(cuts) - 2)
     rows = list(zip(cuts, cuts[1:], ghosts, strict=False))
@@ -188,7 +188,7 @@ def _list_halo_transfers(halo: HaloSpec) -> tuple[HaloPiece, ...]:
 
 
 def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
-    cuts, held, n = halo.cuts, halo.available_intervals, halo.cuts[-1]
+    cuts, held, n = halo.cuts, halo.provided_cell_intervals, halo.cuts[-1]
     wanted = np.arange(*halo.needs[rank])
     if not wanted.size:
         return
@@ -367,7 +367,7 @@ class FieldLayer(Layer):
 
     def bind_to_partition(self, request: ShardingContext, kind: FieldPartition) -> ShardedLayer:
         """Return the layer that each rank runs if the first input is distributed as `kind`."""
-        request.require_no_mark(self)
+        request.require_no_tensor_plan_mark(self)
         if not kind.can_run_bound(self):
             raise ConfigError(f"{request.path!r} {self!r} reads {kind}, and needs the cells of a field")
         return ShardedLayer(bind_partition(self, kind), self.partition_outputs(kind))

@@ -108,7 +108,7 @@ class HaloPlan(NamedTuple):
     lines: tuple[HaloLine, ...]
 
 
-class _LineNeeds(NamedTuple):
+class _DimNeeds(NamedTuple):
     """The cells that a rank needs along one dim, which are its own cells and its halo.
 
     Attributes
@@ -139,13 +139,15 @@ def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, coords: t
     `shape` is the shape (samples, channels, *cells) of the rank's part, and `coords` are the rank's coordinates in the
     grid."""
     all_needs = [
-        _find_line_needs(halo, coords[halo.dim - 2] if len(halo.cuts) > 2 else 0) for halo in halos if not halo.is_local
+        _find_needs_along_dim(halo, coords[halo.dim - 2] if len(halo.cuts) > 2 else 0)
+        for halo in halos
+        if not halo.is_local
     ]
     offset, sizes, lines = [0] * (len(shape) - 2), list(shape), []
     for needs in all_needs:
         offset[needs.halo.dim - 2] = needs.offset
     first = tuple(offset)
-    boxes, exchanged = [_Box(first, shape)], list[_LineNeeds]()
+    boxes, exchanged = [_Box(first, shape)], list[_DimNeeds]()
     for needs in all_needs:
         line, before = needs.halo.dim, list(sizes)
         slabs = []
@@ -158,24 +160,24 @@ def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, coords: t
     return HaloPlan(first, tuple(lines))
 
 
-def _find_line_needs(halo: HaloSpec, rank: int) -> _LineNeeds:
-    (start, stop), (first, last), ends = halo.needs[rank], halo.available_intervals[rank], halo.field_ends
+def _find_needs_along_dim(halo: HaloSpec, rank: int) -> _DimNeeds:
+    (start, stop), (first, last), ends = halo.needs[rank], halo.provided_cell_intervals[rank], halo.field_ends
     size = max(stop - start, 0)
     low, high = (
         min(max(end.cell - start, 0), size) if side == "zeros" or not isinstance(side, str) else open_end
         for side, end, open_end in zip(halo.padding_sides, ends, (0, size), strict=True)
     )
     begin, end = (min(max(cell - start, low), high) for cell in (first, last))
-    return _LineNeeds(halo, rank, first - start, size, tuple((a, b) for a, b in ((low, begin), (end, high)) if b > a))
+    return _DimNeeds(halo, rank, first - start, size, tuple((a, b) for a, b in ((low, begin), (end, high)) if b > a))
 
 
 def _plan_exchange_along_dim(
     xp: Any,
-    needs: _LineNeeds,
+    needs: _DimNeeds,
     sizes: Sequence[int],
     slabs: Sequence[_Box],
     boxes: Sequence[_Box],
-    exchanged: Sequence[_LineNeeds],
+    exchanged: Sequence[_DimNeeds],
 ) -> HaloLine:
     """Return the plan of the exchange along one dim.
 
@@ -189,11 +191,16 @@ def _plan_exchange_along_dim(
 
     for piece in needs.halo.list_halo_transfers():
         if piece.receiver == needs.rank:
-            parts = list(_iterate_slab_overlaps(needs, piece))
+            parts = list(_iterate_slabs_receiving_piece(needs, piece))
             if piece.sender == needs.rank:
                 cells = _as_indices(piece.cells)
                 own += [
-                    (n, _plan_local_copies(xp, dim, boxes, exchanged, to_slice_if_consecutive(cells[some]), into))
+                    (
+                        n,
+                        _plan_copies_from_local_boxes(
+                            xp, dim, boxes, exchanged, to_slice_if_consecutive(cells[some]), into
+                        ),
+                    )
                     for n, into, some in parts
                 ]
             else:
@@ -203,13 +210,13 @@ def _plan_exchange_along_dim(
                 ]
                 arriving.append(RecvMessage(piece.sender, with_length(piece.length), tuple(rows)))
         elif piece.sender == needs.rank:
-            taken = _plan_local_copies(xp, dim, boxes, exchanged, piece.cells, slice(0, piece.length))
+            taken = _plan_copies_from_local_boxes(xp, dim, boxes, exchanged, piece.cells, slice(0, piece.length))
             leaving.append(SendMessage(piece.receiver, with_length(piece.length), taken))
     shapes = tuple((tuple(slab.offset), tuple(slab.shape)) for slab in slabs)
     return HaloLine(dim, with_length(needs.size), shapes, tuple(own), tuple(arriving), tuple(leaving))
 
 
-def _iterate_slab_overlaps(needs: _LineNeeds, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
+def _iterate_slabs_receiving_piece(needs: _DimNeeds, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
     """Yield, for each slab that receives cells of `piece`, (number of the slab, index in the slab, indices in the
     piece)."""
     into = _as_indices(piece.into)
@@ -223,8 +230,8 @@ def _as_indices(cells: Any) -> np.ndarray:
     return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
 
 
-def _plan_local_copies(
-    xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_LineNeeds], cells: Any, into: Any
+def _plan_copies_from_local_boxes(
+    xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_DimNeeds], cells: Any, into: Any
 ) -> OwnCells:
     """Return the copies that fill index `into` along `dim` of a message or slab with the cells at index `cells`, from
     all local boxes that hold some of these cells."""
@@ -237,7 +244,7 @@ def _plan_local_copies(
 
 
 def _iterate_copies(
-    xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_LineNeeds], cells: Any, into: Any
+    xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_DimNeeds], cells: Any, into: Any
 ) -> Iterator[CellCopy]:
     for number, box in enumerate(boxes):
         there, here = [slice(None)] * len(box.shape), [slice(None)] * len(box.shape)

@@ -208,7 +208,7 @@ def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpe
     added."""
     shape, mine = list(dy.shape), [halo for halo in halos if not halo.is_covered_by_ghosts]
     for halo in mine:
-        start, stop = halo.available_intervals[get_rank_along(env, halo.cuts, halo.dim - 2)]
+        start, stop = halo.provided_cell_intervals[get_rank_along(env, halo.cuts, halo.dim - 2)]
         shape[halo.dim] = stop - start
     offset, lines = _get_halo_plan(env, mine, shape)
     if lines:

@@ -13,8 +13,8 @@ from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = [
-    "HoldsLocalArray", "iterate_inner_layers", "parse_local_array", "require_local_arrays", "require_weights_of_cells",
-    "require_weights_of_channels",
+    "HoldsLocalArray", "iterate_layers_with_rollout_nets", "parse_local_array", "require_arrays_fit_local_part",
+    "require_weights_of_cells", "require_weights_of_channels",
 ]  # fmt: skip
 
 
@@ -26,20 +26,20 @@ class HoldsLocalArray:
         raise NotImplementedError
 
 
-def iterate_inner_layers(model: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
+def iterate_layers_with_rollout_nets(model: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
     """Yield (dotted path, layer) for each layer as `iterate_layers` does, and also for the layers inside the net of a
     `Rollout`."""
     for name, layer in iterate_layers(model, path):
         yield name, layer
         if isinstance(net := getattr(layer, "net", None), Layer):
-            yield from iterate_inner_layers(net, name)
+            yield from iterate_layers_with_rollout_nets(net, name)
 
 
-def require_local_arrays(model: Layer, find_cells: Callable[[FieldPartition], tuple[int, ...]]) -> None:
+def require_arrays_fit_local_part(model: Layer, find_cells: Callable[[FieldPartition], tuple[int, ...]]) -> None:
     """Check the arrays that layers of a partitioned model hold for this rank's part of a field. Raise ShapeError, with
     the path of the layer, if an array does not fit the part. `find_cells` returns the shape of this rank's part of a
     partition."""
-    for path, layer in iterate_inner_layers(model):
+    for path, layer in iterate_layers_with_rollout_nets(model):
         if isinstance(layer, HoldsLocalArray) and isinstance(parts := getattr(layer, "parts", None), FieldPartition):
             try:
                 layer.require_local_cells(find_cells(parts))

@@ -14,7 +14,7 @@ from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.cell_reductions import all_reduce_moments, all_reduce_over_parts
 from fsdpx.ext.fields.halo import get_local_range
 from fsdpx.nn.layer import Array, LayerContext, require_finite
-from fsdpx.nn.losses import CellWeights, Loss, compute_masked_difference, require_target_shape
+from fsdpx.nn.losses import CellWeights, Loss, compute_difference_target_and_weights, require_target_shape
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, bind_partition
 
 __all__ = [
@@ -83,7 +83,7 @@ class RootLoss(FieldLoss):
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, dims = env.xp, self._get_reduced_dims(y)
-        apart, target, w = self._get_error_and_weights(env, y, target)
+        apart, target, w = self._get_error_target_and_weights(env, y, target)
         count, squares, below = self._all_reduce_error_sums(env, dims, w, apart, target)
         value = xp.sqrt(squares / xp.where(below > 0, below, 1.0))
         value = xp.where((below > 0) | (squares == 0), value, math.inf)
@@ -97,8 +97,10 @@ class RootLoss(FieldLoss):
         share = share.reshape(*share.shape, *(1,) * (apart.ndim - share.ndim))
         return ((apart if w is None else w * apart) * share).astype(dtype, copy=False)
 
-    def _get_error_and_weights(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
-        return compute_masked_difference(env, y, target, self.weights, self.skipna)
+    def _get_error_target_and_weights(
+        self, env: LayerContext, y: Array, target: Array
+    ) -> tuple[Array, Array, Array | None]:
+        return compute_difference_target_and_weights(env, y, target, self.weights, self.skipna)
 
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
         """Return the dims over which errors are summed, by default the cell dims."""
@@ -210,8 +212,10 @@ class BoundaryRMSE(RootLoss):
     def __init__(self) -> None:
         super().__init__()
 
-    def _get_error_and_weights(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
-        apart, target, _ = super()._get_error_and_weights(env, y, target)
+    def _get_error_target_and_weights(
+        self, env: LayerContext, y: Array, target: Array
+    ) -> tuple[Array, Array, Array | None]:
+        apart, target, _ = super()._get_error_target_and_weights(env, y, target)
         w = env.xp.zeros((1,) * y.ndim, dtype=apart.dtype)
         for d, cuts in enumerate(self._get_cuts(y)):
             at = np.arange(*get_local_range(env, cuts, d))
@@ -244,8 +248,10 @@ class BandRMSE(RootLoss):
             raise ConfigError(f"BandRMSE: a band of wavenumbers is from low >= 0 to a larger one, got {low}, {high}")
         self.low, self.high = low, high
 
-    def _get_error_and_weights(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
-        apart, target, _ = super()._get_error_and_weights(env, y, target)
+    def _get_error_target_and_weights(
+        self, env: LayerContext, y: Array, target: Array
+    ) -> tuple[Array, Array, Array | None]:
+        apart, target, _ = super()._get_error_target_and_weights(env, y, target)
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
         if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._get_cuts(y)):
@@ -291,7 +297,7 @@ class ConservedRMSE(FieldLoss):
     """
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        apart, _, w = compute_masked_difference(env, y, target, self.weights, self.skipna)
+        apart, _, w = compute_difference_target_and_weights(env, y, target, self.weights, self.skipna)
         count, total = self._all_reduce_weighted_sums(env, tuple(range(2, y.ndim)), w, apart)
         below = env.xp.where(count > 0, count, 1.0)
         return *self._compute_loss_share(env, env.xp.abs(total) / below, count), (y, w, env.xp.sign(total) / below)
@@ -313,7 +319,7 @@ class MaxError(FieldLoss):
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, dims = env.xp, tuple(range(1, y.ndim))
-        apart, _, w = compute_masked_difference(env, y, target, self.weights, self.skipna)
+        apart, _, w = compute_difference_target_and_weights(env, y, target, self.weights, self.skipna)
         far = xp.abs(apart).reshape(y.shape[0], math.prod(y.shape[1:]))
         most = xp.zeros((y.shape[0],), dtype=np.float64)
         if far.shape[1]:

@@ -10,17 +10,17 @@ from typing import Any
 from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Array, LayerContext, require_finite
-from fsdpx.nn.losses import Loss, WrappedLoss, backward_pieces, sum_means_over_samples
+from fsdpx.nn.losses import Loss, WrappedLoss, backward_pieces, sum_weighted_losses_over_samples
 from fsdpx.nn.shard_specs import FieldPartition, Kind
 
-__all__ = ["MultiOutputLoss", "bind_loss_to_outputs"]
+__all__ = ["MultiOutputLoss", "adapt_loss_to_output_kinds"]
 
 
-def bind_loss_to_outputs(loss: Loss, kinds: Sequence[Kind]) -> Loss:
+def adapt_loss_to_output_kinds(loss: Loss, kinds: Sequence[Kind]) -> Loss:
     """Return `loss`, adapted to outputs that are distributed as in `kinds`: the partition of a field, or `Replicated`
     for scalars. If there are several outputs, a loss other than `MultiOutputLoss` is returned unchanged."""
     if len(kinds) > 1:
-        return loss.bind_kinds(kinds) if isinstance(loss, MultiOutputLoss) else loss
+        return loss.bind_output_shardings(kinds) if isinstance(loss, MultiOutputLoss) else loss
     return kinds[0].bind_loss(loss) if isinstance(kinds[0], FieldPartition) else _ScalarLoss(loss)
 
 
@@ -96,7 +96,7 @@ class MultiOutputLoss(Loss):
 
     __rmul__ = __mul__
 
-    def bind_kinds(self, kinds: Sequence[Kind]) -> MultiOutputLoss:
+    def bind_output_shardings(self, kinds: Sequence[Kind]) -> MultiOutputLoss:
         """Return this loss, adapted to outputs that are distributed over ranks as in `kinds`.
 
         Parameters
@@ -108,12 +108,12 @@ class MultiOutputLoss(Loss):
         ConfigError : if the number of outputs differs from the number of losses
         """
         self._require_output_count(len(kinds))
-        bound = (bind_loss_to_outputs(loss, [kind]) for loss, kind in zip(self.losses, kinds, strict=True))
+        bound = (adapt_loss_to_output_kinds(loss, [kind]) for loss, kind in zip(self.losses, kinds, strict=True))
         return MultiOutputLoss(*bound, loss_weights=self.loss_weights)
 
     def forward(self, env: LayerContext, y: Any, target: Any) -> tuple[float, float, Any]:
         by_sample = [loss.skipna and loss.counts == "unknown" for loss in self.losses]
-        return sum_means_over_samples(env, self._terms, list(zip(y, target, strict=True)), by_sample)
+        return sum_weighted_losses_over_samples(env, self._terms, list(zip(y, target, strict=True)), by_sample)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Any:
         rows = zip(self.losses, saved, strict=True)

@@ -16,7 +16,7 @@ from fsdpx.nn.tensor_plan import Redistribution, ShardingWalk
 
 __all__ = [
     "PartitionedModel", "TakesScalars", "find_scalar_inputs", "partition_model", "partition_model_of_fields",
-    "require_no_mixed_inputs",
+    "require_all_fields_or_all_scalars",
 ]  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def partition_model_of_fields(
     inputs = tuple(Replicated() if scalar else next(each) for scalar in scalars)
     drops = _plan_ghost_drops(model, inputs)
     kinds: Sequence[Kind] = [kind if drop is None else drop.kind for kind, drop in zip(inputs, drops, strict=True)]
-    functions = (require_no_mixed_inputs, _plan_ghost_drops, _plan_redistributions)
+    functions = (require_all_fields_or_all_scalars, _plan_ghost_drops, _plan_redistributions)
     made, kinds = ShardingWalk(1, None, {}, functions).shard_layer(model, "", kinds)
     if any(drops):
         layers = [drop and drop.layer for drop in drops]
@@ -86,7 +86,7 @@ def partition_model_of_fields(
         for i, (kind, output) in enumerate(zip(kinds, outputs, strict=True))
         if kind != output and isinstance(kind, FieldPartition) and isinstance(output, FieldPartition)
     }
-    return PartitionedModel(_apply_to_outputs(made, shifts), inputs, outputs)
+    return PartitionedModel(_append_layers_to_outputs(made, shifts), inputs, outputs)
 
 
 class _LayerPerInput(Layer):
@@ -108,7 +108,7 @@ class _LayerPerInput(Layer):
         return tuple(found), ()
 
 
-def _apply_to_outputs(model: Layer, shifts: Mapping[int, Layer]) -> Layer:
+def _append_layers_to_outputs(model: Layer, shifts: Mapping[int, Layer]) -> Layer:
     """Return a model that applies layers to some outputs of `model`. `shifts` maps the index of an output to its
     layer."""
     if not isinstance(model, Container):
@@ -129,11 +129,11 @@ def find_scalar_inputs(model: Layer) -> tuple[bool, ...]:
     scalars, such as `FiLM`, reads it directly or through elementwise layers. If all inputs would be scalars, return
     False for all of them; sharding the model then raises an error that names the layer that cannot run on a part."""
     count = len(list_input_names(model))
-    found = tuple(_find_scalar_reads(model, count, [False] * model.n_outputs))
+    found = tuple(_find_scalar_inputs(model, count, [False] * model.n_outputs))
     return (False,) * count if all(found) else found
 
 
-def _find_scalar_reads(layer: Layer, count: int, wanted: Sequence[bool]) -> Iterable[bool]:
+def _find_scalar_inputs(layer: Layer, count: int, wanted: Sequence[bool]) -> Iterable[bool]:
     """Return, for each of the `count` inputs of a layer, whether it must be scalars. `wanted` says, for each output,
     whether it must be scalars."""
     if isinstance(layer, Container):
@@ -141,7 +141,7 @@ def _find_scalar_reads(layer: Layer, count: int, wanted: Sequence[bool]) -> Iter
         for step in reversed(layer.steps):
             given = [reads.get(name, False) for name in step.gives]
             for source, scalar in zip(
-                step.sources, _find_scalar_reads(step.layer, len(step.sources), given), strict=True
+                step.sources, _find_scalar_inputs(step.layer, len(step.sources), given), strict=True
             ):
                 reads[source] = reads.get(source, False) or scalar
         return [reads.get(name, False) for name in layer.inputs]
@@ -153,7 +153,7 @@ def _find_scalar_reads(layer: Layer, count: int, wanted: Sequence[bool]) -> Iter
     return [not (layer.takes_ghosts or hasattr(layer, "parts"))] * count
 
 
-def require_no_mixed_inputs(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
+def require_all_fields_or_all_scalars(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
     """Raise ConfigError if `reader` cannot combine its inputs because some are fields and others are scalars, or if it
     would compute statistics of scalars over ranks that all hold the same scalars."""
     fields = sum(isinstance(kind, FieldPartition) for kind in kinds)

@@ -12,11 +12,16 @@ import numpy as np
 from fsdpx.core.array.namespace import to_host
 from fsdpx.ext.fields.conv import WindowLayer
 from fsdpx.ext.fields.halo import FieldLayer
-from fsdpx.ext.fields.local_arrays import iterate_inner_layers
+from fsdpx.ext.fields.local_arrays import iterate_layers_with_rollout_nets
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.shard_specs import GhostWidths
 
-__all__ = ["describe_padding_conflict", "digest_part_ends", "find_overlaps", "make_overlap_warning"]
+__all__ = [
+    "describe_padding_periodicity_conflict",
+    "find_overlaps",
+    "hash_edge_rows_of_part",
+    "make_overlapping_parts_warning",
+]
 
 WIDTHS = range(2, 7)
 """Numbers of shared rows to search for. Neighboring parts with one to three ghost cells on each side share 2 to 6 rows.
@@ -27,7 +32,7 @@ Ends = list[list[tuple[str | None, str | None]]]
 uniform to compare."""
 
 
-def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], x: Any) -> Ends:
+def hash_edge_rows_of_part(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], x: Any) -> Ends:
     """Return hashes of the first and last rows of cells of this rank's part along each dim, for comparison with those
     of neighbors.
 
@@ -85,7 +90,7 @@ def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], en
     return found
 
 
-def make_overlap_warning(shared: dict[str, int]) -> str:
+def make_overlapping_parts_warning(shared: dict[str, int]) -> str:
     """Return a warning that parts overlap, with advice. `shared` holds the number of shared rows along each dim that
     overlaps."""
     rows = ", ".join(f"{letter} ({width} rows)" for letter, width in shared.items())
@@ -98,7 +103,7 @@ def make_overlap_warning(shared: dict[str, int]) -> str:
     )
 
 
-def describe_padding_conflict(
+def describe_padding_periodicity_conflict(
     model: Layer, letters: Sequence[str], periods: Sequence[bool], ghosts: Sequence[GhostWidths]
 ) -> str:
     """Return a warning about the first layer whose padding, or other handling of the ends of a dim, conflicts with the
@@ -107,7 +112,7 @@ def describe_padding_conflict(
     If no dim is periodic, there is no warning, because the caller may not have specified the periods. Along dims with
     ghost cells, the model's first convolution or pool is not checked, because ghost cells replace its padding."""
     windows = 0
-    for path, layer in iterate_inner_layers(model) if any(periods) else ():
+    for path, layer in iterate_layers_with_rollout_nets(model) if any(periods) else ():
         if not isinstance(layer, FieldLayer):
             continue
         windows += isinstance(layer, WindowLayer)

@@ -82,11 +82,11 @@ class PixelUnshuffle(FieldLayer):
                     f"{self!r}: the field has {n} cells along {parts.get_dim_name(d)}, which is not a multiple of "
                     f"{self.downscale_factor}"
                 )
-        return _plan_blocks(parts, self.downscale_factor)
+        return _plan_block_partition_and_halos(parts, self.downscale_factor)
 
 
 @lru_cache(1 << 10)
-def _plan_blocks(parts: FieldPartition, r: int) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
+def _plan_block_partition_and_halos(parts: FieldPartition, r: int) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
     """Return the partition of the blocks of r cells along each dim, and one halo spec per dim, with the cells of each
     rank's blocks."""
     made, halos = [], []

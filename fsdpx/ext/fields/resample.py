@@ -94,7 +94,7 @@ class ConvTranspose(FieldLayer):
             raise ShapeError(f"{self!r} leaves nothing of a field of shape {parts.shape}")
         halos = self._find_halos(parts, outputs)
         wide = exchange_halo(env, put_channels_last(env.xp, x), halos)
-        strides, sizes = self._make_strides_and_sizes(env, halos, outputs)
+        strides, sizes = self._locate_windows_and_count_outputs(env, halos, outputs)
         shape = x.shape[0], self.out_channels, *sizes
         y = correlate_backward_input(env.xp, p["weight"], wide, strides, shape, p.get("bias"))
         return y, (wide, halos, strides)
@@ -131,7 +131,7 @@ class ConvTranspose(FieldLayer):
             made.append(HaloSpec(d + 2, cuts, tuple((max(a, 0), max(min(b, cuts[-1]), max(a, 0))) for a, b in needs)))
         return tuple(made)
 
-    def _make_strides_and_sizes(
+    def _locate_windows_and_count_outputs(
         self, env: LayerContext, halos: tuple[HaloSpec, ...], outputs: FieldPartition
     ) -> tuple[WindowStrides, tuple[int, ...]]:
         """Return the window of the underlying convolution, with positions relative to this rank's outputs, and the

@@ -31,7 +31,7 @@ from fsdpx.nn.layer import (
     list_kernels,
     require_positive,
 )
-from fsdpx.nn.linearize import resolve_input_takes
+from fsdpx.nn.linearize import find_dtypes_read_by_inputs
 from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated, ShardingContext
 from fsdpx.nn.tensor_plan import ShardingWalk
@@ -138,7 +138,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
             )
         self.n_inputs = len(names) + bool(boundary)
         self.scalar_inputs = tuple(i for i, scalar in enumerate(find_scalar_inputs(net)) if scalar)
-        words = resolve_input_takes(net, len(names), [frozenset({"numbers"})])
+        words = find_dtypes_read_by_inputs(net, len(names), [frozenset({"numbers"})])
         takes = tuple(next(iter(one)) if len(one) == 1 else "numbers" for one in words)
         self.takes = (*takes, "numbers") if boundary else takes
         self.collective, self.kernel_names = net.collective, list_kernels(net)
@@ -175,7 +175,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         first, *others = x if self.n_inputs != 1 else (x,)
-        walls = self._require_boundary(first, others.pop()) if self.boundary else None
+        walls = self._require_fitting_boundary_values(first, others.pop()) if self.boundary else None
         states, constants = self._split_first_input(first)
         if self._adds_noise(env):
             states = [self._add_noise(env, state, i) for i, state in enumerate(states)]
@@ -257,7 +257,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
             first.append(dconstants)
         dx = first[0] if len(first) == 1 else concatenate_on_device(xp, first, dim)
         rows = zip(saved.others, per_step, self._has_step_values, strict=True)
-        dothers = [self._join_steps(xp, *row) for row in rows]
+        dothers = [self._join_step_gradients_of_input(xp, *row) for row in rows]
         return unwrap_single([dx, *dothers, *([] if dboundary is None else [dboundary])])
 
     def require_ghost_cells(self, parts: FieldPartition | None) -> None:
@@ -271,7 +271,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         channels = walls.shape[1] // self.steps
         return _take_range(walls, 1, step * channels, channels)
 
-    def _require_boundary(self, first: Array, walls: Array) -> Array:
+    def _require_fitting_boundary_values(self, first: Array, walls: Array) -> Array:
         """Return the last input, the boundary values `walls`; raise an error unless they fit the first input."""
         self.require_ghost_cells(self.parts)
         channels = (first.shape[1] - self.constants) // self.inputs
@@ -280,7 +280,9 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
             raise ShapeError(f"{self!r} wants boundary values of shape {wanted}, got {tuple(walls.shape)}")
         return walls
 
-    def _join_steps(self, xp: Any, other: Array, found: dict[int, Array], has_step_values: bool) -> Array | None:
+    def _join_step_gradients_of_input(
+        self, xp: Any, other: Array, found: dict[int, Array], has_step_values: bool
+    ) -> Array | None:
         """Return the gradient of an input other than the states. `found` maps each step to the gradient of the input's
         values in that step; if it is empty, as for integer inputs, the result is None."""
         if not found:
@@ -366,11 +368,11 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         radius = xp.sqrt(-2.0 * xp.log(1.0 - make_fractions("radius").astype(np.float64)))
         noise = self.noise * radius * xp.cos(2.0 * math.pi * make_fractions("angle").astype(np.float64))
         if self.noise_weights is not None:
-            noise = self._weigh_noise(env, noise)
+            noise = self._multiply_noise_by_weights(env, noise)
         own = own + noise.astype(state.dtype)
         return own if ghosts is None else exchange_ghost_cells(env, own, state, ghosts)
 
-    def _weigh_noise(self, env: LayerContext, noise: Array) -> Array:
+    def _multiply_noise_by_weights(self, env: LayerContext, noise: Array) -> Array:
         """Return the noise multiplied by `noise_weights`."""
         parts = FieldPartition if self.parts is None else self.parts
         first: Array = parts.to_channels_first(noise)

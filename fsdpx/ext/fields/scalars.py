@@ -245,7 +245,7 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         x = self._get_field(x)
-        w, dims = self._get_weights(env, x), tuple(range(2, x.ndim))
+        w, dims = self._get_broadcastable_weights(env, x), tuple(range(2, x.ndim))
         total = (x if w is None else x * w).sum(axis=dims, dtype=np.float64)
         below = self._all_reduce_divisor(env, x, w)
         total = all_reduce_over_parts(env, total, env.random.path) / below
@@ -270,7 +270,7 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
             raise DataError(f"{self!r}: all weights of a channel are 0")
         return total
 
-    def _get_weights(self, env: LayerContext, x: Array) -> Array | None:
+    def _get_broadcastable_weights(self, env: LayerContext, x: Array) -> Array | None:
         """Return the weights in a shape that broadcasts with x, or None if all weights are 1."""
         if self.weights is None:
             return None

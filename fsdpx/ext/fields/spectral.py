@@ -23,7 +23,12 @@ from fsdpx.ext.fields.kernels import WindowStrides, correlate_backward_params
 from fsdpx.nn import collectives
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Sequential
-from fsdpx.nn.gradient_accumulation import accumulation_dtype, add_sum_into, batched_matmul_in_dtype, claim_gradient
+from fsdpx.nn.gradient_accumulation import (
+    accumulation_dtype,
+    add_sum_over_dims_into,
+    batched_matmul_keeping_dtype,
+    claim_gradient,
+)
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.init import Constant, normal
 from fsdpx.nn.layer import (
@@ -112,7 +117,9 @@ class SpectralConv(FieldLayer):
             env, _transform_to_modes(xp, kernels.to_float32(xp, dy), [t[1].T for t in tables])
         )
         dmodes = _stack_gradient_rows(xp, slopes)
-        parts = batched_matmul_in_dtype(xp, dmodes, self._select_weights_of_own_modes(env, p["weight"]).swapaxes(1, 2))
+        parts = batched_matmul_keeping_dtype(
+            xp, dmodes, self._select_weights_of_own_modes(env, p["weight"]).swapaxes(1, 2)
+        )
         found = xp.stack(xp.split(parts, 2, axis=1), axis=-1)
         dx = _transform_to_cells(xp, self._all_gather_modes(env, found), [to.T for to, _ in tables])
         return kernels.cast_float(xp, dx, dy.dtype), (mine, dmodes, dy)
@@ -125,12 +132,12 @@ class SpectralConv(FieldLayer):
             if not add:
                 out[...] = 0
             start, stop = self._get_own_mode_bounds(env)
-            flat = batched_matmul_in_dtype(env.xp, mine.swapaxes(1, 2), dmodes).astype(out.dtype, copy=False)
+            flat = batched_matmul_keeping_dtype(env.xp, mine.swapaxes(1, 2), dmodes).astype(out.dtype, copy=False)
             flat = flat.reshape(stop - start, self.in_channels, self.out_channels, 2).transpose(1, 2, 0, 3)
             rows = out.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
             rows[:, :, start:stop] += flat
         if "bias" in g:
-            add_sum_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
+            add_sum_over_dims_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
     def _get_own_mode_bounds(self, env: LayerContext) -> tuple[int, int]:
         """Return the range [start, stop) of flattened mode indices that this rank multiplies."""
@@ -209,16 +216,16 @@ class PointwiseConv(Layer):
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 3 or x.shape[1] != self.in_channels:
             raise ShapeError(f"{self!r} wants (samples, {self.in_channels}, *cells), got {tuple(x.shape)}")
-        y = batched_matmul_in_dtype(env.xp, p["weight"][None, :, :, 0], _flatten_cells(x))
+        y = batched_matmul_keeping_dtype(env.xp, p["weight"][None, :, :, 0], _flatten_cells(x))
         if self.bias:
             y += p["bias"][:, None]
         return y.reshape(x.shape[0], self.out_channels, *x.shape[2:]), (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved
-        return batched_matmul_in_dtype(env.xp, p["weight"][None, :, :, 0].swapaxes(1, 2), _flatten_cells(dy)).reshape(
-            x.shape
-        ), (x, dy)
+        return batched_matmul_keeping_dtype(
+            env.xp, p["weight"][None, :, :, 0].swapaxes(1, 2), _flatten_cells(dy)
+        ).reshape(x.shape), (x, dy)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
@@ -233,7 +240,7 @@ class PointwiseConv(Layer):
             a, b = (kernels.to_float32(env.xp, _flatten_cells(v)) for v in (dy, x))
             g["weight"][...] += env.xp.matmul(a, b.swapaxes(1, 2)).sum(axis=0)[:, :, None].astype(x.dtype, copy=False)
         if "bias" in g:
-            add_sum_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
+            add_sum_over_dims_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
 
 def _flatten_cells(x: Array) -> Array:
@@ -271,7 +278,7 @@ class ChannelScale(Layer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
-        add_sum_into(env.xp, g["weight"].reshape(-1), x * dy, (0, *range(2, dy.ndim)))
+        add_sum_over_dims_into(env.xp, g["weight"].reshape(-1), x * dy, (0, *range(2, dy.ndim)))
 
 
 class GridEmbedding(FieldLayer):
@@ -407,14 +414,14 @@ def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_p
     and imaginary parts; in the result, its size is `result_parts`, which is 2, or 1 if results are real."""
     turned = xp.moveaxis(y, dim, -2)
     shape = turned.shape[:-2]
-    product = batched_matmul_in_dtype(xp, turned.reshape(math.prod(shape), matrix.shape[0]), matrix)
+    product = batched_matmul_keeping_dtype(xp, turned.reshape(math.prod(shape), matrix.shape[0]), matrix)
     return xp.moveaxis(product.reshape(*shape, matrix.shape[1] // result_parts, result_parts), -2, dim)
 
 
 def _multiply_complex(xp: Any, rows: Array, w: Array) -> Array:
     """Return, as (modes, samples, out, 2), the complex product of each mode and its weights. `rows` is a result of
     `_stack_complex_rows`, and `w` is (modes, in, 2 out)."""
-    made = batched_matmul_in_dtype(xp, rows, w)
+    made = batched_matmul_keeping_dtype(xp, rows, w)
     real, imaginary = xp.split(made.reshape(*made.shape[:2], made.shape[2] // 2, 2), 2, axis=1)
     real[..., 0] -= imaginary[..., 1]
     real[..., 1] += imaginary[..., 0]

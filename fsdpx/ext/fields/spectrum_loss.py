@@ -14,7 +14,7 @@ from fsdpx.ext.fields.fourier import make_mode_partition, transform_cells_to_mod
 from fsdpx.ext.fields.halo import get_local_range
 from fsdpx.ext.fields.losses import FieldLoss
 from fsdpx.nn.layer import Array, LayerContext, require_finite
-from fsdpx.nn.losses import compute_masked_difference
+from fsdpx.nn.losses import compute_difference_target_and_weights
 from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = ["SpectrumRMSE"]
@@ -65,7 +65,7 @@ class SpectrumRMSE(FieldLoss):
             raise ShapeError(f"{self!r} wants (samples, channels, *cells), got {tuple(y.shape)}")
         xp, channels, dims = env.xp, y.shape[1], tuple(range(2, y.ndim))
         parts = self.parts or FieldPartition.on_one_rank(y.shape[2:])
-        error, known, w = compute_masked_difference(env, y, target, self.weights, self.skipna)
+        error, known, w = compute_difference_target_and_weights(env, y, target, self.weights, self.skipna)
         root = None if w is None else xp.sqrt(w)
         both = [a if root is None else a * root for a in (error + known, known)]
         modes = transform_cells_to_modes(env, xp.concatenate(both, axis=1), parts, "SpectrumRMSE")
@@ -77,7 +77,9 @@ class SpectrumRMSE(FieldLoss):
         mass, found = sums[..., 0], xp.sqrt(sums[..., 1:])
         inverse = 1.0 / xp.where(mass > 0, mass, 1.0)
         found = found * xp.sqrt(inverse / max(math.prod(parts.shape), 1))[..., None]
-        value, slopes = self._compare_amplitudes(xp, found[..., : shells.total], found[..., shells.total :], shells)
+        value, slopes = self._compute_error_and_derivative(
+            xp, found[..., : shells.total], found[..., shells.total :], shells
+        )
         total, weight = self._compute_loss_share(env, value, mass)
         factors = slopes * inverse[..., None]
         return total, weight, (modes[:, :channels], factors, shells, root, parts, y.dtype)
@@ -89,7 +91,9 @@ class SpectrumRMSE(FieldLoss):
         dy = transform_modes_to_cells(env, scaled, parts, "SpectrumRMSE")
         return (dy if root is None else dy * root).astype(dtype)
 
-    def _compare_amplitudes(self, xp: Any, of_y: Array, of_target: Array, shells: _Shells) -> tuple[Array, Array]:
+    def _compute_error_and_derivative(
+        self, xp: Any, of_y: Array, of_target: Array, shells: _Shells
+    ) -> tuple[Array, Array]:
         """Return the error of each channel, and the derivative of the error with respect to each amplitude of y,
         divided by this amplitude. Amplitudes are (samples, channels, wavenumbers)."""
         k, high = np.arange(shells.total), math.inf if self.high is None else self.high

@@ -51,10 +51,10 @@ class SplitSamples(ABC):
         return next(x for x, kind in zip(inputs, self.input_kinds, strict=True) if isinstance(kind, FieldPartition))
 
     def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
-        return [rows[member[0]] for member in self.axes.ranks_sharing_samples]
+        return [rows[member[0]] for member in self.axes.rank_groups_sharing_samples]
 
     def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
-        for member in self.axes.ranks_sharing_samples:
+        for member in self.axes.rank_groups_sharing_samples:
             odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
             if odd is not None:
                 raise DataError(
@@ -101,7 +101,7 @@ class SplitSamples(ABC):
             for dy, kind in zip(found, self.output_kinds, strict=True)
         ]
 
-    def to_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+    def all_reduce_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
         found: list[Any] = []
         for dx, kind in zip(arrays, self.input_kinds, strict=True):
             if dx is not None and not isinstance(kind, FieldPartition) and self.axes.parts.size > 1:
@@ -135,7 +135,7 @@ class SplitSamples(ABC):
                 found.append(tuple(shape))
         return found
 
-    def to_model_scalars(self, array: Any, name: str, batched: bool) -> Any:
+    def convert_caller_scalars_for_model(self, array: Any, name: str, batched: bool) -> Any:
         """Return scalars from the caller as (samples, n), or as (samples,). Raise DataError, with the array's `name`,
         if they have other dims."""
         if array.ndim not in ((1, 2) if batched else (0, 1)):

@@ -8,7 +8,7 @@ from itertools import product
 from fsdpx.ext.fields.halo import make_output_cuts
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, GhostWidths
 
-__all__ = ["find_face_cuts", "find_shared_face_ghosts", "list_face_partitions"]
+__all__ = ["compute_ghost_widths_of_faces", "find_face_cuts", "list_cell_and_face_partitions"]
 
 
 def find_face_cuts(cuts: Cuts) -> Cuts:
@@ -17,7 +17,7 @@ def find_face_cuts(cuts: Cuts) -> Cuts:
     return make_output_cuts(cuts, cuts, cuts[-1] + 1)
 
 
-def find_shared_face_ghosts(cuts: Cuts, faces: Cuts, sides: Sequence[GhostWidths]) -> tuple[GhostWidths, ...]:
+def compute_ghost_widths_of_faces(cuts: Cuts, faces: Cuts, sides: Sequence[GhostWidths]) -> tuple[GhostWidths, ...]:
     """Return the widths of the ghost cells of arrays that hold both faces of each cell. The high face of a rank's last
     cell belongs to the next rank, and is therefore an additional ghost cell.
 
@@ -32,7 +32,7 @@ def find_shared_face_ghosts(cuts: Cuts, faces: Cuts, sides: Sequence[GhostWidths
     return tuple(found)
 
 
-def list_face_partitions(parts: FieldPartition) -> list[FieldPartition]:
+def list_cell_and_face_partitions(parts: FieldPartition) -> list[FieldPartition]:
     """Return the partition of the cells, followed by the partitions of the faces across each combination of one or more
     dims."""
     both = [(cuts, find_face_cuts(cuts)) for cuts in parts.cuts]

@@ -9,21 +9,21 @@ from typing import NamedTuple
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["Tiling", "find_tiling"]
+__all__ = ["RankGrid", "find_rank_grid"]
 
 Interval = tuple[int, int]
 Part = tuple[Interval, ...]
 """The range [start, stop) of a rank's cells along each dim."""
 
 
-class Tiling(NamedTuple):
+class RankGrid(NamedTuple):
     """A Cartesian grid of ranks: the number of ranks along each dim, and the rank at each position in C order."""
 
     dims: tuple[int, ...]
     ranks: tuple[int, ...]
 
 
-def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
+def find_rank_grid(parts: Sequence[Part], letters: str, rank0: int = 0) -> RankGrid:
     """Return the Cartesian grid of ranks that the parts of a field form.
 
     Parameters
@@ -34,14 +34,14 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
 
     Returns
     -------
-    Tiling
+    RankGrid
 
     Raises
     ------
     ConfigError : if parts overlap, leave a gap, or do not form a Cartesian grid
     """
     _require_distinct_parts(parts, letters, rank0)
-    lines = [_find_slabs(parts, dim, letters, rank0) for dim in range(len(letters))]
+    lines = [_find_slabs_along_dim(parts, dim, letters, rank0) for dim in range(len(letters))]
     dims = tuple(map(len, lines))
     left: dict[Part, list[int]] = {}
     for rank, part in enumerate(parts):
@@ -53,10 +53,10 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
         ranks.append(left[part].pop(0))
     if len(ranks) != len(parts):
         _raise_slab_error(parts, letters, rank0)
-    return Tiling(dims, tuple(ranks))
+    return RankGrid(dims, tuple(ranks))
 
 
-def _find_slabs(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
+def _find_slabs_along_dim(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
     """Return, in order, the slabs of a dim: the intervals [start, stop) into which the ranks divide it. Raise
     ConfigError if slabs overlap or leave a gap.
 
@@ -64,7 +64,7 @@ def _find_slabs(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> li
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
     for interval in sorted(counts):
         if interval[0] != stop:
-            _raise_bound_error(parts, dim, before, interval, letters, rank0)
+            _raise_slab_mismatch_error(parts, dim, before, interval, letters, rank0)
         stop, before = interval[1], interval
     ranks = min((count for (a, b), count in counts.items() if b > a), default=min(counts.values()))
     if any(count % ranks or (b > a and count > ranks) for (a, b), count in counts.items()):
@@ -85,7 +85,7 @@ def _require_distinct_parts(parts: Sequence[Part], letters: str, rank0: int) -> 
             )
 
 
-def _raise_bound_error(
+def _raise_slab_mismatch_error(
     parts: Sequence[Part], dim: int, before: Interval | None, after: Interval, letters: str, rank0: int
 ) -> None:
     """Raise ConfigError because slab `after` does not begin where slab `before` ends."""

@@ -19,7 +19,7 @@ from fsdpx.nn.layer import (
     list_kernels,
     require_positive,
 )
-from fsdpx.nn.linearize import resolve_input_takes
+from fsdpx.nn.linearize import find_dtypes_read_by_inputs
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
 __all__ = ["TimeDistributed"]
@@ -47,7 +47,7 @@ class TimeDistributed(Layer):
         if not isinstance(net, Layer) or (net.n_inputs, net.n_outputs) != (1, 1):
             raise ConfigError(f"TimeDistributed: the model must have one input and one output, got {net!r}")
         self.net, self.steps = net, steps
-        (words,) = resolve_input_takes(net, 1, [frozenset({"numbers"})])
+        (words,) = find_dtypes_read_by_inputs(net, 1, [frozenset({"numbers"})])
         self.takes = next(iter(words)) if len(words) == 1 else "numbers"
         self.collective, self.kernel_names = net.collective, list_kernels(net)
 

@@ -134,7 +134,7 @@ class VisionTransformer(Graph):
         if attention not in makers:
             raise ConfigError(f"VisionTransformer: attention={attention!r}: choose one of {', '.join(makers)}")
         kernel_size, periodic = list_to_tuple(kernel_size), list_to_tuple(periodic)
-        _require_options_of(attention, kernel_size=kernel_size, periodic=periodic, n_slices=n_slices)
+        _refuse_options_of_other_attention(attention, kernel_size=kernel_size, periodic=periodic, n_slices=n_slices)
         self.in_channels, self.out_channels, self.dims, self.patch_size = in_channels, out_channels, dims, patch_size
         self.width, self.depth, self.n_heads, self.attention = width, depth, n_heads, attention
         self.kernel_size, self.n_slices, self.hidden = kernel_size, n_slices, hidden
@@ -162,7 +162,7 @@ _OWN_OPTIONS: dict[str, dict[str, Any]] = {
 """Options that a single kind of attention takes, and their defaults, by the kind."""
 
 
-def _require_options_of(attention: str, **values: Any) -> None:
+def _refuse_options_of_other_attention(attention: str, **values: Any) -> None:
     """Raise ConfigError if an option that another kind of attention takes differs from its default."""
     for kind, options in _OWN_OPTIONS.items():
         for name, default in options.items():

@@ -104,7 +104,7 @@ class Capture:
     def _add_numbers(self, numbers: Any, make_again: Callable[[], Any]) -> None:
         self._made[id(numbers)] = numbers, make_again
 
-    def place_numbers(self, numbers: Any) -> Any:
+    def make_random_position_on_device(self, numbers: Any) -> Any:
         """Return an array on the GPU, from which a kernel reads the position of these random numbers: the first index,
         and the two words of the key, as uint64."""
         self._placed.append(self._made.pop(id(numbers))[1])

@@ -260,7 +260,7 @@ KERNEL(gelu_backward)(const real* x, const real* dy, real* dx, number n, int tan
     }
 }
 
-KERNEL(gelu_recompute)(const real* x, real* dy, real* y, number n, int tanh) {
+KERNEL(recompute_gelu_and_backward)(const real* x, real* dy, real* y, number n, int tanh) {
     PACKS(i, n) {
         Pack a(x, i, n), d(dy, i, n);
         LANE(k) {
@@ -608,7 +608,7 @@ KERNEL(add_doubles)(const double* parts, double* out, number count, number n) {
 }
 
 // For each of n channels: rstd = 1 / sqrt(squares / count + eps), and rstd weight; running statistics move by momentum.
-KERNEL(batch_norm_scales)(const double* squares, const double* mean, const real* weight, wide* running_mean, wide* running_var, double* rstd, double* scale, number n, double count, double eps, double momentum) {
+KERNEL(batch_norm_scales_and_running_stats)(const double* squares, const double* mean, const real* weight, wide* running_mean, wide* running_var, double* rstd, double* scale, number n, double count, double eps, double momentum) {
     EACH(i, n) {
         double var = squares[i] / (count > 1 ? count : 1), one = 1 / sqrt(var + eps);
         rstd[i] = one;
@@ -639,7 +639,7 @@ KERNEL(channel_affine)(const real* x, real* y, const double* mean, const double*
     }
 }
 
-KERNEL(channel_norm_backward)(const real* dy, const real* x, real* dx, const double* mean, const double* scale, const double* along, const double* across, number n, number channels, number cells) {
+KERNEL(channel_norm_backward_input)(const real* dy, const real* x, real* dx, const double* mean, const double* scale, const double* along, const double* across, number n, number channels, number cells) {
     EACH(i, n) {
         number c = channel_of(i, cells, channels);
         put(dx, i, (get(dy, i) - (wide)along[c] - (get(x, i) - (wide)mean[c]) * (wide)across[c]) * (wide)scale[c]);
@@ -672,7 +672,7 @@ KERNEL(narrow)(const wide* x, real* out, number n) {
     EACH(i, n) put(out, i, x[i]);
 }
 
-// The sum of `size` elements, or of their squares, in the order of the host (`sum_rows_in_lanes`), with a thread per lane.
+// The sum of `size` elements, or of their squares, in the order of the host (`sum_rows_in_fixed_order`), with a thread per lane.
 template <bool SQUARES, typename In> __device__ inline double sum_in_lanes(const In* x, number size) {
     __shared__ double lanes[1024];
     double total = 0;
@@ -688,7 +688,7 @@ template <bool SQUARES, typename In> __device__ inline double sum_in_lanes(const
     return lanes[0];  // only thread 0 may use it
 }
 
-KERNEL(square_sums)(const real* x, double* out, number n, number grain) {
+KERNEL(sum_squares_of_blocks)(const real* x, double* out, number n, number grain) {
     number first = blockIdx.x * grain;
     double v = sum_in_lanes<true>(x + first, n - first < grain ? n - first : grain);
     if (threadIdx.x == 0) out[blockIdx.x] = v;

@@ -262,9 +262,9 @@ def gelu_backward(launch: KernelLauncher, x: Any, dy: Any, approximate: str = "n
 
 
 @register_gpu_kernel("real real any")
-def gelu_recompute(launch: KernelLauncher, x: Any, dy: Any, approximate: str = "none") -> Any:
+def recompute_gelu_and_backward(launch: KernelLauncher, x: Any, dy: Any, approximate: str = "none") -> Any:
     y = launch.xp.empty_like(x)
-    launch.launch_packs("gelu_recompute", x.size, x, dy, y, x.size, approximate == "tanh")
+    launch.launch_packs("recompute_gelu_and_backward", x.size, x, dy, y, x.size, approximate == "tanh")
     return y
 
 
@@ -447,7 +447,7 @@ def _attention_of_each_sample_into(
     """
     xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
     scores, p = xp.empty((h, t, n), dtype=launch.wide), xp.empty((h, t, n), dtype=q.dtype)
-    turns = _slice_heads_without_sharing(h, shared)
+    turns = _slice_heads_with_distinct_key_heads(h, shared)
     for i in range(b):
         for heads in turns:
             run_batched_gemm_into(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
@@ -464,7 +464,7 @@ def _attention_backward_of_each_sample_into(
     xp, (b, h, t, _), (_, shared, n, d) = launch.xp, q.shape, k.shape
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
     p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
-    turns = _slice_heads_without_sharing(h, shared)
+    turns = _slice_heads_with_distinct_key_heads(h, shared)
     # the gradient of a key head is summed over the query heads that share it
     sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]
     for i in range(b):
@@ -483,7 +483,7 @@ def _attention_backward_of_each_sample_into(
             store(launch, x, out[i].swapaxes(0, 1))
 
 
-def _slice_heads_without_sharing(heads: int, shared: int) -> list[slice]:
+def _slice_heads_with_distinct_key_heads(heads: int, shared: int) -> list[slice]:
     """Divide the query heads of grouped-query attention into slices in which no two query heads use the same key head.
 
     `shared` is the number of key heads."""
@@ -510,15 +510,15 @@ def add_widened(launch: KernelLauncher, x: Any, out: Any) -> None:
 
 
 @register_gpu_kernel("real any")
-def square_sums(launch: KernelLauncher, flat: Any, grain: int) -> Any:
+def sum_squares_of_blocks(launch: KernelLauncher, flat: Any, grain: int) -> Any:
     out = launch.xp.empty(-(-flat.size // grain), dtype=np.float64)
-    launch("square_sums", (out.size,), flat, out, flat.size, int(grain), threads=SUM_LANES)
+    launch("sum_squares_of_blocks", (out.size,), flat, out, flat.size, int(grain), threads=SUM_LANES)
     return out
 
 
 @register_gpu_kernel("real")
 def square_sum(launch: KernelLauncher, flat: Any) -> float:
-    sums, out = square_sums(launch, flat, BLOCK), launch.xp.empty((), dtype=np.float64)
+    sums, out = sum_squares_of_blocks(launch, flat, BLOCK), launch.xp.empty((), dtype=np.float64)
     launch("add_sums", (1,), sums, out, sums.size, threads=SUM_LANES)
     return float(out)
 
@@ -533,7 +533,7 @@ def drop(launch: KernelLauncher, x: Any, numbers: Any, p: float) -> tuple[Any, A
     y, keep = launch.xp.empty_like(x), launch.xp.empty(x.shape, dtype=bool)
     capture = get_active_capture()
     # in a graph, the kernel reads the position of the random numbers from memory, because each step has other numbers
-    at = None if capture is None else capture.place_numbers(numbers)
+    at = None if capture is None else capture.make_random_position_on_device(numbers)
     given = x.size, at, int(numbers.start), *numbers.keys, np.float32(p), dropout_scale(p)
     launch.launch_elements("drop", -(-x.size // 4) + 1, x, y, keep, *given)
     return y, keep
@@ -598,13 +598,13 @@ def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: 
     if weight is not None:
         flat, parts = _view_by_group(dy, strides[4]), []
         for some, cells, columns in _iterate_im2col_matrices(launch, x, strides, tuple(dy.shape[2:])):
-            parts.append(_sum_products_over_samples(launch, flat[some, ..., cells], columns.swapaxes(2, 3)))
+            parts.append(_sum_matmuls_over_samples(launch, flat[some, ..., cells], columns.swapaxes(2, 3)))
         _write_or_add_gradient(weight, sum(parts[1:], parts[0]).reshape(weight[0].shape))
     if bias is not None:
         _write_or_add_gradient(bias, _compute_channel_sums(launch, 1, launch.xp.ascontiguousarray(dy)))
 
 
-def _sum_products_over_samples(launch: KernelLauncher, a: Any, b: Any) -> Any:
+def _sum_matmuls_over_samples(launch: KernelLauncher, a: Any, b: Any) -> Any:
     """Return a @ b, summed over samples, with shape (groups, m, n).
 
     For a single group, long sums are computed sample by sample, because in a batched product, cuBLAS does not split a
@@ -757,7 +757,7 @@ def channel_squares(launch: KernelLauncher, x: Any, mean: Any) -> Any:
 
 
 @register_gpu_kernel("real real double double")
-def channel_sums_with(launch: KernelLauncher, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
+def channel_gradient_sums(launch: KernelLauncher, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
     return _compute_channel_sums(launch, 2, x, dy, mean, rstd)
 
 
@@ -777,13 +777,15 @@ def _compute_channel_sums(
 
 
 @register_gpu_kernel("double double? real? wide? wide? any any any")
-def batch_norm_scales(
+def batch_norm_scales_and_running_stats(
     launch: KernelLauncher, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float,
     eps: float, momentum: float,
 ) -> tuple[Any, Any]:  # fmt: skip
     rstd, scale = launch.xp.empty_like(squares), launch.xp.empty_like(squares)
     given, n = (squares, mean, weight, running_mean, running_var, rstd, scale), rstd.size
-    launch.launch_elements("batch_norm_scales", n, *given, n, float(count), float(eps), float(momentum))
+    launch.launch_elements(
+        "batch_norm_scales_and_running_stats", n, *given, n, float(count), float(eps), float(momentum)
+    )
     return rstd, scale
 
 
@@ -806,11 +808,13 @@ def channel_affine(launch: KernelLauncher, x: Any, mean: Any, scale: Any, shift:
 
 
 @register_gpu_kernel("real real double double double double")
-def channel_norm_backward(
+def channel_norm_backward_input(
     launch: KernelLauncher, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any
 ) -> Any:
     dx, channels = launch.xp.empty_like(dy), (mean, scale, along, across)
-    launch.launch_elements("channel_norm_backward", x.size, dy, x, dx, *channels, x.size, x.shape[1], _count_cells(x))
+    launch.launch_elements(
+        "channel_norm_backward_input", x.size, dy, x, dx, *channels, x.size, x.shape[1], _count_cells(x)
+    )
     return dx
 
 
@@ -845,7 +849,7 @@ def _copy_matrix_to_gpu(launch: KernelLauncher, matrix: Any) -> tuple[Any, ...]:
 
 
 @register_gpu_kernel("real")
-def group_norm_moments(launch: KernelLauncher, x: Any) -> Any:
+def channel_means_and_square_deviations(launch: KernelLauncher, x: Any) -> Any:
     rows = x.reshape(1, -1, *x.shape[2:])  # each channel of each sample becomes a channel of its own
     mean = _compute_channel_sums(launch, 1, rows) / max(_count_cells(x), 1)
     squares = _compute_channel_sums(launch, 1, rows, None, mean)

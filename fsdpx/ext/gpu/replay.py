@@ -23,7 +23,7 @@ from fsdpx.ext.gpu.capture import Capture, GraphMemory, copy_into_fixed_memory, 
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 from fsdpx.ext.gpu.recording import Kept, RecordedCall, Recording, UnitCall, UnitPart
 
-__all__ = ["MAX_RECORDINGS", "ReplayObserver"]
+__all__ = ["MAX_RECORDINGS", "CudaGraphObserver"]
 
 KINDS = frozenset({"step", "accumulate", "local"})
 """Kinds of programs that are replayed. The results of other programs are arrays, which belong to the caller."""
@@ -37,7 +37,7 @@ MAX_RECORDINGS = 4
 Arrays = dict[int, Any]
 
 
-class ReplayObserver(Observer):
+class CudaGraphObserver(Observer):
     """Engine observer that records the forward and backward passes of units as CUDA graphs, and launches them.
 
     Attributes
@@ -62,7 +62,7 @@ class ReplayObserver(Observer):
 
     def wrap_unit_functions(self, functions: UnitFunctions) -> UnitFunctions:
         """Choose the recording of the program that is about to run, or begin one. Return functions that use it."""
-        self._finish_run()
+        self._count_run_or_restart_recording()
         program = self._engine.last_program
         assert program is not None
         self._now = self._get_or_begin_recording(program) if program.kind in KINDS else None
@@ -112,7 +112,7 @@ class ReplayObserver(Observer):
         )
         return batch, id(program), (state.arena.generation, state.frozen, state.seed)
 
-    def _finish_run(self) -> None:
+    def _count_run_or_restart_recording(self) -> None:
         """Count the previous run if it was complete. If it was the run that records, begin to record again if it was
         incomplete, or if units must be split in another way."""
         now = self._now
@@ -164,7 +164,7 @@ class ReplayObserver(Observer):
     def _backward(
         self, run: Any, unit: Unit, envs: Any, params: Any, grads: Any, saved: Any, dvalues: Arrays, constant: Any
     ) -> None:
-        for part, held, inner in self._iterate_backward(unit, saved, dvalues):
+        for part, held, inner in self._iterate_unit_parts_backward(unit, saved, dvalues):
             at = part.nodes
             function = partial(_run_backward, run, part.unit, envs[at], params[at], grads[at], inner, constant)
             self._run_call(UnitCall(function, part.unit, inner, params[at], grads[at], held), part)
@@ -173,19 +173,21 @@ class ReplayObserver(Observer):
         self, run: Any, unit: Unit, envs: Any, params: Any, saved: Any, dvalues: Arrays, constant: Any = ()
     ) -> list[Any]:
         found = []
-        for part, held, inner in self._iterate_backward(unit, saved, dvalues):
+        for part, held, inner in self._iterate_unit_parts_backward(unit, saved, dvalues):
             at = part.nodes
             function = partial(_run_backward, run, part.unit, envs[at], params[at], None, inner, constant)
             found.append(self._run_call(UnitCall(function, part.unit, inner, params[at], (), held), part))
         return found[0] if len(found) == 1 else found[::-1]
 
     def _backward_params(self, run: Any, unit: Unit, envs: Any, grads: Any, kept: Any) -> None:
-        for part, held, inner in self._iterate_backward(unit, kept, {}):
+        for part, held, inner in self._iterate_unit_parts_backward(unit, kept, {}):
             at = part.nodes
             function = partial(_run_backward_params, run, part.unit, envs[at], grads[at])
             self._run_call(UnitCall(function, part.unit, inner, (), grads[at], held), part)
 
-    def _iterate_backward(self, unit: Unit, saved: Any, dvalues: Arrays) -> Iterator[tuple[UnitPart, Any, Arrays]]:
+    def _iterate_unit_parts_backward(
+        self, unit: Unit, saved: Any, dvalues: Arrays
+    ) -> Iterator[tuple[UnitPart, Any, Arrays]]:
         """Yield the parts of a unit, last part first, with what they have saved and the gradients that they need. After
         each part, put its gradients into `dvalues`."""
         parts = self._get_parts(unit)
@@ -207,7 +209,7 @@ class ReplayObserver(Observer):
         if recorded is not None:
             why = recorded.find_mismatch(call)
             if not why:
-                return self._launch_call(recorded, call)
+                return self._launch_graph_of_call(recorded, call)
             if isinstance(call.saved, Kept):
                 raise RuntimeError(f"{why}, but its forward pass was replayed: use replay=False")
             self._report(f"unit {call.unit.name!r}: {why}")
@@ -286,7 +288,7 @@ class ReplayObserver(Observer):
         self._copy_values_to_send(call.values)
         return result
 
-    def _launch_call(self, recorded: RecordedCall, call: UnitCall) -> Any:
+    def _launch_graph_of_call(self, recorded: RecordedCall, call: UnitCall) -> Any:
         for number, fixed in recorded.inputs.items():
             given = call.values[number]
             if given.data.ptr != fixed.data.ptr:

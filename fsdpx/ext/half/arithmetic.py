@@ -8,7 +8,7 @@ from fsdpx.errors import install_hint, warn
 from fsdpx.ext.half import matmul
 from fsdpx.nn.linearize import LayerList
 
-__all__ = ["choose_float16_precision", "find_library_and_warn"]
+__all__ = ["choose_float16_precision", "find_matmul_library_and_warn"]
 
 
 def choose_float16_precision() -> Precision:
@@ -19,7 +19,7 @@ def choose_float16_precision() -> Precision:
     return Precision("float16", loss_scale="dynamic")
 
 
-def find_library_and_warn(formats: Precision, model: LayerList, is_warning_rank: bool) -> dict[str, str]:
+def find_matmul_library_and_warn(formats: Precision, model: LayerList, is_warning_rank: bool) -> dict[str, str]:
     """Return the name of the library that multiplies matrices in the compute dtype of `formats`, as a dict
     {description: name}. All ranks must use the same library, because results depend on it; an error message about a
     mismatch contains the description.

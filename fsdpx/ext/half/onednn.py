@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.blas.libraries import list_library_files, load_shared_library
+from fsdpx.core.array.blas.libraries import list_candidate_library_files, load_shared_library
 
 __all__ = ["OneDNN", "load_onednn"]
 
@@ -143,7 +143,7 @@ class OneDNN:
 @functools.cache
 def load_onednn() -> OneDNN | None:
     """Load oneDNN from the wheel that the extra `onednn` installs, or return None if that fails."""
-    for path in list_library_files("onednn"):
+    for path in list_candidate_library_files("onednn"):
         try:
             return OneDNN(path)
         except (OSError, AttributeError):

@@ -16,7 +16,7 @@ from fsdpx.core.array import blas, kernels
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.nn.gradient_accumulation import linear_forward
 
-__all__ = ["NATIVE_KERNELS", "RESHAPES", "fuse_operations", "run_attention"]
+__all__ = ["NATIVE_KERNELS", "RESHAPES", "fuse_gelu_and_norm_with_linear", "run_aten_attention_with_own_kernel"]
 
 aten: Any = torch.ops.aten
 SUPPORTED_DTYPES = (torch.float32, torch.float64)
@@ -61,7 +61,7 @@ def run_norm_linear(
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def run_attention(
+def run_aten_attention_with_own_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
@@ -84,7 +84,7 @@ knows the strides that its own operations produce in one process, but fsdpx's op
 different strides. Exported graphs never write in place, so a copy is as good as a view."""
 
 
-def fuse_operations(graph: fx.Graph) -> None:
+def fuse_gelu_and_norm_with_linear(graph: fx.Graph) -> None:
     """Fuse each GELU or layer norm in a graph with the linear layer that reads its result, if nothing else reads it."""
     for node in graph.nodes:
         source = node.args[0] if node.target is run_linear else None
@@ -137,7 +137,7 @@ class _Linear(torch.autograd.Function):
         dx = np.empty(a.shape, a.dtype) if inner else None
         if dx is not None and ctx.gelu is not None:
             blas.gemm(dx, dy, w)
-            a = kernels.gelu_recompute(np, a, dx, ctx.gelu)
+            a = kernels.recompute_gelu_and_backward(np, a, dx, ctx.gelu)
         elif ctx.gelu is not None:
             a = kernels.gelu(np, a, ctx.gelu)
         dw = np.empty_like(w) if outer else None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdpx.core.array.kernels.memory_order import put_channels_last
-from fsdpx.nn.gradient_accumulation import add_sum_into
+from fsdpx.nn.gradient_accumulation import add_sum_over_dims_into
 from fsdpx.nn.init import ones
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params
 from fsdpx.nn.linear import Linear
@@ -85,7 +85,7 @@ class ChannelParameter(Layer):
         if "" in g:
             (d,), one = kept, math.prod(self.shape) == 1
             dims = tuple(range(d.ndim)) if one else (0, *range(2, d.ndim))
-            add_sum_into(env.xp, g[""].reshape(() if one else -1), d, dims)
+            add_sum_over_dims_into(env.xp, g[""].reshape(() if one else -1), d, dims)
 
     def _reshape_to_broadcast(self, p: Params, x: Array) -> Array:
         return p[""].reshape(1, -1, *(1,) * (x.ndim - 2))

@@ -31,7 +31,7 @@ from fsdpx.core.base.environment import read_environment as environment
 from fsdpx.core.base.messages import TIMER_NAME, reporting_if_slow
 from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches
 from fsdpx.errors import ConfigError
-from fsdpx.ext.interop.aten_kernels import RESHAPES, fuse_operations
+from fsdpx.ext.interop.aten_kernels import RESHAPES, fuse_gelu_and_norm_with_linear
 from fsdpx.ext.interop.initial_values import InitialValues
 from fsdpx.ext.interop.module import AutogradLayer, Run, TorchModule, is_norm, make_initial_values, select_output
 from fsdpx.ext.interop.tensors import to_tensor
@@ -93,7 +93,7 @@ class OperationGraph:
             args, kwargs = (_replace_numbers_by_nodes(at, given) for given in (node.args, dict(node.kwargs)))
             target = f"x{number}" if node.op == INPUT else node.target
             at.append(made.create_node(node.op, RESULT if node.op == RESULT else target, args, kwargs))
-        fuse_operations(made)
+        fuse_gelu_and_norm_with_linear(made)
         return fx.GraphModule({name: graph.to_graph_module() for name, graph in self.inner.items()}, made)
 
 
@@ -269,7 +269,7 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     if child == 0:
         _write_result_and_exit(writer, work)
     os.close(writer)
-    text = _read_pipe_until(reader, time.monotonic() + EXPORT_TIMEOUT_SECONDS)
+    text = _read_pipe_until_deadline(reader, time.monotonic() + EXPORT_TIMEOUT_SECONDS)
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     with suppress(ChildProcessError):  # there is no child to wait for if SIGCHLD is ignored
@@ -291,7 +291,7 @@ def _write_result_and_exit(writer: int, work: Callable[[], ModuleLayout]) -> Any
         os._exit(status)
 
 
-def _read_pipe_until(reader: int, deadline: float) -> bytes:
+def _read_pipe_until_deadline(reader: int, deadline: float) -> bytes:
     parts = list[bytes]()
     with os.fdopen(reader, "rb", buffering=0) as given:
         while (left := deadline - time.monotonic()) > 0:
@@ -395,7 +395,7 @@ def _make_module_layout(
 ) -> ModuleLayout:
     modules = dict(module.named_modules())
     plan = _ExportPlan(_export_module(module, example, output), modules, _make_unit_predicate(units, modules))
-    found = [plan.make_unit(segment) for segment in plan.find_segments()]
+    found = [plan.make_unit(segment) for segment in plan.group_operations_by_unit()]
     return ModuleLayout(found, [value.name for value in plan.inputs], plan.result.name, plan.borrowed)
 
 
@@ -472,7 +472,7 @@ class _ExportPlan:
         self._of: dict[fx.Node, _ExportSegment] = {}
         self._segments: dict[str, _ExportSegment] = {}
 
-    def find_segments(self) -> list[_ExportSegment]:
+    def group_operations_by_unit(self) -> list[_ExportSegment]:
         """Group the operations by unit, and return the groups with their results, in the order in which they run."""
         found = self._segments
         for node in self._program.graph.nodes:
@@ -500,14 +500,14 @@ class _ExportPlan:
             reads = self.inputs[:1]  # a layer needs at least one input, from which it takes the number of samples
         parameters = [n for n in needed if n in self._parameters]
         constants = [n for n in needed if n in self._constants]
-        graph = self._make_operation_graph(segment, needed, [*reads, *parameters, *constants], reads)
+        graph = self._make_unit_operation_graph(segment, needed, [*reads, *parameters, *constants], reads)
         named = [(self._resolve_local_parameter_name(segment.name, n), self._parameters[n]) for n in parameters]
         held = [self._constants[n] for n in constants]
         names = [node.name for node in reads]
         shapes = UnitShapes([describe_tensor(node) for node in reads], describe_tensor(segment.result))
         return ModuleUnit(segment.name, names, segment.result.name, named, held, graph, shapes)
 
-    def _make_operation_graph(
+    def _make_unit_operation_graph(
         self, segment: _ExportSegment, needed: Sequence[fx.Node], given: Sequence[fx.Node], reads: Sequence[fx.Node]
     ) -> OperationGraph:
         """Return the graph of a unit's operations, as a function of the values `given`."""

@@ -80,7 +80,7 @@ class FunctionCall:
         tensor: torch.Tensor = self.args[0] if self.args else self.kwargs["input"]
         return tensor
 
-    def get_field(self) -> FieldValue:
+    def get_field_argument(self) -> FieldValue:
         """Return the first argument as a value. Raises NoTwinError unless it has cells, and channels in dim 1."""
         value = self.steps.get_value(self.x)
         if value.channels_last or value.unit_cells or self.x.ndim < 3:
@@ -90,7 +90,7 @@ class FunctionCall:
     def apply(self, layer: Layer | None) -> FieldValue:
         """Return the result of a layer that acts on the field given as the first argument. If `layer` is None, return
         the field unchanged."""
-        value = self.get_field()
+        value = self.get_field_argument()
         return value if layer is None else FieldValue(self.steps.add_step(layer, value.name))
 
 
@@ -133,7 +133,7 @@ def _convert_arithmetic(call: FunctionCall) -> FieldValue:
     if name[0] == "r":
         a, b, name = b, a, name[1:]
     if isinstance(b, Real) or isinstance(a, Real):
-        return _combine_with_number(call.steps, name, a, b)
+        return _convert_operation_with_number(call.steps, name, a, b)
     if call.steps.find_parameter(b):
         return _combine_with_parameter(call.steps, name, a, b)
     if call.steps.find_parameter(a) and name != "div":
@@ -168,10 +168,14 @@ def _broadcast(
     alike = s.shape[:2] == x.shape[:2] and (scalars.unit_cells or math.prod(s.shape[2:]) == 1)
     if field.unit_cells or x.ndim < 3 or not alike or field.channels_last:
         raise NoTwinError(_describe_shapes(x, s))
-    return FieldValue(steps.add_step(BroadcastScalars(name != "mul"), field.name, _to_unit_cells(steps, scalars).name))
+    return FieldValue(
+        steps.add_step(
+            BroadcastScalars(name != "mul"), field.name, _convert_one_cell_field_to_scalars(steps, scalars).name
+        )
+    )
 
 
-def _to_unit_cells(steps: Steps, value: FieldValue) -> FieldValue:
+def _convert_one_cell_field_to_scalars(steps: Steps, value: FieldValue) -> FieldValue:
     """Convert a field of one cell to scalars (samples, n). Return the new value; its tensor still has the dims of a
     field."""
     if value.unit_cells:
@@ -183,7 +187,7 @@ def _negate_value(steps: Steps, value: FieldValue) -> FieldValue:
     return replace(value, name=steps.add_step(nn.Scale(-1.0), value.name), mean_of="")
 
 
-def _combine_with_number(steps: Steps, name: str, a: Any, b: Any) -> FieldValue:
+def _convert_operation_with_number(steps: Steps, name: str, a: Any, b: Any) -> FieldValue:
     number, is_second = (b, True) if isinstance(b, Real) else (a, False)
     value, number = steps.get_value(a if is_second else b), float(number)
     if name == "div" and not is_second:
@@ -215,7 +219,7 @@ def _combine_with_parameter(steps: Steps, name: str, x: Any, w: Any, turned: Fie
 
 
 def _convert_negation(call: FunctionCall) -> FieldValue:
-    return _combine_with_number(call.steps, "mul", call.x, -1.0)
+    return _convert_operation_with_number(call.steps, "mul", call.x, -1.0)
 
 
 def _convert_power(call: FunctionCall) -> FieldValue:
@@ -252,7 +256,7 @@ def _convert_permutation(call: FunctionCall) -> FieldValue:
 
 def _convert_reduction(call: FunctionCall) -> FieldValue:
     """Convert a mean, sum or maximum over all cells."""
-    dims, value = call.get(1, "dim"), call.get_field()
+    dims, value = call.get(1, "dim"), call.get_field_argument()
     dims = (dims,) if isinstance(dims, int) else dims
     cells = list(range(2, call.x.ndim))
     if dims is None or sorted(d % call.x.ndim for d in dims) != cells:
@@ -286,7 +290,7 @@ def _convert_expand(call: FunctionCall) -> FieldValue:
     if before == after:
         return value
     if before == (*after[:2], *(1,) * (len(after) - 2)) and not value.channels_last:
-        return _to_unit_cells(call.steps, value)
+        return _convert_one_cell_field_to_scalars(call.steps, value)
     raise NoTwinError("only values (samples, channels, 1, ...) can be repeated for all cells")
 
 
@@ -302,7 +306,7 @@ def _convert_interpolation(call: FunctionCall) -> FieldValue:
     size, factor, mode = call.get(1, "size"), call.get(2, "scale_factor"), call.get(3, "mode", "nearest")
     if call.get(6, "antialias", False):
         raise NoTwinError("antialias=True is not known here; use AvgPool first")
-    call.get_field()
+    call.get_field_argument()
     if size is not None or call.get(5, "recompute_scale_factor"):
         pairs = list(zip(call.x.shape[2:], call.result.shape[2:], strict=True))
         divides = all(m % n == 0 for n, m in pairs)
@@ -364,7 +368,7 @@ def _convert_avg_pool(call: FunctionCall) -> FieldValue:
 
 
 def _convert_adaptive_avg_pool(call: FunctionCall) -> FieldValue:
-    value, cells = call.get_field(), tuple(call.result.shape[2:])
+    value, cells = call.get_field_argument(), tuple(call.result.shape[2:])
     found = call.apply(make_dim_layer("AdaptiveAvgPool", len(cells), cells))
     return replace(found, mean_of=value.name if set(cells) == {1} else "")
 

@@ -102,7 +102,7 @@ def _describe(value: Any) -> Any:
 def _make_inputs(module: torch.nn.Module, example: Sequence[Any], grid: Grid, samples: int) -> list[torch.Tensor]:
     """Return input tensors without data for a module: fields of the size of the grid, and scalars (samples, n).
     Batch norms of one sample with one cell fail, so `samples` is at least 2."""
-    shapes = [tuple(a.shape) for a in example] or [(1, _guess_channels(module), *grid.shape)]
+    shapes = [tuple(a.shape) for a in example] or [(1, _guess_input_channel_count(module), *grid.shape)]
     fields = sum(len(shape) > 2 for shape in shapes)
     parts = list(grid.input_partitions)
     if fields == 0 or len(parts) not in (1, fields) or min(map(len, shapes)) < 2:
@@ -116,7 +116,7 @@ def _make_inputs(module: torch.nn.Module, example: Sequence[Any], grid: Grid, sa
     return [torch.empty(shape, dtype=dtype, device="meta") for shape in wide]
 
 
-def _guess_channels(module: torch.nn.Module) -> int:
+def _guess_input_channel_count(module: torch.nn.Module) -> int:
     """Return the number of input channels of the first layer of a module."""
     for one in module.modules():
         for name in ("in_channels", "num_features", "num_channels", "in_features"):

@@ -231,7 +231,7 @@ def select_output(result: Any, output: str | int | None, caller: str) -> torch.T
     if output is None and hasattr(result, "logits"):
         output = "logits"
     if isinstance(output, str):
-        names = _list_output_names(result)
+        names = _list_output_keys(result)
         if output not in names:
             there = f"there are {', '.join(map(str, names))}" if names else f"it gives {type(result).__name__}"
             raise ConfigError(f"{caller}: forward returns no {output!r}; {there}")
@@ -245,7 +245,7 @@ def select_output(result: Any, output: str | int | None, caller: str) -> torch.T
     return result
 
 
-def _list_output_names(result: Any) -> list[Any]:
+def _list_output_keys(result: Any) -> list[Any]:
     """Return the values of `output` that select a part of the result of a module's `forward`."""
     if isinstance(result, Mapping):
         return list(result)

@@ -30,11 +30,11 @@ def adapt_torch(model: Any, loss: Any, domain: Any = None) -> tuple[Any, Any]:
     Anything else is returned unchanged. If `domain` is a grid, the module is converted to layers that run over this
     grid."""
     is_module = isinstance(model, torch.nn.Module)
-    layer = from_torch(model, domain=domain if _is_grid(domain) else None) if is_module else model
+    layer = from_torch(model, domain=domain if _is_grid_domain(domain) else None) if is_module else model
     return layer, TorchLoss(loss) if isinstance(loss, torch.nn.Module) else loss
 
 
-def _is_grid(domain: Any) -> bool:
+def _is_grid_domain(domain: Any) -> bool:
     if domain is None:
         return False
     from fsdpx.ext.fields.grid import Grid  # only with a domain, because other jobs need no fields
@@ -81,7 +81,7 @@ def from_torch(
         several tensors; with `domain`, for a layer or function that no layer of fsdpx computes on a part of a field
     """
     if domain is not None:
-        if not _is_grid(domain):
+        if not _is_grid_domain(domain):
             raise ConfigError(f"from_torch(domain=...) takes a fsdpx.Grid, not {type(domain).__name__}")
         if units is not None or output is not None:
             raise ConfigError(

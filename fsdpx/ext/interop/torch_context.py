@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError
-from fsdpx.ext.interop.aten_kernels import NATIVE_KERNELS, run_attention
+from fsdpx.ext.interop.aten_kernels import NATIVE_KERNELS, run_aten_attention_with_own_kernel
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.nn.layer import LayerContext
 
@@ -167,7 +167,9 @@ def _apply_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    return run_attention(q, k, v, mask, dropout_p if _now.env.training else 0.0, is_causal, **options)
+    return run_aten_attention_with_own_kernel(
+        q, k, v, mask, dropout_p if _now.env.training else 0.0, is_causal, **options
+    )
 
 
 def _call_with_grad_mode(enabled: bool, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -146,7 +146,7 @@ def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear])
     return found, turned
 
 
-def _get_rank_and_alpha(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
+def _make_peft_rank_and_alpha(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
     """Return the rank and alpha of the adapters as a dict whose keys are PEFT's names.
 
     Both are read from the first layer, because `nn.add_lora` gives all layers the same rank and alpha."""
@@ -158,7 +158,7 @@ def _write_adapter_files(
     path: Path, adapted: dict[str, LoRALinear], tensors: dict[str, np.ndarray], turned: bool, base_model: str
 ) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    config = _get_rank_and_alpha(adapted) | {
+    config = _make_peft_rank_and_alpha(adapted) | {
         "peft_type": "LORA", "base_model_name_or_path": base_model or None, "bias": "none", "fan_in_fan_out": turned,
         "inference_mode": True, "init_lora_weights": True, "lora_dropout": next(iter(adapted.values())).dropout,
         "target_modules": sorted({_get_layer_name(name) for name in tensors}), "task_type": None,
@@ -180,7 +180,7 @@ def _get_layer_name(name: str) -> str:
 
 def _require_same_adapter(path: Path, adapted: dict[str, LoRALinear], names: dict[str, str]) -> None:
     found = read_json_object(path / CONFIG)
-    for key, value in _get_rank_and_alpha(adapted).items():
+    for key, value in _make_peft_rank_and_alpha(adapted).items():
         if found.get(key) != value:
             raise CheckpointError(
                 f"{CONFIG} has {key} {found.get(key)}, the model {value}: pass the same to nn.add_lora"

@@ -12,7 +12,7 @@ from fsdpx.core.array import kernels
 from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import Container, require_layer
-from fsdpx.nn.gradient_accumulation import add_matmul_gradient, as_rows, linear_forward, matmul_in_dtype
+from fsdpx.nn.gradient_accumulation import add_matmul_gradient, as_rows, linear_forward, matmul_in_dtype_of_first
 from fsdpx.nn.init import uniform
 from fsdpx.nn.layer import (
     Array,
@@ -120,7 +120,7 @@ class LoRALinear(Linear):
             (
                 *saved,
                 dy,
-                self.compute_low_rank_gradient(env, p, dy),
+                self.compute_low_rank_output_gradient(env, p, dy),
                 p[ADAPTER_NAMES[0]],
                 self._apply_dropout(env, saved[0])[1],
             ),
@@ -128,9 +128,9 @@ class LoRALinear(Linear):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved  # in an MLP, only the shape of x is valid here: the MLP overwrites x before backward_params
-        inside = self.compute_low_rank_gradient(env, p, dy)
-        dx = matmul_in_dtype(env.xp, as_rows(dy), p["weight"]).reshape(x.shape)
-        low = matmul_in_dtype(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
+        inside = self.compute_low_rank_output_gradient(env, p, dy)
+        dx = matmul_in_dtype_of_first(env.xp, as_rows(dy), p["weight"]).reshape(x.shape)
+        low = matmul_in_dtype_of_first(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
         mask = self._apply_dropout(env, x)[1]
         dx += low if mask is None else kernels.drop_backward(env.xp, low, mask, self.dropout)
         # A is copied, because the parameter may be freed before `backward_params` needs it
@@ -166,7 +166,7 @@ class LoRALinear(Linear):
         y += linear_forward(env.xp, z, p[ADAPTER_NAMES[1]], None).reshape(y.shape)
         return y
 
-    def compute_low_rank_gradient(self, env: LayerContext, p: Params, dy: Array) -> Array:
+    def compute_low_rank_output_gradient(self, env: LayerContext, p: Params, dy: Array) -> Array:
         """Return the gradient of `x @ A.T`, the intermediate result between the adapter's two matrices.
 
         Parameters
@@ -180,7 +180,7 @@ class LoRALinear(Linear):
         array
             (rows, rank), with all dims but the last flattened into rows
         """
-        inside = matmul_in_dtype(env.xp, as_rows(dy), p[ADAPTER_NAMES[1]])
+        inside = matmul_in_dtype_of_first(env.xp, as_rows(dy), p[ADAPTER_NAMES[1]])
         inside *= self.scale
         return inside
 
@@ -288,14 +288,16 @@ class _ShardedLoRA(ShardedLinear):
         self.low.backward_params(env, g, kept)
 
     def _make_kept_values(self, env: LayerContext, p: Params, x: Array, dy: Array) -> Any:
-        return x, dy, self.low.compute_low_rank_gradient(env, p, dy), p[ADAPTER_NAMES[0]].copy(), None
+        return x, dy, self.low.compute_low_rank_output_gradient(env, p, dy), p[ADAPTER_NAMES[0]].copy(), None
 
     def _multiply_shard(self, env: LayerContext, p: Params, x: Array, bias: Array | None) -> Array:
         return self.low.add_adapter_output(env, p, x, super()._multiply_shard(env, p, x, bias))
 
     def _compute_input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
         dx = super()._compute_input_gradient_rows(env, p, dy)
-        dx += matmul_in_dtype(env.xp, self.low.compute_low_rank_gradient(env, p, dy), p[ADAPTER_NAMES[0]])
+        dx += matmul_in_dtype_of_first(
+            env.xp, self.low.compute_low_rank_output_gradient(env, p, dy), p[ADAPTER_NAMES[0]]
+        )
         return dx
 
 

@@ -146,12 +146,12 @@ class AggregateSenders(GraphLayer):
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         graph = self.graph
         require_node_features(self, x, graph.row_count if self.has_ghosts else graph.nodes)
-        y = graph.sum_of_senders(env, x if self.has_ghosts else append_ghosts(env, graph, self, x))
+        y = graph.sum_features_of_senders(env, x if self.has_ghosts else append_ghosts(env, graph, self, x))
         return (y * graph.compute_inverse_in_degrees(env, y.dtype) if self._is_mean(env) else y), ()
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         graph = self.graph
-        dx = graph.sum_of_receivers(
+        dx = graph.sum_receiver_values_per_sender(
             env, dy * graph.compute_inverse_in_degrees(env, dy.dtype) if self._is_mean(env) else dy
         )
         return (dx if self.has_ghosts else append_ghosts_backward(env, graph, dx)), ()

@@ -16,8 +16,8 @@ from fsdpx.ext.meshes.graph_building import GraphArguments, raise_first_error
 from fsdpx.ext.meshes.splitting import assign_parts
 
 __all__ = [
-    "parse_count", "parse_graph", "parse_integers", "parse_mask", "parse_or_raise_on_all_ranks", "parse_whole_graph",
-    "require_same_choices", "require_same_graph", "to_array",
+    "as_integer_array", "parse_count", "parse_graph", "parse_or_raise_on_all_ranks", "parse_owned_mask",
+    "parse_whole_graph", "require_same_argument_kinds", "require_same_graph", "to_array",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def parse_count(name: str, given: Any, of: str) -> int:
     return count
 
 
-def parse_integers(name: str, given: Any, dims: int) -> np.ndarray:
+def as_integer_array(name: str, given: Any, dims: int) -> np.ndarray:
     """Return `given`, which must contain integers >= 0, as an int64 array with `dims` dims. [] stands for an array
     without elements."""
     array = to_array(name, given)
@@ -72,7 +72,7 @@ def parse_integers(name: str, given: Any, dims: int) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def parse_mask(given: Any, count: int) -> np.ndarray | None:
+def parse_owned_mask(given: Any, count: int) -> np.ndarray | None:
     """Return the argument `owned_mask` as a bool array, or None if it is not given."""
     if given is None:
         return None
@@ -88,7 +88,7 @@ def parse_graph(
     undirected: bool | None,
 ) -> GraphArguments:  # fmt: skip
     """Return this rank's arguments as `GraphArguments`. Raise ConfigError if they are inconsistent."""
-    table = parse_integers("edges", edges, 2)
+    table = as_integer_array("edges", edges, 2)
     table = table.reshape(2, 0) if table.shape == UNKNOWN else table
     if table.shape[0] != 2:
         raise ConfigError(f"edges must be (2, edges), rows of senders and receivers, got {table.shape}: transpose it")
@@ -98,8 +98,8 @@ def parse_graph(
     if (twice > 1).any():
         raise ConfigError(f"node {values[twice > 1][0]} has two rows: give each node once")
     count = numbers.size if owned is None else int(owned.sum())
-    places = _parse_features("positions", positions, {numbers.size, count})
-    features = _parse_features("edge_features", edge_features, {table.shape[1]})
+    places = _convert_features_to_array("positions", positions, {numbers.size, count})
+    features = _convert_features_to_array("edge_features", edge_features, {table.shape[1]})
     if owned is None and places is not None and len(places) != numbers.size:
         raise ConfigError("positions must have all rows")
     if not isinstance(undirected, bool | np.bool_ | None):
@@ -124,13 +124,13 @@ def parse_whole_graph(
     given = parse_graph(numbers, numbers >= 0, edges, positions, edge_features, undirected)
     if parts is None:
         return given, assign_parts(method, ranks, count, given.edges, given.positions)
-    chosen = parse_integers("parts", parts, 1)
+    chosen = as_integer_array("parts", parts, 1)
     if chosen.size != count or (count and chosen.max() >= ranks):
         raise ConfigError(f"parts must be {count} numbers of ranks, from 0 to {ranks - 1}")
     return given, chosen
 
 
-def require_same_choices(comm: Any, given: GraphArguments) -> GraphArguments:
+def require_same_argument_kinds(comm: Any, given: GraphArguments) -> GraphArguments:
     """Return this rank's arguments, in which empty arrays get the number of columns that the other ranks have. Raise
     ConfigError on all ranks unless all of them pass the same kinds of arguments. Collective."""
     widths = {
@@ -161,7 +161,7 @@ def require_same_graph(comm: Any, given: GraphArguments, parts: np.ndarray) -> N
                 raise ConfigError(f"Partition.split: rank {rank} passes other {name} than rank 0: pass the same graph")
 
 
-def _parse_features(name: str, given: Any, rows: set[int]) -> np.ndarray | None:
+def _convert_features_to_array(name: str, given: Any, rows: set[int]) -> np.ndarray | None:
     """Return `given` as a float64 array, or None if it is None. Its number of rows must be one of `rows`."""
     if given is None:
         return None

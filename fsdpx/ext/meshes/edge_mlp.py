@@ -11,11 +11,11 @@ import numpy as np
 
 from fsdpx.core.array import kernels
 from fsdpx.ext.meshes.ghosts import start_appending_ghosts, start_appending_ghosts_backward
-from fsdpx.ext.meshes.kernels import add_gathered_rows
+from fsdpx.ext.meshes.kernels import add_indexed_rows
 from fsdpx.ext.meshes.local_graph import GraphLayer, has_no_data, require_node_features
 from fsdpx.nn.activation import make_activation
 from fsdpx.nn.container import Composite
-from fsdpx.nn.gradient_accumulation import as_rows, claim_gradient, linear_forward, matmul_in_dtype
+from fsdpx.nn.gradient_accumulation import as_rows, claim_gradient, linear_forward, matmul_in_dtype_of_first
 from fsdpx.nn.init import uniform
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
 from fsdpx.nn.linear import Linear
@@ -49,7 +49,7 @@ class _SplitWeight:
         if (into := claim_gradient(g, "weight")) is not None:
             weight, add = into
             for (slope, x), out in zip(pairs, self.split_weight(weight), strict=True):
-                found = matmul_in_dtype(env.xp, as_rows(slope).T, as_rows(x))
+                found = matmul_in_dtype_of_first(env.xp, as_rows(slope).T, as_rows(x))
                 out[...] = out + found if add else found
         if (into := claim_gradient(g, "bias")) is not None:
             kernels.sum_rows(env.xp, as_rows(dy), *into)
@@ -73,7 +73,7 @@ class EdgeLinear(_SplitWeight, GraphLayer):
     reads = ("nodes", "edges")
     gives = "edges"
     n_inputs = 2
-    kernel_names = ("add_gathered_rows", "linear", "segment_sum", "sum_rows")
+    kernel_names = ("add_indexed_rows", "linear", "segment_sum", "sum_rows")
 
     def __init__(self, node_features: int, edge_features: int, out_features: int) -> None:
         require_positive(self, node_features=node_features, edge_features=edge_features, out_features=out_features)
@@ -108,7 +108,7 @@ class EdgeLinear(_SplitWeight, GraphLayer):
         if has_no_data(env):
             return y
         senders, receivers = (self.graph.get_on_device(env, name) for name in ("senders", "receivers"))
-        summed: Array = add_gathered_rows(env.xp, y, of_senders, senders, of_receivers, receivers)
+        summed: Array = add_indexed_rows(env.xp, y, of_senders, senders, of_receivers, receivers)
         return summed
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
@@ -118,12 +118,12 @@ class EdgeLinear(_SplitWeight, GraphLayer):
         dsenders = graph.sum_at_senders(env, dy)
         finish = None if self.has_ghosts else start_appending_ghosts_backward(env, graph, dsenders)
         dreceivers = graph.sum_at_receivers(env, dy)
-        dedges = matmul_in_dtype(xp, as_rows(dy), of_edge).reshape(edges.shape)
+        dedges = matmul_in_dtype_of_first(xp, as_rows(dy), of_edge).reshape(edges.shape)
         if finish is not None:
             dsenders = finish()
-        dx = matmul_in_dtype(xp, as_rows(dsenders), of_sender).reshape(nodes.shape)
+        dx = matmul_in_dtype_of_first(xp, as_rows(dsenders), of_sender).reshape(nodes.shape)
         own = (dy.shape[0], graph.nodes, self.node_features)
-        dx[:, : graph.nodes] += matmul_in_dtype(xp, as_rows(dreceivers), of_receiver).reshape(own)
+        dx[:, : graph.nodes] += matmul_in_dtype_of_first(xp, as_rows(dreceivers), of_receiver).reshape(own)
         return (dx, dedges), (nodes, edges, dsenders, dreceivers, dy)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
@@ -238,7 +238,7 @@ class PairLinear(_SplitWeight, Layer):
         return y.reshape(*a.shape[:-1], self.out_features), x
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
-        slopes = [matmul_in_dtype(env.xp, as_rows(dy), weight) for weight in self.split_weight(p["weight"])]
+        slopes = [matmul_in_dtype_of_first(env.xp, as_rows(dy), weight) for weight in self.split_weight(p["weight"])]
         return tuple(dx.reshape(x.shape) for dx, x in zip(slopes, saved, strict=True)), (*saved, dy)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:

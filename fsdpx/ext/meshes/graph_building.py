@@ -181,7 +181,7 @@ def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Tabl
     places = [np.flatnonzero(home == r) for r in range(size)]
     table = np.stack([numbers, claims], axis=1)
     found = exchange_arrays(comm, [table[rows] for rows in places])
-    answers, error = _answer_as_directory(found, given.owned is None)
+    answers, error = _look_up_node_owners_for_ranks(found, given.owned is None)
     seen = np.unique(np.concatenate(found)[:, 0])
     totals = all_gather_plain_data(comm, (int(seen.size), int(seen.max(initial=-1)), error))
     if not any(text for *_, text in totals) and sum(n for n, *_ in totals) != max(m for _, m, _ in totals) + 1:
@@ -193,13 +193,13 @@ def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Tabl
     owners = np.empty(numbers.size, np.int64)
     for rows, answer in zip(places, exchange_arrays(comm, answers), strict=True):
         owners[rows] = answer[:, 0]
-    raise_first_error(comm, _find_wrong_owner(given, owners))
+    raise_first_error(comm, _explain_wrong_owner(given, owners))
     if given.positions is not None:
         _require_equal_positions(comm, rank, size, given, owners)
     return owners
 
 
-def _answer_as_directory(found: Sequence[Table], shared: bool) -> tuple[list[Table], str]:
+def _look_up_node_owners_for_ranks(found: Sequence[Table], shared: bool) -> tuple[list[Table], str]:
     """Return the owners of the nodes that each rank asked about, as one array per rank, and an error message. The
     message is "" unless a node has several owners or none.
 
@@ -226,7 +226,7 @@ def _answer_as_directory(found: Sequence[Table], shared: bool) -> tuple[list[Tab
     return np.split(answers, np.cumsum([len(table) for table in found])[:-1]), error
 
 
-def _find_wrong_owner(given: GraphArguments, owners: Table) -> str:
+def _explain_wrong_owner(given: GraphArguments, owners: Table) -> str:
     """Return an error message about the first row whose owner differs from the one that the caller passed, or "" if
     there is none."""
     if given.owners is None:
@@ -272,7 +272,7 @@ def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners
         features = np.concatenate([features, features])
     numbers = given.numbers
     ends = numbers[senders], numbers[receivers]
-    repeats = np.zeros(senders.size, np.int64) if given.undirected else _count_repeats(*ends)
+    repeats = np.zeros(senders.size, np.int64) if given.undirected else _count_earlier_duplicate_edges(*ends)
     edges = _Edges(*ends, owners[senders], repeats, features)
     home = owners[receivers]
     places = [np.flatnonzero(home == r) for r in range(size)]
@@ -285,11 +285,11 @@ def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners
     keys = found[order][:, [0, 1, 3]]
     is_first = np.ones(len(keys), bool)
     is_first[1:] = (keys[1:] != keys[:-1]).any(axis=1)
-    _require_equal_features(comm, everyone, order, order[is_first][np.cumsum(is_first) - 1], source)
+    _require_equal_edge_features(comm, everyone, order, order[is_first][np.cumsum(is_first) - 1], source)
     return everyone.take(order[is_first]), EdgeRoutes(places, order[is_first])
 
 
-def _require_equal_features(comm: Any, edges: _Edges, rows: Table, first: Table, source: Table) -> None:
+def _require_equal_edge_features(comm: Any, edges: _Edges, rows: Table, first: Table, source: Table) -> None:
     """Raise ConfigError on all ranks if ranks pass different features for the same edge. Features are compared with
     those of the lowest rank that passes the edge.
 
@@ -309,7 +309,7 @@ def _require_equal_features(comm: Any, edges: _Edges, rows: Table, first: Table,
     raise_first_error(comm, text, names_rank=False)
 
 
-def _count_repeats(senders: Table, receivers: Table) -> Table:
+def _count_earlier_duplicate_edges(senders: Table, receivers: Table) -> Table:
     """Return, for each edge, how many earlier edges have the same sender and receiver."""
     order = np.lexsort((senders, receivers))
     a, b = senders[order], receivers[order]

@@ -11,7 +11,13 @@ from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
 from fsdpx.ext.meshes.kernels import segment_softmax, segment_softmax_backward
 from fsdpx.ext.meshes.local_graph import GraphLayer, has_no_data, require_node_features
 from fsdpx.nn.container import Composite
-from fsdpx.nn.gradient_accumulation import add_matmul_gradient, add_sum_into, as_rows, linear_forward, matmul_in_dtype
+from fsdpx.nn.gradient_accumulation import (
+    add_matmul_gradient,
+    add_sum_over_dims_into,
+    as_rows,
+    linear_forward,
+    matmul_in_dtype_of_first,
+)
 from fsdpx.nn.init import uniform, zeros
 from fsdpx.nn.layer import Array, LayerContext, ParameterSpec, Params, require_positive
 from fsdpx.nn.linear import Linear
@@ -129,7 +135,7 @@ class GATConv(GraphLayer):
         dwide = dwide + (at_senders[..., None] * p["att_src"]).reshape(dwide.shape)
         dh = dwide if self.has_ghosts else append_ghosts_backward(env, graph, dwide)
         dh[:, : graph.nodes] += (at_receivers[..., None] * p["att_dst"]).reshape(samples, graph.nodes, wide.shape[2])
-        dx = matmul_in_dtype(xp, as_rows(dh), p["lin.weight"]).reshape(x.shape)
+        dx = matmul_in_dtype_of_first(xp, as_rows(dh), p["lin.weight"]).reshape(x.shape)
         return dx, (x, wide, dh, at_senders, at_receivers, dy)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
@@ -142,6 +148,6 @@ class GATConv(GraphLayer):
             ("att_dst", per_head[:, : graph.nodes], at_receivers),
         ):
             if name in g:
-                add_sum_into(env.xp, g[name], (values * slope[..., None]).reshape(-1, 1, *heads), 0)
+                add_sum_over_dims_into(env.xp, g[name], (values * slope[..., None]).reshape(-1, 1, *heads), 0)
         if "bias" in g:
-            add_sum_into(env.xp, g["bias"], as_rows(dy), 0)
+            add_sum_over_dims_into(env.xp, g["bias"], as_rows(dy), 0)

@@ -57,7 +57,7 @@ class _BetweenLevels(Layer, TakesRows):
     link: LocalGraph | None = None
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        request.require_no_mark(self)
+        request.require_no_tensor_plan_mark(self)
         (kind,), made = request.kinds, copy(self)
         found = self.level.find_node_map(kind)
         source, result = (found.fine, found.coarse) if self.reads_fine else (found.coarse, found.fine)

@@ -12,8 +12,8 @@ import numpy as np
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.over_parts import PartitionedModel
 from fsdpx.ext.meshes.kernels import segment_sum
-from fsdpx.ext.meshes.node_loss import bind_loss_to_nodes
-from fsdpx.ext.meshes.over_mesh import TakesRows, partition_model_of_mesh
+from fsdpx.ext.meshes.node_loss import bind_loss_to_local_nodes
+from fsdpx.ext.meshes.over_mesh import TakesRows, partition_mesh_model
 from fsdpx.nn.layer import Array, Layer, LayerContext, ShardedLayer
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext, bind_partition
@@ -94,7 +94,7 @@ class LocalGraph:
         features = np.zeros((0, edge_features))
         return cls(*part[:3], none, none, none, none, none, none, none, features, sends, receives)
 
-    def replace_with(self, other: LocalGraph) -> None:
+    def copy_attributes_from(self, other: LocalGraph) -> None:
         """Take over all attributes of another graph, so that the layers that hold this one compute on that graph."""
         version = self.version + 1
         vars(self).clear()
@@ -153,16 +153,16 @@ class LocalGraph:
         order = self.get_on_device(env, "sender_order")
         return segment_sum(env.xp, values, self.get_on_device(env, "sender_offsets"), order, self.max_out_degree)
 
-    def sum_of_senders(self, env: LayerContext, x: Array) -> Array:
+    def sum_features_of_senders(self, env: LayerContext, x: Array) -> Array:
         """Return, for each node, the sum of x (samples, rows, features) over the senders of its incoming edges."""
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.nodes, x.shape[2]), dtype=x.dtype)
         senders = self.get_on_device(env, "senders")
         return segment_sum(env.xp, x, self.get_on_device(env, "offsets"), senders, self.max_in_degree)
 
-    def sum_of_receivers(self, env: LayerContext, x: Array) -> Array:
+    def sum_receiver_values_per_sender(self, env: LayerContext, x: Array) -> Array:
         """Return, for each row, the sum of x (samples, nodes, features) over the receivers of its outgoing edges. This
-        is the adjoint of `sum_of_senders`."""
+        is the adjoint of `sum_features_of_senders`."""
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.row_count, x.shape[2]), dtype=x.dtype)
         offsets = self.get_on_device(env, "sender_offsets")
@@ -222,9 +222,9 @@ class MeshPartition(FieldPartition):
     def can_run_unchanged(self, layer: Any) -> bool:
         return layer.acts_on in ("element", "position") and not (layer.needs_all_positions() or layer.looks_up)
 
-    def explain_refusal(self, layer: Any) -> str:
+    def explain_unsupported_layer(self, layer: Any) -> str:
         if layer.acts_on not in ("element", "position"):
-            return super().explain_refusal(layer)
+            return super().explain_unsupported_layer(layer)
         if layer.looks_up:
             return "its result has a dim more than values of nodes: use nn.OneHot and nn.Linear instead"
         return "needs all rows of a sample, or their order (Layer.needs_all_positions), which depends on the partition"
@@ -237,12 +237,12 @@ class MeshPartition(FieldPartition):
         return array.transpose(0, 2, 1)
 
     def bind_loss(self, loss: Loss) -> Loss:
-        return bind_loss_to_nodes(loss, self.cuts)
+        return bind_loss_to_local_nodes(loss, self.cuts)
 
     def partition_model(self, model: Layer) -> PartitionedModel:
         """Return the model that each rank runs on its part of the mesh. This object describes how node values are
         distributed."""
-        return partition_model_of_mesh(model, self)
+        return partition_mesh_model(model, self)
 
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
         """Return random numbers for this rank's nodes or edges. They depend only on global numbers, not on the
@@ -271,7 +271,7 @@ class GraphLayer(Layer, TakesRows):
         return self.parts is not None and self.parts.kind == "ghosts"
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        request.require_no_mark(self)
+        request.require_no_tensor_plan_mark(self)
         location = f"{request.path!r} {self!r}"
         for wanted, kind in zip(self.reads, request.kinds, strict=True):
             if not isinstance(kind, MeshPartition):

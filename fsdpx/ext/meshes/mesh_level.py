@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.errors import ConfigError
-from fsdpx.ext.meshes.arguments import parse_integers, parse_or_raise_on_all_ranks
+from fsdpx.ext.meshes.arguments import as_integer_array, parse_or_raise_on_all_ranks
 from fsdpx.ext.meshes.graph_building import GraphArguments, build_local_graph, exchange_arrays, find_rows
 from fsdpx.ext.meshes.levels import LevelLink
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition, PartSizes
@@ -46,7 +46,7 @@ class MeshLevel:
         def parse() -> np.ndarray:
             if (coarse.dims[0], other) != (size, rank):
                 raise ConfigError(f"{coarse} and {fine} must have the same ranks in the same order")
-            found = parse_integers("numbers", numbers, 1)
+            found = as_integer_array("numbers", numbers, 1)
             if found.size != fine.graph.nodes or found.max(initial=-1) >= coarse.total_nodes:
                 raise ConfigError(
                     f"numbers: give {fine.graph.nodes} numbers of nodes below {coarse.total_nodes}, got {found.size}, "
@@ -57,7 +57,7 @@ class MeshLevel:
         given = parse_or_raise_on_all_ranks(comm, parse)
         self.fine, self.coarse = fine, coarse
         link = _build_link(comm, rank, size, coarse, fine, given)
-        self.shares = 1.0 / np.maximum(_exchange_counts(comm, size, link), 1)
+        self.shares = 1.0 / np.maximum(_exchange_fine_node_counts(comm, size, link), 1)
         self._sizes = [PartSizes(*sizes) for sizes in all_gather_plain_data(comm, tuple(link.sizes))]
         self._links = [LevelLink(link, fine.partition, coarse.partition)]
 
@@ -109,7 +109,7 @@ def _build_link(comm: Any, rank: int, size: int, coarse: Partition, fine: Partit
     )  # fmt: skip
 
 
-def _exchange_counts(comm: Any, size: int, link: LocalGraph) -> np.ndarray:
+def _exchange_fine_node_counts(comm: Any, size: int, link: LocalGraph) -> np.ndarray:
     """Return, as (nodes,), the number of fine nodes that belong to each coarse node of this rank. Collective."""
     here = np.diff(link.sender_offsets)
     pieces = [here[:0, None]] * size

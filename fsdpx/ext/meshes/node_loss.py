@@ -12,14 +12,14 @@ from fsdpx.nn.layer import Array, LayerContext
 from fsdpx.nn.losses import CellWeights, Loss, LossSum, WrappedLoss, require_one_output
 from fsdpx.nn.shard_specs import Cuts, FieldPartition
 
-__all__ = ["NodeLoss", "bind_loss_to_nodes"]
+__all__ = ["NodeLoss", "bind_loss_to_local_nodes"]
 
 
-def bind_loss_to_nodes(loss: Loss, cuts: tuple[Cuts, ...]) -> Loss:
+def bind_loss_to_local_nodes(loss: Loss, cuts: tuple[Cuts, ...]) -> Loss:
     """Return `loss`, adapted to this rank's nodes. `cuts` describes how the nodes are divided over the ranks. A loss
     for fields, or one with weights, sees features as channels, and nodes as the cells of a field."""
     if isinstance(loss, LossSum):
-        return LossSum([(factor, bind_loss_to_nodes(term, cuts)) for factor, term in loss.terms])
+        return LossSum([(factor, bind_loss_to_local_nodes(term, cuts)) for factor, term in loss.terms])
     if isinstance(loss, PhysicsLoss) or (isinstance(loss, FieldLoss) and loss.needs_grid):
         raise ConfigError(f"{loss!r} needs the cells of a grid, and cannot be computed on a mesh")
     weights = getattr(loss, "weights", None)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from fsdpx.core.comm.mesh import MeshAxes
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.multi_output import bind_loss_to_outputs
+from fsdpx.ext.fields.multi_output import adapt_loss_to_output_kinds
 from fsdpx.ext.fields.split_samples import SplitSamples
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition
 from fsdpx.nn.gradient_accumulation import has_integer_dtype
@@ -100,7 +100,7 @@ class NodeSamples(SplitSamples):
         return [
             self._to_model_layout(a, kind, text)
             if isinstance(kind, MeshPartition)
-            else self.to_model_scalars(a, text, batched)
+            else self.convert_caller_scalars_for_model(a, text, batched)
             for a, text, kind in zip(arrays, called, self.input_kinds, strict=True)
         ]
 
@@ -111,8 +111,8 @@ class NodeSamples(SplitSamples):
         there may be as many samples as nodes."""
         kind = self.output_kinds[index]
         if not isinstance(kind, MeshPartition):
-            return self.to_model_scalars(array, name, batched)
-        rows = self._get_row_counts(kind)
+            return self.convert_caller_scalars_for_model(array, name, batched)
+        rows = self._get_row_counts_without_and_with_ghosts(kind)
         with_samples = array.ndim == 2 and (batched or array.shape[0] not in rows)
         if has_integer_dtype(array) and (array.ndim == 1 or with_samples):
             if array.shape[-1] not in rows:
@@ -128,7 +128,7 @@ class NodeSamples(SplitSamples):
         return y
 
     def bind_loss(self, loss: Loss) -> Loss:
-        return bind_loss_to_outputs(loss, self.output_kinds)
+        return adapt_loss_to_output_kinds(loss, self.output_kinds)
 
     def get_output_domain(self) -> Domain | tuple[Domain | None, ...]:
         assert isinstance(self.partition, Domain)
@@ -142,11 +142,11 @@ class NodeSamples(SplitSamples):
 
     def _to_model_layout(self, array: Any, kind: MeshPartition, name: str) -> Any:
         whole = array[:, None] if array.ndim == 1 else array
-        if whole.ndim not in (2, 3) or whole.shape[-2] not in self._get_row_counts(kind):
+        if whole.ndim not in (2, 3) or whole.shape[-2] not in self._get_row_counts_without_and_with_ghosts(kind):
             raise self._make_shape_error(array, name, kind)
         return self._take_owned_rows(whole if whole.ndim == 3 else whole[None], kind)
 
-    def _get_row_counts(self, kind: MeshPartition) -> tuple[int, int]:
+    def _get_row_counts_without_and_with_ghosts(self, kind: MeshPartition) -> tuple[int, int]:
         """Return the numbers of rows that an array may have without and with ghosts. Arrays of edges, and of the nodes
         of a coarser mesh, have no rows for ghosts."""
         if kind.graph is self.partition.graph and kind.kind == "nodes":
@@ -155,11 +155,11 @@ class NodeSamples(SplitSamples):
         return rows, rows
 
     def _take_owned_rows(self, array: Any, kind: MeshPartition) -> Any:
-        owned, both = self._get_row_counts(kind)
+        owned, both = self._get_row_counts_without_and_with_ghosts(kind)
         return array if owned == both else self.partition.take_owned_rows(array)
 
     def _make_shape_error(self, array: Any, name: str, kind: MeshPartition) -> DataError:
-        owned, both = self._get_row_counts(kind)
+        owned, both = self._get_row_counts_without_and_with_ghosts(kind)
         if kind.kind == "edges":
             return DataError(
                 f"{name} has shape {tuple(array.shape)}, but this rank has {self.partition.graph.edges} edges: give "

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from fsdpx.errors import ConfigError
-from fsdpx.ext.fields.over_parts import PartitionedModel, TakesScalars, require_no_mixed_inputs
+from fsdpx.ext.fields.over_parts import PartitionedModel, TakesScalars, require_all_fields_or_all_scalars
 from fsdpx.ext.fields.rollout import Rollout
 from fsdpx.nn.container import Container, list_input_names
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 from fsdpx.nn.shard_specs import Kind, Replicated, bind_partition
 from fsdpx.nn.tensor_plan import Redistribution, ShardingWalk
 
-__all__ = ["TakesRows", "partition_model_of_mesh"]
+__all__ = ["TakesRows", "partition_mesh_model"]
 
 
 class TakesRows:
@@ -27,14 +27,14 @@ class TakesRows:
     """What the rows of the result are: "nodes", "ghosts" (nodes with ghosts) or "edges"."""
 
 
-def partition_model_of_mesh(model: Layer, nodes: Any) -> PartitionedModel:
+def partition_mesh_model(model: Layer, nodes: Any) -> PartitionedModel:
     """Convert a model of a whole mesh to the model that each rank runs on its part. `nodes` is the `MeshPartition` of
     node values. Communicates nothing.
 
     Outputs may also be values of the nodes of a coarser mesh. Raises ConfigError with the path of the first layer that
     cannot run on a part, or if an output is neither values of nodes nor scalars."""
-    inputs = _find_input_kinds(model, nodes)
-    walk = ShardingWalk(1, None, {}, (require_no_mixed_inputs, _plan_ghost_drops))
+    inputs = _find_input_distributions(model, nodes)
+    walk = ShardingWalk(1, None, {}, (require_all_fields_or_all_scalars, _plan_ghost_drops))
     made, outputs = walk.shard_layer(model, "", inputs)
     if any(getattr(kind, "kind", "nodes") != "nodes" for kind in outputs):
         found = ", ".join(map(str, outputs))
@@ -71,7 +71,7 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistributio
     ]
 
 
-def _find_input_kinds(model: Layer, nodes: Any) -> list[Kind]:
+def _find_input_distributions(model: Layer, nodes: Any) -> list[Kind]:
     """Return how each input of a model is distributed. `nodes` describes how node values are distributed.
 
     The inputs and outputs of a layer are of the same kind, unless the layer changes the kind, as `Aggregate` does.
@@ -80,7 +80,7 @@ def _find_input_kinds(model: Layer, nodes: Any) -> list[Kind]:
     run on a part."""
     values = _Values()
     inputs = [values.add() for _ in list_input_names(model)]
-    values.trace_layer(model, inputs, nodes)
+    values.record_kinds_of_layer(model, inputs, nodes)
     found = [values.get_kind(one) for one in inputs]
     if all(kind == "scalars" for kind in found):
         return [nodes] * len(found)
@@ -108,7 +108,7 @@ class _Values:
         if kind:
             self._kinds.setdefault(self._find_representative(value), kind)
 
-    def join_kinds(self, values: Sequence[int]) -> int:
+    def record_same_kind(self, values: Sequence[int]) -> int:
         """Record that `values` are all of the same kind, and return a value that represents them."""
         first = self._find_representative(values[0])
         for other in map(self._find_representative, values[1:]):
@@ -117,17 +117,17 @@ class _Values:
                 self.set_kind(first, self._kinds.pop(other, ""))
         return first
 
-    def trace_layer(self, layer: Layer, given: Sequence[int], nodes: Any) -> list[int]:
+    def record_kinds_of_layer(self, layer: Layer, given: Sequence[int], nodes: Any) -> list[int]:
         """Record what a layer implies about the kinds of its inputs `given`, and return the numbers of its outputs."""
         if isinstance(layer, Container):
             known = dict(zip(layer.inputs, given, strict=True))
             for step in layer.steps:
-                results = self.trace_layer(step.layer, [known[source] for source in step.sources], nodes)
+                results = self.record_kinds_of_layer(step.layer, [known[source] for source in step.sources], nodes)
                 known.update(zip(step.gives, results, strict=True))
             return [known[name] for name in layer.outputs]
         if isinstance(layer, Rollout):
             layer.require_ghost_cells(nodes)
-            return [self.join_kinds([given[0], *self.trace_layer(layer.net, given, nodes)])]
+            return [self.record_same_kind([given[0], *self.record_kinds_of_layer(layer.net, given, nodes)])]
         if isinstance(layer, TakesRows):
             for value, rows in zip(given, layer.reads, strict=True):
                 self.set_kind(value, rows)
@@ -140,7 +140,7 @@ class _Values:
             if i in scalars or not unchanged:
                 self.set_kind(value, "scalars")
         rest = [value for i, value in enumerate(given) if i not in scalars]
-        return [self.join_kinds(rest) if rest else self.add()]
+        return [self.record_same_kind(rest) if rest else self.add()]
 
     def _find_representative(self, value: int) -> int:
         while self._parents[value] != value:

@@ -19,16 +19,16 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
-from fsdpx.ext.fields.local_arrays import require_local_arrays
+from fsdpx.ext.fields.local_arrays import require_arrays_fit_local_part
 from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.ext.meshes.arguments import (
+    as_integer_array,
     parse_count,
     parse_graph,
-    parse_integers,
-    parse_mask,
     parse_or_raise_on_all_ranks,
+    parse_owned_mask,
     parse_whole_graph,
-    require_same_choices,
+    require_same_argument_kinds,
     require_same_graph,
     to_array,
 )
@@ -44,11 +44,11 @@ from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition, PartSizes
 from fsdpx.ext.meshes.node_samples import NodeSamples
 from fsdpx.ext.meshes.solver_meshes import (
     SolverMesh,
-    exchange_cell_neighbors,
+    exchange_facets_and_list_cell_edges,
+    get_meshio_points_and_edges,
     list_edges_of_cells,
     read_dmplex,
     read_dolfinx_space,
-    read_meshio,
 )
 from fsdpx.ext.meshes.splitting import count_part_sizes
 from fsdpx.nn.layer import Layer
@@ -102,12 +102,12 @@ class Partition(Domain):
         first = sum(all_gather_plain_data(comm, count)[:rank])
 
         def parse() -> GraphArguments:
-            numbers = np.concatenate([np.arange(first, first + count), parse_integers("ghosts", ghosts, 1)])
+            numbers = np.concatenate([np.arange(first, first + count), as_integer_array("ghosts", ghosts, 1)])
             mask = np.arange(numbers.size) < count
             given = parse_graph(numbers, mask, edges, positions, edge_features, undirected)
             if owners is None:
                 return given
-            of_ghosts = parse_integers("owners", owners, 1)
+            of_ghosts = as_integer_array("owners", owners, 1)
             if count + of_ghosts.size != numbers.size:
                 raise ConfigError(f"owners has {of_ghosts.size} ranks for {numbers.size - count} ghosts")
             return given._replace(owners=np.concatenate([np.full(count, rank), of_ghosts]))
@@ -130,8 +130,10 @@ class Partition(Domain):
         """
 
         def parse() -> GraphArguments:
-            found = parse_integers("numbers", numbers, 1)
-            return parse_graph(found, parse_mask(owned_mask, found.size), edges, positions, edge_features, undirected)
+            found = as_integer_array("numbers", numbers, 1)
+            return parse_graph(
+                found, parse_owned_mask(owned_mask, found.size), edges, positions, edge_features, undirected
+            )
 
         return cls._make(_open(comm), parse)
 
@@ -156,13 +158,13 @@ class Partition(Domain):
         """
 
         def parse() -> GraphArguments:
-            rows = parse_integers("cells", cells, 2)
+            rows = as_integer_array("cells", cells, 2)
             if numbers is None:
                 found, inverse = np.unique(rows, return_inverse=True)
                 rows = inverse.reshape(rows.shape)
             else:
-                found = parse_integers("numbers", numbers, 1)
-            mask, edges = parse_mask(owned_mask, found.size), list_edges_of_cells(rows, pairs)
+                found = as_integer_array("numbers", numbers, 1)
+            mask, edges = parse_owned_mask(owned_mask, found.size), list_edges_of_cells(rows, pairs)
             return parse_graph(found, mask, edges, positions, None, True)
 
         return cls._make(_open(comm), parse)
@@ -223,7 +225,7 @@ class Partition(Domain):
         edges, numbers, owned, rows = mesh.edges, mesh.numbers, mesh.owned, mesh.numbers.size
         positions = parse_or_raise_on_all_ranks(comm, lambda: to_array("positions", mesh.positions))
         if mesh.facets is not None:
-            edges, numbers = exchange_cell_neighbors(comm, get_rank_and_size(comm)[1], mesh)
+            edges, numbers = exchange_facets_and_list_cell_edges(comm, get_rank_and_size(comm)[1], mesh)
             owned = np.concatenate([owned, np.zeros(numbers.size - rows, bool)])
             if positions.shape[:1] == (rows,):
                 positions = positions[mesh.owned]
@@ -279,7 +281,7 @@ class Partition(Domain):
         """
 
         def read() -> WholeGraph:
-            places, edges = read_meshio(mesh)
+            places, edges = get_meshio_points_and_edges(mesh)
             return len(places), edges, parts, method, places if positions is None else positions, None, True
 
         return cls._split(comm, read)
@@ -356,7 +358,7 @@ class Partition(Domain):
         ------
         ConfigError : if `nodes`, `edges` and `ghosts` are empty or differ in length
         """
-        columns = [parse_integers(name, given, 1).tolist()
+        columns = [as_integer_array(name, given, 1).tolist()
                    for name, given in (("nodes", nodes), ("edges", edges), ("ghosts", ghosts))]  # fmt: skip
         ranks = len(columns[0])
         if not ranks or {ranks} != {*map(len, columns)}:
@@ -379,7 +381,7 @@ class Partition(Domain):
         The caller's arrays have only the first `rows` of the rows in these arguments. If `rows` is None, they have all
         rows."""
         rank, size = get_rank_and_size(comm)
-        given = require_same_choices(comm, parse_or_raise_on_all_ranks(comm, parse))
+        given = require_same_argument_kinds(comm, parse_or_raise_on_all_ranks(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
         self._set_part(built.parts, rank, built.graph)
         self._routes, self._passed_edges = built.routes, -1 if given.undirected else given.edges.shape[1]
@@ -421,18 +423,18 @@ class Partition(Domain):
         comm, own = self.comm, self.numbers
 
         def parse() -> GraphArguments:
-            table = parse_integers("edges", edges, 2)
+            table = as_integer_array("edges", edges, 2)
             numbers = np.concatenate([own, np.setdiff1d(table, own)])
             if numbers.max(initial=-1) >= self.total_nodes:
                 raise ConfigError(f"edges has node {numbers.max()}, but there are {self.total_nodes} nodes")
             rows, mask = find_rows(numbers, table), np.arange(numbers.size) < own.size
             return parse_graph(numbers, mask, rows, positions, edge_features, undirected)
 
-        given = require_same_choices(comm, parse_or_raise_on_all_ranks(comm, parse))
+        given = require_same_argument_kinds(comm, parse_or_raise_on_all_ranks(comm, parse))
         built = build_local_graph(comm, self.rank, self.dims[0], given)
-        self.graph.replace_with(built.graph)
+        self.graph.copy_attributes_from(built.graph)
         self._parts, self.total_edges = built.parts, sum(part.edges for part in built.parts)
-        self._joined_graph.replace_with(self._make_joined_graph())
+        self._joined_graph.copy_attributes_from(self._make_joined_graph())
         self._routes, self._passed_edges = built.routes, -1 if given.undirected else given.edges.shape[1]
 
     def close(self) -> None:
@@ -512,10 +514,10 @@ class Partition(Domain):
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> NodeSamples:
         made = self.partition.partition_model(model)
-        require_local_arrays(made.model, lambda parts: (getattr(parts, "graph", self.graph).nodes,))
+        require_arrays_fit_local_part(made.model, lambda parts: (getattr(parts, "graph", self.graph).nodes,))
         return NodeSamples(self, made.inputs, made.outputs, axes)
 
-    def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
+    def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         if mesh.domain not in ((), self.dims):
             raise ConfigError(f"Mesh(domain={mesh.domain}): the partition has {self.dims[0]} ranks; omit one of them")
         if self._comm is None:  # a dry run uses groups of consecutive data ranks

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.errors import ConfigError
-from fsdpx.ext.meshes.arguments import parse_integers
+from fsdpx.ext.meshes.arguments import as_integer_array
 from fsdpx.ext.meshes.graph_building import exchange_arrays, find_rows
 
 __all__ = [
-    "SolverMesh", "exchange_cell_neighbors", "list_edges_of_cells", "read_dmplex", "read_dolfinx_space", "read_meshio",
+    "SolverMesh", "exchange_facets_and_list_cell_edges", "get_meshio_points_and_edges", "list_edges_of_cells",
+    "read_dmplex", "read_dolfinx_space",
 ]  # fmt: skip
 
 Table = np.ndarray
@@ -114,13 +115,13 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
     return SolverMesh(dm.comm, numbers, owned, positions, edges=ends.T - first)
 
 
-def read_meshio(mesh: Any) -> tuple[Table, Table]:
+def get_meshio_points_and_edges(mesh: Any) -> tuple[Table, Table]:
     """Return the points of a meshio mesh, (points, dims), and its edges, (2, edges), as rows of points. Dims in which
     all points have the same coordinate are left out."""
     points = np.asarray(mesh.points, np.float64)
     edges = [np.zeros((2, 0), np.int64)]
     for block in mesh.cells:
-        cells = parse_integers(f"cells of type {block.type!r}", block.data, 2)
+        cells = as_integer_array(f"cells of type {block.type!r}", block.data, 2)
         pairs = _list_ring(0, cells.shape[1]) if block.type == "polygon" else CELL_EDGES.get(block.type)
         edges.append(list_edges_of_cells(cells, pairs))
     return points[:, (points != points[:1]).any(axis=0)], np.concatenate(edges, axis=1)
@@ -130,14 +131,14 @@ def list_edges_of_cells(cells: Table, pairs: Any) -> Table:
     """Return the edges (2, edges) of `cells` (cells, nodes of a cell), which may be empty. An edge occurs once for each
     cell that has it. `pairs` is as in `Partition.from_cells`; raise ConfigError if it does not match the cells."""
     corners = cells.shape[1]
-    joined = parse_integers("pairs", [*itertools.combinations(range(corners), 2)] if pairs is None else pairs, 2)
+    joined = as_integer_array("pairs", [*itertools.combinations(range(corners), 2)] if pairs is None else pairs, 2)
     joined = joined if joined.size else joined.reshape(0, 2)
     if joined.shape[1] != 2 or (len(cells) and joined.max(initial=0) >= max(corners, 1)):
         raise ConfigError(f"pairs={pairs}: give pairs of numbers from 0 to {corners - 1}, the nodes of a cell")
     return cells[:, joined.T].transpose(1, 0, 2).reshape(2, -1) if len(cells) else np.zeros((2, 0), np.int64)
 
 
-def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Table, Table]:
+def exchange_facets_and_list_cell_edges(comm: Any, size: int, mesh: SolverMesh) -> tuple[Table, Table]:
     """Return the edges (2, edges) between cells that share a facet, as rows, and the global number of each row.
     Collective.
 

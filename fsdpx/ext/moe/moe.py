@@ -17,7 +17,7 @@ from fsdpx.nn.gradient_accumulation import (
     add_matmul_gradient,
     as_rows,
     linear_forward,
-    matmul_in_dtype,
+    matmul_in_dtype_of_first,
 )
 from fsdpx.nn.init import Init, normal
 from fsdpx.nn.layer import (
@@ -42,16 +42,8 @@ from fsdpx.nn.shard_specs import (
 )
 
 __all__ = [
-    "MoE",
-    "RoutingChoice",
-    "ShardedMoE",
-    "add_expert_gradients",
-    "apply_experts",
-    "apply_experts_backward",
-    "compute_balance_gradients",
-    "require_valid_input",
-    "route_rows",
-    "route_rows_backward",
+    "MoE", "RoutingChoice", "ShardedMoE", "add_expert_gradients", "apply_experts", "apply_experts_backward",
+    "compute_balance_gradients", "compute_router_logits_gradient", "require_valid_input", "route_rows",
     "tally_expert_choices",
 ]  # fmt: skip
 
@@ -157,8 +149,8 @@ class MoE(Layer):
         for at, one in zip(routes, found, strict=True):
             dweights[at] = one
         slopes = compute_balance_gradients(self.balance, self._all_reduce_counts(env, routes), self.active)
-        dlogits = route_rows_backward(xp, chosen, dweights, dy.dtype, slopes)
-        dx += matmul_in_dtype(xp, dlogits, p["router"])
+        dlogits = compute_router_logits_gradient(xp, chosen, dweights, dy.dtype, slopes)
+        dx += matmul_in_dtype_of_first(xp, dlogits, p["router"])
         return dx.astype(dy.dtype, copy=False).reshape(dy.shape), (rows, dlogits, kept)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
@@ -226,7 +218,9 @@ def compute_balance_gradients(balance: float, counts: Sequence[int], active: int
     return [factor * count for count in counts]
 
 
-def route_rows_backward(xp: Any, chosen: RoutingChoice, dweights: Array, dtype: Any, slopes: Sequence[float]) -> Array:
+def compute_router_logits_gradient(
+    xp: Any, chosen: RoutingChoice, dweights: Array, dtype: Any, slopes: Sequence[float]
+) -> Array:
     """Return the gradient of the router's logits, (rows, experts).
 
     `dweights` is the flattened gradient of the routing weights, and `slopes` is the result of
@@ -263,10 +257,10 @@ def apply_experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Ar
     dx, slopes, kept = xp.zeros(dy.shape, dtype=accumulation_dtype(dy.dtype)), [], []
     for e, (mine, weights, a, b) in enumerate(held):
         h, share = kernels.gated(xp, a, b), weights[:, None]
-        dh = matmul_in_dtype(xp, dy[mine], p["down"][e])
+        dh = matmul_in_dtype_of_first(xp, dy[mine], p["down"][e])
         slopes.append(xp.sum(dh * h, axis=1, dtype=dx.dtype))
         da, db = kernels.gated_backward(xp, a, b, (dh * share).astype(dy.dtype, copy=False))
-        dx[mine] += matmul_in_dtype(xp, da, p["gate"][e]) + matmul_in_dtype(xp, db, p["up"][e])
+        dx[mine] += matmul_in_dtype_of_first(xp, da, p["gate"][e]) + matmul_in_dtype_of_first(xp, db, p["up"][e])
         kept.append((mine, da, db, (dy[mine] * share).astype(dy.dtype, copy=False), h))
     return dx, slopes, kept
 
@@ -375,8 +369,10 @@ class ShardedMoE(Layer):
         dx = self._sum_results_of_choices(xp, routing, dx, darrived.dtype)
         dweights = xp.zeros((chosen.weights.size,), dtype=chosen.weights.dtype)
         dweights[routing.order] = self._all_to_all_from_experts(env, routing, there, "gradients of weights")
-        dlogits = route_rows_backward(xp, chosen, dweights, dy.dtype, self._compute_balance_gradients(routing))
-        dx += matmul_in_dtype(xp, dlogits, p["router"])
+        dlogits = compute_router_logits_gradient(
+            xp, chosen, dweights, dy.dtype, self._compute_balance_gradients(routing)
+        )
+        dx += matmul_in_dtype_of_first(xp, dlogits, p["router"])
         dx = self._all_gather_rows(env, dx.astype(dy.dtype, copy=False), dy.shape, "input gradient")
         return dx, (own, dlogits, arrived, kept)
 

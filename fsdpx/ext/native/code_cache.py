@@ -82,7 +82,7 @@ def load_code(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...
     Return None if none is stored."""
     file = _get_code_path(function, fastmath, kinds)
     code = read_with_digest(file)
-    return None if code is None else _load_machine_code(function, *marshal.loads(code))
+    return None if code is None else _load_machine_code_from_bytes(function, *marshal.loads(code))
 
 
 def store_and_load_code(
@@ -91,7 +91,7 @@ def store_and_load_code(
     """Store the machine code of a function on disk, and return it as a callable. Return None if it cannot be loaded.
 
     Write errors are ignored, since Numba's cache warns about them."""
-    entry = _load_machine_code(function, *code)
+    entry = _load_machine_code_from_bytes(function, *code)
     if entry is not None:
         file = _get_code_path(function, fastmath, kinds)
         with suppress(OSError):
@@ -171,7 +171,9 @@ def _unlock_and_close_file(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _load_machine_code(function: Any, data: bytes, start: int, inside: Any, outside: Any) -> Callable[..., Any] | None:
+def _load_machine_code_from_bytes(
+    function: Any, data: bytes, start: int, inside: Any, outside: Any
+) -> Callable[..., Any] | None:
     """Load machine code into memory, and return it as a builtin function of Python. Return None if a symbol that the
     code needs does not exist."""
     found = {name: _find_symbol_address(name) for _, name in outside}

@@ -31,7 +31,7 @@ class DiskCodeStore:
                 return known
             from fsdpx.ext.native import compile  # not imported at the top, because it imports Numba, which is slow
 
-            made = compile.compile_to_machine_code(function.get_bare_dispatcher(), kinds)
+            made = compile.compile_to_machine_code(function.get_dispatcher_without_python_entry(), kinds)
             return None if made is None else store_and_load_code(*name, made)
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:

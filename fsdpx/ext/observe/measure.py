@@ -26,7 +26,7 @@ from fsdpx.core.program import (
 from fsdpx.ext.observe.recording import TimelineRecorder, find_timeline_recorder
 
 __all__ = ["ClockReading", "MeasuredStep", "interpolate_offset", "make_action_times", "measure_clock_offset",
-           "measure_fastest_step"]  # fmt: skip
+           "measure_timeline_of_fastest_step"]  # fmt: skip
 
 Timeline = list[tuple[Action, float, float]]
 """For each action of a rank, (action, start, end), with times in seconds."""
@@ -78,7 +78,7 @@ class MeasuredStep:
         return simulate_programs(self.programs, self.machine)
 
 
-def measure_fastest_step(engine: Engine, step: Callable[[], object], steps: int = 5) -> MeasuredStep:
+def measure_timeline_of_fastest_step(engine: Engine, step: Callable[[], object], steps: int = 5) -> MeasuredStep:
     """Run a warm-up step and `steps` further steps, and return the timeline of the fastest one. Collective.
 
     These are training steps, so the parameters change."""

@@ -61,7 +61,7 @@ def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
     # key of a transfer -> pairs (time when the rank entered the transfer, rank)
     come: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for n, one in enumerate(ranks):
-        for key, begin, _, _ in _iterate_transfers(one):
+        for key, begin, _, _ in _iterate_transfer_times(one):
             come[key].append((begin, n))
     last = {key: max(some) for key, some in come.items()}
     size = len(ranks)
@@ -81,7 +81,7 @@ def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
     return WaitMatrix(matrix, spans, steps)
 
 
-def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
+def _iterate_transfer_times(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
     """Yield (key, begin, end, whether the rank was blocked) for each transfer with other ranks. Times are in seconds,
     on rank 0's clock."""
     for event in one.events:
@@ -96,7 +96,7 @@ def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
 
     If the rank was not blocked inside the transfer, it was blocked before an action that needed the result of the
     transfer."""
-    for key, begin, end, stops in _iterate_transfers(one):
+    for key, begin, end, stops in _iterate_transfer_times(one):
         if stops:
             yield key, begin, end, True
     for event in one.events:

@@ -201,7 +201,9 @@ def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
     if why := explain_missing_matplotlib():
         raise ConfigError(f"draw: {why}")
     heights = [TITLE + sum(map(panel.compute_row_height, range(len(panel.names)))) for panel in panels]
-    legend = LEGEND * (1 + (len(_list_color_names(panels)) > 7) + any(held for panel in panels for held in panel.held))
+    legend = LEGEND * (
+        1 + (len(_list_used_color_names(panels)) > 7) + any(held for panel in panels for held in panel.held)
+    )
     found = _make_blank_figure(WIDTH, whole := legend + sum(heights) + FOOT)
     found.set_facecolor(get_color("page", theme))
     last, most = max(panel.end_time for panel in panels), max(panel.memory_scale_bytes for panel in panels)
@@ -232,7 +234,7 @@ def _get_color_name(event: ActionEvent) -> str:
     return COLOR_OF_VERB.get(event.action.op, "other")
 
 
-def _list_color_names(panels: Sequence[StepLanes]) -> list[str]:
+def _list_used_color_names(panels: Sequence[StepLanes]) -> list[str]:
     """Return the names of the colors used by the boxes of these panels, in the order of `COLORS`, for the legend."""
     found = {
         _get_color_name(event)
@@ -247,7 +249,7 @@ def _list_color_names(panels: Sequence[StepLanes]) -> list[str]:
 def _draw_legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
     from matplotlib.patches import Patch
 
-    boxes = [Patch(facecolor=get_color(name, theme), label=name) for name in _list_color_names(panels)]
+    boxes = [Patch(facecolor=get_color(name, theme), label=name) for name in _list_used_color_names(panels)]
     if any(shade < 1 for panel in panels for shade in _assign_stage_shades(panel).values()):
         boxes.append(Patch(facecolor=_darken_color(get_color("other", theme), LATER), label=DARKER))
     look = {"frameon": False, "fontsize": 9.5, "handlelength": 1.0, "handleheight": 0.9, "columnspacing": 1.5}

@@ -133,10 +133,10 @@ class ValueRecorder(Observer):
                     self._later[slot] = self._at, action
                     continue
                 value = store[slot] = value.wait()
-            self._record_value(self._at, action, slot, value)
+            self._record_computed_value(self._at, action, slot, value)
         for slot in [slot for slot in self._later if not isinstance(store.get(slot), TimedTransfer)]:
             at, before = self._later.pop(slot)
-            self._record_value(at, before, slot, store.get(slot))
+            self._record_computed_value(at, before, slot, store.get(slot))
         self._at += 1
         if self._at == len(program.actions) and self.folder is not None:
             self.kept.write_last_step(self.folder)
@@ -150,7 +150,7 @@ class ValueRecorder(Observer):
             self.kept.steps.append([])
             self.kept.programs.append(f"{program.kind}: {program}")
 
-    def _record_value(self, at: int, action: Action, slot: Slot, value: Any) -> None:
+    def _record_computed_value(self, at: int, action: Action, slot: Slot, value: Any) -> None:
         assert self._program is not None
         kind, place = slot.kind, self.engine.placement
         if kind not in KIND_NAMES or value is None:
@@ -206,7 +206,7 @@ class _SlotTensors:
         elif slot.kind == "full" and isinstance(value, dict):
             for f in place.layout.pages[slot.at or 0].fields:
                 if hasattr(value.get(f.name), "reshape"):
-                    yield from self._iterate_blocks_of_parameter(f.source, f.source, 0, value[f.name].reshape(-1))
+                    yield from self._iterate_shard_blocks_of_parameter(f.source, f.source, 0, value[f.name].reshape(-1))
         elif slot.kind == "grad":
             if (flat := value.get_microbatch_buffer(action.mb or 0)) is not None:
                 yield from self._iterate_parameters_in_span(
@@ -245,9 +245,9 @@ class _SlotTensors:
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
             for f, start, part in page.iterate_fields_in_range(flat, span):
-                yield from self._iterate_blocks_of_parameter(f.source, f.source + more, start, part)
+                yield from self._iterate_shard_blocks_of_parameter(f.source, f.source + more, start, part)
 
-    def _iterate_blocks_of_parameter(self, source: str, tensor: str, start: int, part: Any) -> Iterator[Part]:
+    def _iterate_shard_blocks_of_parameter(self, source: str, tensor: str, start: int, part: Any) -> Iterator[Part]:
         layout = self.engine.placement.layout
         spec: ParameterSpec = layout.specs[source]
         held = LocalShard(tensor, part, start, spec, layout.spread.rank, layout.spread.width)

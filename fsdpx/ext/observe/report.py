@@ -24,9 +24,16 @@ from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TieGroup
 from fsdpx.core.trainer.call_runner import CallRunner
 from fsdpx.ext.observe.recording import LayerTime, find_timeline_recorder
-from fsdpx.ext.observe.routing import ExpertLoad, collect_expert_load, format_expert_load, sum_expert_load
+from fsdpx.ext.observe.routing import ExpertLoad, format_expert_load, sum_expert_load, summarize_expert_load
 
-__all__ = ["Report", "ReportSummary", "format_transfer_name", "gather_summary", "get_traffic_sizes", "make_report"]
+__all__ = [
+    "Report",
+    "ReportSummary",
+    "format_transfer_name",
+    "gather_summary",
+    "get_sizes_for_traffic_prediction",
+    "make_report",
+]
 
 NO_TIMINGS = VerbTimings()
 COLUMN_MEANINGS = """\
@@ -71,7 +78,7 @@ class ReportSummary:
         """Path of each mixture-of-experts layer -> load of its experts, summed over all ranks."""
         return sum_expert_load(report.routing for report in self.reports)
 
-    def list_timings(self, verb: str) -> list[VerbTimings]:
+    def list_timings_of_verb(self, verb: str) -> list[VerbTimings]:
         """Return the timings of one kind of action, such as all-gathers, on each rank.
 
         Parameters
@@ -98,7 +105,7 @@ class ReportSummary:
         float or None
             bytes per second; None if the verb transfers nothing
         """
-        rows = self.list_timings(verb)
+        rows = self.list_timings_of_verb(verb)
         moved, seconds = sum(one.nbytes for one in rows), sum(one.in_flight or one.seconds for one in rows)
         return moved / seconds if moved and seconds else None
 
@@ -115,17 +122,19 @@ class ReportSummary:
         float or None
             share from 0 to 1; None if the verb transfers nothing
         """
-        in_flight, busy = (sum(getattr(one, name) for one in self.list_timings(verb)) for name in ("in_flight", "busy"))
+        in_flight, busy = (
+            sum(getattr(one, name) for one in self.list_timings_of_verb(verb)) for name in ("in_flight", "busy")
+        )
         return 1 - busy / in_flight if in_flight else None
 
     def _sort_key(self, verb: str) -> float:
-        return -sum(one.seconds + one.waited for one in self.list_timings(verb))
+        return -sum(one.seconds + one.waited for one in self.list_timings_of_verb(verb))
 
     def _format_verbs(self) -> str:
         verbs = {verb for report in self.reports for verb in report.times}
         rows: list[tuple[str, ...]] = [("verb", "calls", "mean s", "max s", "waited", "bytes", "GB/s", "hidden")]
         for verb in sorted(verbs, key=self._sort_key):
-            spent = self.list_timings(verb)
+            spent = self.list_timings_of_verb(verb)
             seconds = [one.seconds for one in spent]
             moved, rate, hidden = (
                 sum(one.nbytes for one in spent),
@@ -420,7 +429,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
         units=len(place.layout.units),
         traffic=counted,
         predicted=predicted,
-        routing=collect_expert_load(place.axes.counters.tallies),
+        routing=summarize_expert_load(place.axes.counters.tallies),
         per="step" if (every := sum(times for _, times in programs)) == 1 else f"round of {every} steps",
         memory=state.count_bytes_by_kind(),
         disk=state.ledger.count_offloaded_bytes_by_kind(),
@@ -457,7 +466,7 @@ def gather_summary(host: CallRunner) -> ReportSummary:
 
 
 def _predict_traffic(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[tuple[str, str], Traffic]:
-    sizes, total = get_traffic_sizes(engine), dict[tuple[str, str], Traffic]()
+    sizes, total = get_sizes_for_traffic_prediction(engine), dict[tuple[str, str], Traffic]()
     for program, times in programs:
         for key, one in count_traffic(program, sizes).items():
             have = total.get(key, Traffic())
@@ -487,7 +496,7 @@ def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
                 )
 
 
-def get_traffic_sizes(engine: Engine) -> TrafficSizes:
+def get_sizes_for_traffic_prediction(engine: Engine) -> TrafficSizes:
     """Return the sizes of pages, messages and mesh axes that are needed to predict this rank's traffic."""
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
@@ -512,7 +521,7 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
             ("replica", "all_reduce"): {p: join for p, (_, join) in moves.items()},
             ("replica", "reduce_scatter"): {p: _list_outer_gradient_transfers(place, p) for p in place.pages},
         },
-        parts={p: place.list_optimizer_transfers(p) for p in place.stage.trained_pages},
+        parts={p: place.list_optimizer_collectives(p) for p in place.stage.trained_pages},
     )
 
 

@@ -13,10 +13,10 @@ __all__ = [
     "METRICS",
     "ExpertLoad",
     "ExpertLoadMetrics",
-    "collect_expert_load",
     "format_expert_load",
     "gather_expert_load",
     "sum_expert_load",
+    "summarize_expert_load",
 ]
 
 METRICS = ("expert_imbalance", "expert_dropped")
@@ -86,7 +86,7 @@ class ExpertLoad:
         return sum(self.chosen) / len(self.chosen)
 
 
-def collect_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
+def summarize_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
     """Return, for each layer path, the load of the layer's experts on one rank.
 
     `tallies` maps the path of a layer to its counters: how often each expert was chosen, then how many choices were
@@ -142,4 +142,4 @@ def gather_expert_load(host: CallRunner) -> dict[str, ExpertLoad]:
     """Gather the expert loads of all ranks and return their sums, for `trainer.inspect.gather_expert_load`.
     Collective."""
     host.agree_on_call("gather_expert_load")
-    return sum_expert_load(host.world.all_gather_data(collect_expert_load(host.placement.axes.counters.tallies)))
+    return sum_expert_load(host.world.all_gather_data(summarize_expert_load(host.placement.axes.counters.tallies)))

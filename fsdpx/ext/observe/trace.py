@@ -41,7 +41,7 @@ class TraceWriter(Observer):
         """Write the recorded steps of each rank to its own trace file. Raises ConfigError on all ranks if any rank
         cannot write its file. Collective."""
         records = list(self._recording.records)
-        header = self._gather_header(records)
+        header = self._all_gather_times_and_make_header(records)
         after = list(self._recording.after)
         self._run_on_all_ranks(
             lambda: write_trace(self.folder, header, records, TraceGroups.from_axes(self._axes), after)
@@ -62,7 +62,7 @@ class TraceWriter(Observer):
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 
-    def _gather_header(self, records: list[ProgramRecord]) -> TraceHeader:
+    def _all_gather_times_and_make_header(self, records: list[ProgramRecord]) -> TraceHeader:
         axes = self._axes
         clock = [self._begun, measure_clock_offset(axes.uncounted_world)]
         place, memory = axes.coordinates._asdict(), self._state.count_bytes_by_kind()

@@ -64,7 +64,7 @@ class OffloadConfig(StorageLevelChoice):
         if self.what == ("optimizer",) and not optimizer.slots and average is None:
             raise ConfigError(f"offload={self!r}: {type(optimizer).__name__} keeps no state; leave it out")
 
-    def pair_slots_with_stand_ins(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
+    def pair_offloaded_slots_with_placeholders(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
         state = [page for page, trained in pages.items() if trained and slots and "optimizer" in self.what]
         shards = [page for page in pages if "parameters" in self.what]
         spilled = range(units if "activations" in self.what else 0)

@@ -444,7 +444,7 @@ class DiskStorage(StateStorage):
         spilled = {(numbers[slot._replace(mb=None)], slot.mb): nbytes for slot, nbytes in self.spilled.items()}
         return {"record": pages | spilled}
 
-    def get_buffer_nbytes(self, record: Slot) -> int | None:
+    def get_fetch_buffer_nbytes(self, record: Slot) -> int | None:
         """Return the size in bytes of the buffer needed to fetch a record, including room to align the record to
         `ALIGN_BYTES`. Return None if `record` is not stored on disk."""
         if record not in self._stands:
@@ -456,7 +456,7 @@ class DiskStorage(StateStorage):
         """Start to read a record into `buffer`. Return the handle of the read, and the record's array (or, if the
         record has several, a dict of its arrays by name).
 
-        `buffer` must have `get_buffer_nbytes` bytes."""
+        `buffer` must have `get_fetch_buffer_nbytes` bytes."""
         rows, offset, arrays = self._records[record], 0, {}
         data = self._there[record] = _align_buffer(buffer, self.get_record_nbytes(record))
         for row in rows:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot, Stage, expand_action_slots
-from fsdpx.core.program.passes import find_prefetch_window
+from fsdpx.core.program.passes import select_entries_to_prefetch
 from fsdpx.core.state.storage import StoredSlots
 
 __all__ = ["SPILLED", "get_record_of_action", "insert_record_transfers", "list_records", "pair_with_stored_slots"]
@@ -47,7 +47,7 @@ def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Action
     for kind in dict.fromkeys(record.kind for record in records):
         numbers = {record.at: n for n, record in enumerate(records) if record.kind == kind}
         slots = [expand_action_slots(action, stage, request.microbatches) for action in actions]
-        actions = _RecordCache(kind, numbers, request.ahead).insert_transfers(actions, slots)
+        actions = _RecordCache(kind, numbers, request.ahead).insert_transfer_actions(actions, slots)
     return actions
 
 
@@ -72,7 +72,7 @@ class _RecordCache:
         self.last: dict[Slot, int] = {}
         self.result: Actions = []
 
-    def insert_transfers(self, actions: Actions, slots: Sequence[ActionSlots]) -> Actions:
+    def insert_transfer_actions(self, actions: Actions, slots: Sequence[ActionSlots]) -> Actions:
         """Return the actions with transfers inserted, so that the records that each action needs are in memory when it
         runs."""
         wanted = [self._select_record_slots((*s.takes, *s.reads, *s.adds)) for s in slots]
@@ -85,23 +85,27 @@ class _RecordCache:
         )
         for i, action in enumerate(actions):
             if needs[i] or i == first:
-                self._evict_and_fetch_for_window(i, find_prefetch_window(needs[i], wanted[i + 1 :], self.ahead))
+                self._evict_and_fetch_for_prefetch_window(
+                    i, select_entries_to_prefetch(needs[i], wanted[i + 1 :], self.ahead)
+                )
             self.result.append(action)
             self.there |= dict.fromkeys(self._select_record_slots((*slots[i].adds, *slots[i].gives)), True)
             for slot in self._select_record_slots(slots[i].takes):
                 self.there.pop(slot, None)
-        self._store_or_evict([slot for slot in self.there if slot.mb is None])
+        self._store_changed_and_evict_slots([slot for slot in self.there if slot.mb is None])
         self._add_waits_for_writes(0)
         return self.result
 
     def _select_record_slots(self, slots: Sequence[Slot]) -> list[Slot]:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
-    def _evict_and_fetch_for_window(self, action_index: int, window: dict[Slot, None]) -> None:
+    def _evict_and_fetch_for_prefetch_window(self, action_index: int, window: dict[Slot, None]) -> None:
         """Evict the records outside the prefetch window, and fetch those records in the window that are not in memory.
         """
         gone = [slot for slot in self.there if slot not in window]
-        self._store_or_evict([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= action_index])
+        self._store_changed_and_evict_slots(
+            [slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= action_index]
+        )
         self._add_waits_for_writes(self.ahead)
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
@@ -112,7 +116,7 @@ class _RecordCache:
             self.stored.discard(slot)
             self.there[slot] = False
 
-    def _store_or_evict(self, slots: Sequence[Slot]) -> None:
+    def _store_changed_and_evict_slots(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             changed = self.there.pop(slot)
             self._add_action("STORE" if changed else "EVICT", slot)

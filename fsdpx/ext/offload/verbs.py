@@ -16,7 +16,7 @@ from fsdpx.core.state.placement import Placement
 from fsdpx.ext.offload.disk import DiskStorage, extract_large_arrays
 from fsdpx.ext.offload.records import SPILLED, get_record_of_action, insert_record_transfers, list_records
 
-__all__ = ["fetch_record", "store_record"]
+__all__ = ["fetch_record", "write_record_to_disk"]
 
 # fmt: off
 SLOTS["stored"] = SlotKind("stored", "control")  # has a value only while its record is on disk
@@ -61,7 +61,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     return (TimedTransfer(handle, lambda: arrays),)
 
 
-def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def write_record_to_disk(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     slot, disk, (value,) = get_record_of_action(run.stage, action), _get_disk(run), taken
     if slot.mb is not None:
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, *one.targets)]
@@ -85,13 +85,13 @@ def _allocate_record_buffer(run: ProgramRun, slot: Slot) -> Any:
     """Return memory into which a record (state that is stored on disk between uses) can be read. The memory is empty if
     this rank holds no part of the record."""
     assert slot.at is not None
-    nbytes = _get_disk(run).get_buffer_nbytes(slot)
+    nbytes = _get_disk(run).get_fetch_buffer_nbytes(slot)
     if not nbytes:  # this rank holds no part of the record
         return run.placement.xp.empty((0,), dtype="uint8")
-    return run.workspace.take_next_slab_buffer(slot.kind, slot.at, nbytes, "uint8")
+    return run.workspace.take_next_temporary_buffer(slot.kind, slot.at, nbytes, "uint8")
 
 
-def _describe_record(placement: Placement, number: int) -> str:
+def _describe_offloaded_record(placement: Placement, number: int) -> str:
     record = list_records(placement.stage)[number]
     assert record.at is not None
     if record.kind in SPILLED:
@@ -99,5 +99,5 @@ def _describe_record(placement: Placement, number: int) -> str:
     return f"{SLOTS[record.kind].memory} of page {placement.format_page_name(record.at)!r}"
 
 
-TARGET_TEXTS["record"] = _describe_record
-OPERATIONS.update({"FETCH": fetch_record, "STORE": store_record, "EVICT": release_slots})
+TARGET_TEXTS["record"] = _describe_offloaded_record
+OPERATIONS.update({"FETCH": fetch_record, "STORE": write_record_to_disk, "EVICT": release_slots})

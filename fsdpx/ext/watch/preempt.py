@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.base import environment
-from fsdpx.core.base.arguments import wrap_with_argument_check
+from fsdpx.core.base.arguments import wrap_with_type_hint_check
 from fsdpx.core.base.hooks import STOP_SIGNALS, SignalHandler
 from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.errors import ConfigError
@@ -73,7 +73,7 @@ class Preemption:
     requeue : whether rank 0 then asks Slurm to start the job again (scontrol requeue)
     """
 
-    @wrap_with_argument_check
+    @wrap_with_type_hint_check
     def __init__(
         self, save: Callable[[], object] | None = None, *, signals: Sequence[str] = STOP_SIGNALS, requeue: bool = False
     ) -> None:

@@ -82,7 +82,7 @@ def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
     return exit_and_note
 
 
-def _wrap_os_exit(former: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_os_exit_to_abort_ranks(former: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of `os._exit` that first aborts all ranks.
 
     `os._exit` runs no exit handlers, and if a rank calls it with status 0, MPICH's mpiexec may take this for the normal
@@ -107,7 +107,9 @@ def _wrap_os_exit(former: Callable[..., Any]) -> Callable[..., Any]:
     return exit_and_abort
 
 
-hooks.register_hooks(hooks.Hook(sys, "exit", _wrap_sys_exit), hooks.Hook(os, "_exit", _wrap_os_exit))
+hooks.register_process_hooks(
+    hooks.Hook(sys, "exit", _wrap_sys_exit), hooks.Hook(os, "_exit", _wrap_os_exit_to_abort_ranks)
+)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_stop_reporting_in_child)
 

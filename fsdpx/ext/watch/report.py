@@ -12,7 +12,7 @@ from fsdpx.ext.watch.rank_exits import get_process_state
 
 __all__ = [
     "FIRST_REPORT_SECONDS", "HUNG_STATUS", "describe_lost_rank", "format_hang_report", "format_rank_ranges",
-    "format_wait_report", "is_wait_overdue",
+    "format_wait_report", "is_wait_report_due",
 ]  # fmt: skip
 
 HUNG_STATUS = 124
@@ -21,7 +21,7 @@ FIRST_REPORT_SECONDS = 60.0
 """Duration of a wait after which rank 0 prints, once, which ranks are waiting where. The job continues."""
 
 
-def is_wait_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
+def is_wait_report_due(flights: Collection[FlightRecord], last: float, now: float) -> bool:
     """Return whether a new report on long waits is due.
 
     It is due if the longest current wait began after the last report (at time `last`) and has already taken

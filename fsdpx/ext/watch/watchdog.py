@@ -22,7 +22,7 @@ from typing import Any
 
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.messages import flush_and_write_stderr
-from fsdpx.core.comm.calls import get_stack_frames, long_waits
+from fsdpx.core.comm.calls import get_thread_stack_frames, long_waits
 from fsdpx.core.comm.communicator import unwrap_communicator
 from fsdpx.core.comm.desync_check import format_calls_by_rank
 from fsdpx.core.comm.mpi.start import remove_dead_folders
@@ -141,15 +141,15 @@ class Watchdog:
         )
         threading.Thread(target=self._run_watch_loop, name="fsdpx watchdog", daemon=True).start()
 
-    def stop_watching_and_remove_dead_records(self, comm: Any) -> None:
+    def stop_watching_and_remove_records_of_dead(self, comm: Any) -> None:
         """Stop watching a communicator on which no rank is waiting anymore, and remove the flight records that dead
         ranks left behind.
 
         For ranks that die later, `remove_dead_records` can be called again."""
-        self.stop_watching()
+        self.stop_watching_and_remove_own_record()
         self.remove_dead_records(comm.get_failed_ranks() if hasattr(comm, "get_failed_ranks") else ())
 
-    def stop_watching(self) -> None:
+    def stop_watching_and_remove_own_record(self) -> None:
         """Stop watching, and remove this rank's flight record, because no other rank will wait for it on this
         communicator."""
         if not self._stop.is_set():
@@ -226,7 +226,7 @@ class Watchdog:
         Return "" if the rank is making progress."""
         if still_seconds < 2 * self._poll_seconds:
             return ""
-        frames = reversed(get_stack_frames(self.record.thread))
+        frames = reversed(get_thread_stack_frames(self.record.thread))
         stack = "".join(traceback.StackSummary.extract(frames).format()) or "  the thread has ended"
         return "\n".join(
             [
@@ -250,7 +250,7 @@ class Watchdog:
 
     def _is_wait_overdue(self, last: float, now: float) -> bool:
         heads = [read_record(place, whole=False) for place in self._local_record_paths]
-        return report.is_wait_overdue([flight for flight in heads if flight is not None], last, now)
+        return report.is_wait_report_due([flight for flight in heads if flight is not None], last, now)
 
     def _list_better_informed(self) -> list[Watchdog]:
         """Return those other watchdogs of this process whose communicators the watched thread has used more recently
@@ -398,7 +398,7 @@ def describe_script_line(thread: int, since: float) -> str:
     """Return a description of the line of the user's script at which a thread is, or "" if there is none. `since` is
     the time of the thread's last progress."""
     side = "outside of"
-    for frame, line in get_stack_frames(thread):
+    for frame, line in get_thread_stack_frames(thread):
         file = frame.f_code.co_filename
         if file.startswith(_OWN):
             side = "in"

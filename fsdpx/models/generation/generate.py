@@ -20,7 +20,7 @@ from fsdpx.models.generation.texts import (
     Stream,
     TextLimits,
     convert_prompts_to_lists,
-    find_window_start,
+    find_context_start,
     generate_texts,
     is_single_prompt,
     pad_texts,
@@ -101,7 +101,7 @@ class ModelReader:
     def compute_logits(self, texts: list[list[int]]) -> np.ndarray:
         """Return the logits of the next token for each of this rank's texts, as an array (texts, vocab). `texts` are
         the tokens of all texts, not only of this rank's. Collective."""
-        begins = [find_window_start(len(text), self.context) for text in texts]
+        begins = [find_context_start(len(text), self.context) for text in texts]
         ends = [len(text) - begin for text, begin in zip(texts, begins, strict=True)]
         own_texts = slice(self.own_texts.start, self.own_texts.stop)
         if self.cache is None or begins != self.begins:
@@ -113,7 +113,7 @@ class ModelReader:
             self.cache.lengths = np.array(ends[own_texts], np.int64) - 1
             last = np.zeros(len(self.own_texts), np.int64)
         self.begins = begins
-        feed = self.session.make_token_inputs(tokens, self.own_texts.start, self.cache)
+        feed = self.session.make_predict_inputs_from_tokens(tokens, self.own_texts.start, self.cache)
         (found,) = self.session.all_gather_outputs_of_batch(self.session.run_program("predict", feed), feed)
         return np.asarray(to_host(found[np.arange(last.size), last]), np.float64)
 

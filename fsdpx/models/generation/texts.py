@@ -18,7 +18,7 @@ __all__ = [
     "Stream",
     "TextLimits",
     "convert_prompts_to_lists",
-    "find_window_start",
+    "find_context_start",
     "generate_texts",
     "is_single_prompt",
     "pad_texts",
@@ -148,10 +148,12 @@ def convert_prompts_to_lists(prompts: Sequence[Any], vocab: int, context: int) -
     index."""
     if not len(prompts):
         raise DataError("generate: there is no prompt")
-    return [_convert_prompt(f"generate: prompt {i}", prompt, vocab, context) for i, prompt in enumerate(prompts)]
+    return [
+        _validate_prompt_tokens(f"generate: prompt {i}", prompt, vocab, context) for i, prompt in enumerate(prompts)
+    ]
 
 
-def _convert_prompt(who: str, prompt: Any, vocab: int, context: int) -> list[int]:
+def _validate_prompt_tokens(who: str, prompt: Any, vocab: int, context: int) -> list[int]:
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise DataError(f"{who} is {tokens.dtype}{list(tokens.shape)}: it must be a list of tokens, whole numbers")
@@ -165,7 +167,7 @@ def _convert_prompt(who: str, prompt: Any, vocab: int, context: int) -> list[int
     return [int(token) for token in tokens]
 
 
-def find_window_start(length: int, context: int) -> int:
+def find_context_start(length: int, context: int) -> int:
     """Return the index of the first token to keep in the model's context, for a text of `length` tokens.
 
     When the context is full, its entire older half is dropped, so that cached keys and values can be reused for most

@@ -54,7 +54,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "rms_norm_backward_params": [(X, RSTD, DY, W)],
     "gelu": [(3 * X, "none"), (3 * X, "tanh")],
     "gelu_backward": [(3 * X, DY, "none"), (3 * X, DY, "tanh")],
-    "gelu_recompute": [(X, DY, "none")],
+    "recompute_gelu_and_backward": [(X, DY, "none")],
     "bias_gelu": [(X, B, "tanh"), (X, None, "none")],
     "add": [(X, DY)],
     "add_bias": [(X, B)],
@@ -80,7 +80,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (Q4, K, V, *SHARED, DO4, True, 0.4, 3, SEGMENTS),
         (Q, K, V, *APART, DO, False, 0.4, 0, SEGMENTS),
     ],
-    "square_sums": [(X.reshape(-1), 100)],
+    "sum_squares_of_blocks": [(X.reshape(-1), 100)],
     "square_sum": [(noise(40_000),)],
     "drop": [(X, NumberRange(1, "a@0", 5, 5 + X.size), 0.3), (X, NumberRange(1, "a@0", 8, 8 + X.size), 0.0)],
     "drop_backward": [(DY, X > 0, 0.3)],
@@ -90,26 +90,26 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "channel_sums": [(x,) for x, _, _ in CHANNELS],
     "channel_squares": [(x, c) for x, _, c in CHANNELS],
     "channel_affine": [(x, c, 2 * c, c + 1) for x, _, c in CHANNELS],
-    "batch_norm_scales": [
+    "batch_norm_scales_and_running_stats": [
         (C * C, C, C + 1, C - 1, C * C + 1, 7, 0.1, 0.2), (C * C, C, None, C - 1, C * C + 1, 0, 0.1, 0.2),
         (C * C, None, C + 1, None, None, 1, 0.1, 0.0),
     ],
     "batch_norm_backward_factors": [
         (np.concatenate([C, C + 1]), C * C, weight, n) for weight, n in ((C - 2, 5), (None, 0))
     ],
-    "channel_sums_with": [(dy, x, c, c * c) for x, dy, c in CHANNELS],
-    "channel_norm_backward": [(dy, x, c, c + 1, c - 1, c * c) for x, dy, c in CHANNELS],
+    "channel_gradient_sums": [(dy, x, c, c * c) for x, dy, c in CHANNELS],
+    "channel_norm_backward_input": [(dy, x, c, c + 1, c - 1, c * c) for x, dy, c in CHANNELS],
 }  # fmt: skip
 if is_present("fields"):
     import window_kernels
 
     CALLS |= window_kernels.CALLS
-DOUBLE = {"batch_norm_scales": (0, 1), "batch_norm_backward_factors": (0, 1), "channel_squares": (1,),
-          "channel_affine": (1, 2, 3), "channel_sums_with": (2, 3), "channel_norm_backward": (2, 3, 4, 5),
+DOUBLE = {"batch_norm_scales_and_running_stats": (0, 1), "batch_norm_backward_factors": (0, 1), "channel_squares": (1,),
+          "channel_affine": (1, 2, 3), "channel_gradient_sums": (2, 3), "channel_norm_backward_input": (2, 3, 4, 5),
           **(window_kernels.DOUBLE if is_present("fields") else {})}  # fmt: skip
 WIDE = {"layer_norm_backward_input": (2, 3), "layer_norm_backward_params": (1, 2), "rms_norm_backward_input": (2,),
         "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,), "attention_backward": (4,),
-        "batch_norm_scales": (3, 4)}  # fmt: skip
+        "batch_norm_scales_and_running_stats": (3, 4)}  # fmt: skip
 """Arguments that are of the format of sums."""
 
 

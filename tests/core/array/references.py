@@ -107,12 +107,12 @@ def gelu(x, dy, dtype) -> Cases:
 
     def again(xp, a, b):
         b = b.copy()
-        return np.stack([kernels.gelu_recompute(xp, a, b), b])
+        return np.stack([kernels.recompute_gelu_and_backward(xp, a, b), b])
 
     return {
         "gelu": [Case(kernels.gelu, (x,), y, np.abs(y))],
         "gelu_backward": [Case(kernels.gelu_backward, (x, dy), dx, size)],
-        "gelu_recompute": [Case(again, (x, dy), np.stack([y, dx]), np.stack([np.abs(y), size]))],
+        "recompute_gelu_and_backward": [Case(again, (x, dy), np.stack([y, dx]), np.stack([np.abs(y), size]))],
         "bias_gelu": [Case(changed(kernels.bias_gelu), (x, bias), biased, np.abs(biased))],
     }
 
@@ -132,12 +132,12 @@ def gelu_tanh(x, dy, dtype) -> Cases:
 
     def again(xp, a, b):
         b = b.copy()
-        return np.stack([kernels.gelu_recompute(xp, a, b, "tanh"), b])
+        return np.stack([kernels.recompute_gelu_and_backward(xp, a, b, "tanh"), b])
 
     return {
         "gelu": [Case(forward, (x,), y, sizes[0])],
         "gelu_backward": [Case(backward, (x, dy), dx, sizes[1])],
-        "gelu_recompute": [Case(again, (x, dy), np.stack([y, dx]), np.stack(sizes))],
+        "recompute_gelu_and_backward": [Case(again, (x, dy), np.stack([y, dx]), np.stack(sizes))],
     }
 
 
@@ -373,7 +373,9 @@ def sums(x, dy, dtype) -> Cases:
             Case(rows(False), (x, start.astype(wide(dtype))), total, size),
         ],
         "square_sum": [Case(square_sum, (line,), flat.sum(), flat.sum())],
-        "square_sums": [Case(lambda xp, a: kernels.square_sums(xp, a, 16), (line,), blocks, blocks)],
+        "sum_squares_of_blocks": [
+            Case(lambda xp, a: kernels.sum_squares_of_blocks(xp, a, 16), (line,), blocks, blocks)
+        ],
     }
 
 
@@ -424,9 +426,11 @@ def channels(x, dy, dtype) -> Cases:
     return {
         "channel_sums": [Case(kernels.channel_sums, (x,), x.sum(axis=0), np.abs(x).sum(axis=0))],
         "channel_squares": [Case(kernels.channel_squares, (x, m), *squares)],
-        "batch_norm_scales": [
+        "batch_norm_scales_and_running_stats": [
             Case(
-                lambda xp, s, m: kernels.batch_norm_scales(xp, s.astype("f8"), None, m, None, None, 5.0, 0.1, 0.0)[1],
+                lambda xp, s, m: kernels.batch_norm_scales_and_running_stats(
+                    xp, s.astype("f8"), None, m, None, None, 5.0, 0.1, 0.0
+                )[1],
                 (s, m),
                 mean / np.sqrt(scale / 5 + 0.1),
                 np.abs(mean) / np.sqrt(scale / 5 + 0.1),
@@ -442,8 +446,8 @@ def channels(x, dy, dtype) -> Cases:
             for k, want in enumerate((scale * mean, mean / 5, scale**2 / 5))
         ],
         "channel_affine": [Case(kernels.channel_affine, (x, m, s, m), n + mean, size_n + np.abs(mean))],
-        "channel_sums_with": [Case(kernels.channel_sums_with, (dy, x, m, s), *with_dy)],
-        "channel_norm_backward": [Case(kernels.channel_norm_backward, (dy, x, m, s, m, s), dx, size_dx)],
+        "channel_gradient_sums": [Case(kernels.channel_gradient_sums, (dy, x, m, s), *with_dy)],
+        "channel_norm_backward_input": [Case(kernels.channel_norm_backward_input, (dy, x, m, s, m, s), dx, size_dx)],
     }
 
 

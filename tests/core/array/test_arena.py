@@ -114,7 +114,7 @@ def test_the_same_as_gelu_and_its_gradient(mode: str, dtype: np.dtype, rows: int
     x, dy = (rng.normal(0, 3, (rows, 37)).astype(dtype) for _ in range(2))
     want = kernels.gelu_backward(np, x, dy, approximate)
     changed = dy.copy()
-    y = kernels.gelu_recompute(np, x, changed, approximate)
+    y = kernels.recompute_gelu_and_backward(np, x, changed, approximate)
     assert (y.dtype, changed.dtype) == (dtype, dtype)
     np.testing.assert_array_equal(y, kernels.gelu(np, x, approximate))
     np.testing.assert_array_equal(changed, want)
@@ -124,5 +124,5 @@ def test_a_gradient_with_other_strides(mode: str) -> None:
     x, dy = np.random.default_rng(0).normal(size=(2, 5, 6))
     changed = np.empty((6, 5)).T
     changed[...] = dy
-    kernels.gelu_recompute(np, x, changed)
+    kernels.recompute_gelu_and_backward(np, x, changed)
     np.testing.assert_array_equal(changed, kernels.gelu_backward(np, x, dy))

@@ -62,9 +62,9 @@ def test_sums_of_squares_have_one_order_on_every_processor(size, kind):
     x = (rng.normal(size=size) * 10.0 ** rng.integers(-6, 4, size)).astype(kind)
     for grain in (1, 16, 100, 1024):
         with kernels.use_mode("plain"):
-            plain = kernels.square_sums(np, x, grain)
+            plain = kernels.sum_squares_of_blocks(np, x, grain)
         with kernels.use_mode("numba"):
-            assert kernels.square_sums(np, x, grain).tobytes() == plain.tobytes(), grain
+            assert kernels.sum_squares_of_blocks(np, x, grain).tobytes() == plain.tobytes(), grain
         want = [add_as_documented(x[start : start + grain]) for start in range(0, min(size, 5000), grain)]
         assert plain.tolist()[: len(want)] == want, grain
     with kernels.use_mode("plain"):

@@ -39,7 +39,9 @@ def test_warm_reaches_every_compiled_kernel(dtype):
 @pytest.mark.parametrize("dtype", few(["float32", "float64", "float16", "bf16"], 4))
 def test_warm_takes_forms_of_kernels(mode, dtype):
     forms = [f"{name}{form}" for name in ("gated", "gated_backward") for form in ("", " gelu", " gelu tanh")]
-    warm_up_kernels([*forms, *(f"{name} tanh" for name in ("bias_gelu", "gelu", "gelu_recompute"))], parse_dtype(dtype))
+    warm_up_kernels(
+        [*forms, *(f"{name} tanh" for name in ("bias_gelu", "gelu", "recompute_gelu_and_backward"))], parse_dtype(dtype)
+    )
 
 
 def test_unknown_names_cost_nothing():

@@ -131,12 +131,14 @@ def test_errors_in_the_background_surface_at_the_next_save(old: Any, monkeypatch
 
 def test_a_host_with_a_disk_of_its_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def elsewhere(folder: Path, *args: Any) -> Any:
-        return write.write_shards(folder / "not" if threading.current_thread().name == "rank 1" else folder, *args)
+        return write.write_tensor_shards(
+            folder / "not" if threading.current_thread().name == "rank 1" else folder, *args
+        )
 
     def body(comm: Communicator) -> None:
         make(comm, "wide").save(tmp_path / "a")
 
-    monkeypatch.setattr("fsdpx.core.checkpoint.save.write_shards", elsewhere)
+    monkeypatch.setattr("fsdpx.core.checkpoint.save.write_tensor_shards", elsewhere)
     with pytest.raises(CheckpointError, match=r"a: rank 1: .* does not see .*: all hosts must share the disk of"):
         spawn(body, 2)
 
@@ -147,9 +149,9 @@ def test_training_does_not_wait_for_the_background(tmp_path: Path, monkeypatch: 
 
     def late(*args: Any) -> Any:
         assert trained_on.wait(60)
-        return write.write_shards(*args)
+        return write.write_tensor_shards(*args)
 
-    monkeypatch.setattr(saving, "write_shards", late)
+    monkeypatch.setattr(saving, "write_tensor_shards", late)
 
     def body(comm: Communicator) -> list[str]:
         trainer = make(comm, "wide")

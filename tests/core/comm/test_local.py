@@ -134,7 +134,7 @@ def test_ranks_of_a_spawn_that_ctrl_c_breaks_off_end_at_their_next_call(monkeypa
         (lambda c: c.barrier().wait(), "wait in barrier"),
         (lambda c: c.recv(np.zeros(2), 1).wait(), "wait in recv from rank 1, tag 0"),
         (lambda c: c.all_gather_object(1), "wait in all_gather_object"),
-        (lambda c: comms.open_survivor_communicator(c), "wait in split"),
+        (lambda c: comms.open_fault_tolerant_communicator(c), "wait in split"),
     ],
 )
 def test_a_rank_that_has_returned_is_named_whatever_the_others_wait_for(calls, ends):
@@ -148,7 +148,7 @@ def test_a_rank_that_has_returned_is_named_whatever_the_others_wait_for(calls, e
 
 def test_a_vote_that_a_rank_has_returned_without_is_named():
     def body(comm):
-        survivor = comms.open_survivor_communicator(comm)
+        survivor = comms.open_fault_tolerant_communicator(comm)
         if comm.rank != 1:
             survivor.agree_on_flags(1)
 

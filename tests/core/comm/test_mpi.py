@@ -19,7 +19,7 @@ from fsdpx.core.base import environment
 from fsdpx.core.comm import CheckedCommunicator, Communicator, Mesh, ReduceOp, connect_axes, split_evenly
 from fsdpx.core.comm.calls import COMPLETED, Call
 from fsdpx.core.comm.communicator import CALL_SPECS, SurvivorCommunicator, can_survive
-from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.init import open_fault_tolerant_communicator
 from fsdpx.core.comm.p2p_collectives import COLLECTIVES
 from fsdpx.core.trainer import functional, initialize
 from fsdpx.data import DistributedSampler, gather_channel_statistics
@@ -207,7 +207,7 @@ def test_communicators_that_give_one_of_mpi4py_are_taken(world):
         initialize.init(comm=petsc)
         assert functional.all_reduce(np.ones(1)).tolist() == [comm.size]
         initialize.finalize()
-        apart = open_survivor_communicator(petsc)
+        apart = open_fault_tolerant_communicator(petsc)
         assert apart.size == comm.size
         apart.close()
 
@@ -270,7 +270,7 @@ def test_other_transfers_go_on_while_a_wait_lasts(world):
 
 class TestWithoutDeaths(OnEveryRank):
     def adapt(self, world: Communicator) -> Communicator:
-        return open_survivor_communicator(world)
+        return open_fault_tolerant_communicator(world)
 
     def test_agreement(self) -> None:
         def body(comm: SurvivorCommunicator) -> None:
@@ -318,7 +318,7 @@ class TestWithoutDeaths(OnEveryRank):
                 CheckedCommunicator(MpiCommunicator()),
                 comm,
             ):
-                made = open_survivor_communicator(given)
+                made = open_fault_tolerant_communicator(given)
                 assert (made.rank, made.size) == (comm.rank, comm.size)
                 assert can_survive(made) == environment.read_environment().ulfm
                 made.barrier().wait()

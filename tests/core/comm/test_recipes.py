@@ -183,9 +183,9 @@ def test_a_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(BACKENDS, "foreign", opener)
     assert init.open_world("foreign").size == 1
-    assert init.adopt_communicator(Foreign()).size == 1
+    assert init.as_communicator(Foreign()).size == 1
     with pytest.raises(ValueError, match="but backend='mpi': leave backend out"):
-        init.adopt_communicator(Foreign(), "mpi")
+        init.as_communicator(Foreign(), "mpi")
     with pytest.raises(ValueError, match="use one of node, mpi, nccl, gloo, local, fake, foreign, or None to find out"):
         init.open_world("smoke")
 

@@ -25,7 +25,7 @@ from fsdpx.core.comm import (
     spawn,
 )
 from fsdpx.core.comm.communicator import SurvivorCommunicator, can_survive, drain_transfers
-from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.init import open_fault_tolerant_communicator
 from fsdpx.core.comm.local import RankDied
 from fsdpx.errors import CommError, ConfigError, DesyncError, RankLost
 from fsdpx.testing.chaos import InjectedFault
@@ -434,7 +434,7 @@ def test_what_survives() -> None:
 
 def test_resilient_communicators() -> None:
     def body(comm: SurvivorCommunicator) -> int:
-        mine, second = open_survivor_communicator(CheckedCommunicator(comm)), open_survivor_communicator()
+        mine, second = open_fault_tolerant_communicator(CheckedCommunicator(comm)), open_fault_tolerant_communicator()
         assert can_survive(mine)
         assert can_survive(second)
         if comm.rank == 0:
@@ -442,7 +442,7 @@ def test_resilient_communicators() -> None:
         return total(comm) + total(second)
 
     assert spawn(body, N, timeout=20, survive=True) == [2 * N] * N
-    alone = open_survivor_communicator(make_single_rank_communicator())
+    alone = open_fault_tolerant_communicator(make_single_rank_communicator())
     assert (alone.agree_on_flags(5), alone.shrink().size, alone.get_failed_ranks(), can_survive(alone)) == (
         5,
         1,
@@ -450,9 +450,9 @@ def test_resilient_communicators() -> None:
         False,
     )
     with pytest.raises(ConfigError, match=r"ranks of FakeCommunicator\(rank=0, size=2\) cannot die or come back: use"):
-        open_survivor_communicator(FakeCommunicator(0, 2))
+        open_fault_tolerant_communicator(FakeCommunicator(0, 2))
     with pytest.raises(ConfigError, match="neither an mpi4py communicator nor an fsdpx Communicator"):
-        open_survivor_communicator(7)
+        open_fault_tolerant_communicator(7)
 
 
 def test_a_loss_can_be_sent() -> None:

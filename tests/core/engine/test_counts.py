@@ -211,13 +211,13 @@ def test_a_checkpoint_says_nothing_of_counts_that_are_equal(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("missed", [{"0.weight": 3}, {"0.weight": -1}, {"0.weight": 1.0}, ["0.weight"]])
 def test_counts_that_cannot_be_are_refused(missed: Any) -> None:
-    from fsdpx.core.checkpoint.scalars import RunScalars
+    from fsdpx.core.checkpoint.scalars import CheckpointScalars
 
-    good = RunScalars(2, 0, 0, 1.0, 0, False, (), "SGD", missed={"0.weight": 2})
-    assert RunScalars.parse(good.to_json(), "here") == good
+    good = CheckpointScalars(2, 0, 0, 1.0, 0, False, (), "SGD", missed={"0.weight": 2})
+    assert CheckpointScalars.parse(good.to_json(), "here") == good
     text = good.to_json().replace('{"0.weight":2}', __import__("json").dumps(missed))
     with pytest.raises(CheckpointError, match="here: this state cannot be read"):
-        RunScalars.parse(text, "here")
+        CheckpointScalars.parse(text, "here")
 
 
 def test_bits_with_chunks_and_16_bit_state_do_not_depend_on_ranks() -> None:

@@ -131,8 +131,8 @@ def own_speed() -> dict[str, Program]:
     from fsdpx.ext.asynchronous.local import OuterStep, RoundSchedule
 
     apart = (frozenset({0, 2}), frozenset({1}))
-    found = {"at-once": RoundSchedule(4, (frozenset(range(3)),)).get_outer_step(4), "between": OuterStep()}
-    found |= {f"apart-{step}": RoundSchedule(4, apart, delay=2).get_outer_step(step) for step in (6, 7, 8)}
+    found = {"at-once": RoundSchedule(4, (frozenset(range(3)),)).get_replica_communication(4), "between": OuterStep()}
+    found |= {f"apart-{step}": RoundSchedule(4, apart, delay=2).get_replica_communication(step) for step in (6, 7, 8)}
     step = requests("step", TIED, 1, "fsdp")
     pairs = ("push", "frozen"), ("mix", "tied")
     pushed = {f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in pairs}

@@ -56,7 +56,7 @@ def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
     """Each that is loaded takes memory in every rank, and time before the first step."""
     from fsdpx.ext.half import onednn
 
-    for cached in (libraries.load_library, onednn.load_onednn):
+    for cached in (libraries.load_blas_library, onednn.load_onednn):
         cached.cache_clear()
     loaded = []
     with monkeypatch.context() as within:

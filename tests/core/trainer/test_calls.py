@@ -204,7 +204,9 @@ def spared(trainer: Any) -> set[str]:
     """The parameters without weight decay, by the optimizer's own groups."""
     held = trainer.inspect.placement.segments.values()
     groups = trainer.inspect.placement.optimizer.groups
-    every = [(s, run) for part in held for s, run in zip(part.items, part.spans_per_segment(groups), strict=True)]
+    every = [
+        (s, run) for part in held for s, run in zip(part.items, part.hyperparameters_per_segment(groups), strict=True)
+    ]
     return {s.name for s, run in every if run.get_weight_decay(0.1) == 0}
 
 

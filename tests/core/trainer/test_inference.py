@@ -71,7 +71,7 @@ def test_one_rank_exchanges_nothing_and_compiles_once(monkeypatch: pytest.Monkey
     for name in (
         "fsdpx.core.trainer.session.output_shapes",
         "fsdpx.core.trainer.session.ProgramRequest",
-        "fsdpx.core.trainer.batch.all_gather_call_numbers",
+        "fsdpx.core.trainer.batch.all_gather_four_integers",
     ):
         monkeypatch.setattr(name, None)
     np.testing.assert_array_equal(trainer.predict(X), before)

@@ -16,7 +16,7 @@ import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.array.sums import EXPANSION_PARTS
 from fsdpx.core.checkpoint.local_shards import iterate_local_shards
-from fsdpx.core.checkpoint.scalars import collect_scalars, restore_scalars
+from fsdpx.core.checkpoint.scalars import collect_checkpoint_scalars, restore_scalars
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import Traffic
 from fsdpx.errors import CheckpointError, ConfigError
@@ -135,7 +135,7 @@ def test_a_state_is_re_cut_in_memory(name: str) -> None:
         )
         if new is None:
             return ""
-        restore_scalars(new.inspect.engine.state, collect_scalars(old.inspect.engine.state, None, None))
+        restore_scalars(new.inspect.engine.state, collect_checkpoint_scalars(old.inspect.engine.state, None, None))
         new.inspect.engine.state.invalidate_full_parameters()
         return train(new, 2)
 

@@ -25,10 +25,10 @@ from fsdpx.core.base import name_hints as words
 from fsdpx.core.comm import Communicator, default_communicator
 from fsdpx.core.comm import default_communicator as places
 from fsdpx.core.comm.default_communicator import comparing_arguments
-from fsdpx.core.comm.init import find_message_backend
+from fsdpx.core.comm.init import unwrap_message_backend
 from fsdpx.core.program import StepChoices
 from fsdpx.core.trainer.distribute import distribute
-from fsdpx.core.trainer.initialize import _find_local_rank, finalize
+from fsdpx.core.trainer.initialize import _compute_local_rank, finalize
 from fsdpx.errors import ConfigError
 
 HALF = """
@@ -124,9 +124,9 @@ def test_a_launcher_that_does_not_say_which_rank(monkeypatch: pytest.MonkeyPatch
 
 def test_numbers_on_a_host_are_the_launchers_where_it_numbers_all_of_them() -> None:
     said = [("a", 1), ("b", 0), ("a", 0), ("b", None)]
-    assert [_find_local_rank(rank, said) for rank in range(4)] == [1, 0, 0, 1]  # Open MPI may number backwards
+    assert [_compute_local_rank(rank, said) for rank in range(4)] == [1, 0, 0, 1]  # Open MPI may number backwards
     half = [("a", 0), ("a", 2)]  # of a communicator of one's own
-    assert [_find_local_rank(rank, half) for rank in range(2)] == [0, 1]
+    assert [_compute_local_rank(rank, half) for rank in range(2)] == [0, 1]
 
 
 @needs("launch")
@@ -208,7 +208,7 @@ def test_the_inner_call_does_not_hide_what_the_outer_one_given() -> None:
 
 @pytest.mark.world
 def test_variables_on_some_ranks_are_named(world: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    if world.size == 1 or "Gloo" in repr(find_message_backend(world)):
+    if world.size == 1 or "Gloo" in repr(unwrap_message_backend(world)):
         pytest.skip("needs two ranks of MPI")
     from mpi4py import MPI
 
@@ -230,7 +230,7 @@ def test_variables_on_some_ranks_are_named(world: Communicator, monkeypatch: pyt
 @pytest.mark.world
 def test_a_communicator_given_on_some_ranks_is_named(world: Communicator) -> None:
     """Before there is a default communicator, and after."""
-    if world.size == 1 or "Gloo" in repr(find_message_backend(world)):
+    if world.size == 1 or "Gloo" in repr(unwrap_message_backend(world)):
         pytest.skip("needs two ranks of MPI")
     from mpi4py import MPI
 

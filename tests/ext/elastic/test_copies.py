@@ -19,11 +19,11 @@ from threads import on_ranks
 import fsdpx
 from fsdpx import Mesh, Trainer
 from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_local_shards
-from fsdpx.core.checkpoint.scalars import collect_scalars
+from fsdpx.core.checkpoint.scalars import collect_checkpoint_scalars
 from fsdpx.core.comm import Communicator
-from fsdpx.core.state.ledger import list_saved_tensors
+from fsdpx.core.state.ledger import list_checkpoint_tensors
 from fsdpx.errors import RankLost
-from fsdpx.ext.elastic.copies import StateCopies, StateGeneration, assign_copy_holder_ranks, form_copy_groups
+from fsdpx.ext.elastic.copies import StateCopies, StateGeneration, assign_copy_holder_ranks, form_state_backup_groups
 from fsdpx.ext.elastic.reshard import (
     describe_missing_elements,
     describe_shard,
@@ -86,7 +86,7 @@ def copied(parts: Any) -> list[LocalShard]:
 
 
 def generation(copies: StateCopies, comm: Communicator, trainer: Trainer) -> None:
-    copies.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
+    copies.start_copying_to_buddies(collect_checkpoint_scalars(trainer.inspect.engine.state, None, None))
     arrive(copies, comm)
     copies.promote_generation()
 
@@ -109,14 +109,14 @@ def left_by(name: str, case: str, copies: int = 1) -> Left:
         trainer = build(comm, ALL[name], case)
         train(trainer, case, 0, 1)
         kept = copies_of(comm, trainer, copies)
-        kept.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
+        kept.start_copying_to_buddies(collect_checkpoint_scalars(trainer.inspect.engine.state, None, None))
         then = copied(iterate_up_to_date_shards(trainer.inspect.engine.state))
         train(trainer, case, 1, 2)
         arrive(kept, comm)
         kept.promote_generation()
         (found,) = kept.list_complete_snapshots()
         assert (found.step, found.scalars.steps) == (1, 1)
-        return then, found.parts, list_saved_tensors(trainer.inspect.placement)
+        return then, found.parts, list_checkpoint_tensors(trainer.inspect.placement)
 
     ranks = fsdpx.spawn(body, ALL[name][2], timeout=60)
     state = assembled(one for then, _, _ in ranks for one in then)
@@ -167,7 +167,7 @@ def test_nobody_lost(to: str) -> None:
 @in_full
 @pytest.mark.parametrize("name", ["fsdp 4", "pipe 2 shard 2"])
 def test_one_rank_of_every_pair_may_be_lost(name: str) -> None:
-    for dead in product(*form_copy_groups(["here"] * 4, 1)):
+    for dead in product(*form_state_backup_groups(["here"] * 4, 1)):
         demand_whole(name, "gpt", dead, "fsdp 3")
 
 
@@ -268,7 +268,7 @@ def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
 
     def step(number: int) -> None:
         train(trainer, "mlp", number, number + 1)
-        kept.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
+        kept.start_copying_to_buddies(collect_checkpoint_scalars(trainer.inspect.engine.state, None, None))
 
     def complete() -> None:
         arrive(kept, comm)
@@ -313,13 +313,13 @@ def same(found: StateGeneration, then: list[LocalShard]) -> bool:
 @on_ranks(2, timeout=60)
 def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
     trainer = build(comm, FROM["fsdp 2"], "mlp")
-    kept, state = copies_of(comm, trainer), collect_scalars(trainer.inspect.engine.state, None, None)
+    kept, state = copies_of(comm, trainer), collect_checkpoint_scalars(trainer.inspect.engine.state, None, None)
     assert kept.advance_and_test_copies()
     with pytest.raises(AssertionError, match="promote without take"):
         kept.promote_generation()
-    kept.start_copying(state, step=7)
+    kept.start_copying_to_buddies(state, step=7)
     with pytest.raises(AssertionError, match="have not been promoted or abandoned"):
-        kept.start_copying(state)
+        kept.start_copying_to_buddies(state)
     arrive(kept, comm)
     kept.promote_generation()
     assert [one.step for one in kept.list_complete_snapshots()] == [7]
@@ -354,7 +354,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
         return then, want
 
     def snapshot(kept: StateCopies, trainer: Trainer, comm: Communicator) -> None:
-        kept.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
+        kept.start_copying_to_buddies(collect_checkpoint_scalars(trainer.inspect.engine.state, None, None))
         while not kept.advance_and_test_copies():
             pass
         comm.barrier().wait()
@@ -414,7 +414,7 @@ def test_copies_are_spread_evenly_over_other_ranks(hosts: list[str], copies: int
 
 @given(hosts=HOSTS, copies=st.integers(0, 6))
 def test_groups_are_closed_and_as_small_as_can_be(hosts: list[str], copies: int) -> None:
-    found, placed = form_copy_groups(hosts, copies), assign_copy_holder_ranks(hosts, copies)
+    found, placed = form_state_backup_groups(hosts, copies), assign_copy_holder_ranks(hosts, copies)
     assert sorted(rank for group in found for rank in group) == list(range(len(hosts)))
     assert all(len(group) == copies + 1 for group in found[:-1])
     assert len(found) == 1 or len(found[-1]) <= 2 * copies + 1
@@ -426,7 +426,7 @@ def test_a_group_has_two_ranks_of_a_host_only_if_there_is_no_other_way(hosts: li
     count = len(hosts) // (copies + 1)
     hosts = hosts[: count * (copies + 1)]
     many = Counter(hosts)
-    for group in form_copy_groups(hosts, copies) if count else []:
+    for group in form_state_backup_groups(hosts, copies) if count else []:
         assert all(n <= -(-many[host] // count) for host, n in Counter(hosts[rank] for rank in group).items())
 
 

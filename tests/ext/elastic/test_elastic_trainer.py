@@ -375,8 +375,11 @@ def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
 def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdpx.core.checkpoint import save as saving
 
-    write, asked = saving.write_shards, threading.Event()  # nothing is written before somebody asks what became of it
-    monkeypatch.setattr(saving, "write_shards", lambda *args: asked.wait(60) and write(*args))
+    write, asked = (
+        saving.write_tensor_shards,
+        threading.Event(),
+    )  # nothing is written before somebody asks what became of it
+    monkeypatch.setattr(saving, "write_tensor_shards", lambda *args: asked.wait(60) and write(*args))
     for name in ("wait", "abandon"):
         ask = getattr(saving.BackgroundSave, name)
         monkeypatch.setattr(saving.BackgroundSave, name, lambda save, ask=ask: (asked.set(), ask(save)))

@@ -242,11 +242,11 @@ def test_little_memory_is_needed_beside_the_arrays() -> None:
 
 def test_the_whole_of_a_trainer_is_what_its_ranks_hold() -> None:
     from fsdpx.core.checkpoint.local_shards import iterate_local_shards
-    from fsdpx.core.state.ledger import list_saved_tensors
+    from fsdpx.core.state.ledger import list_checkpoint_tensors
 
     trainer = fsdpx.spawn(lambda comm: make(comm, "norms", "fsdp", mesh=Mesh(shard=1), frozen=["0.bias"]), 1)[0]
     found = assembled(iterate_local_shards(trainer.inspect.engine.state))
-    wanted = list_saved_tensors(trainer.inspect.placement)
+    wanted = list_checkpoint_tensors(trainer.inspect.placement)
     assert {name: values.size for name, values in found.items()} == {name: s.size for name, s in wanted.items()}
     assert "1.running_mean" in wanted
     assert "m/0.weight" in wanted

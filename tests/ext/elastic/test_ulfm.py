@@ -15,7 +15,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np
 from mpi4py import MPI
-from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.init import open_fault_tolerant_communicator
 from fsdpx.core.comm.communicator import can_survive
 from fsdpx.errors import RankLost
 
@@ -67,7 +67,7 @@ def call(comm, verb, deadly, victims):
         MPI.COMM_SELF.Iprobe(0)  # MPI hears of deaths while it makes progress
     return BLOCKING[verb](comm)
 
-comm = open_survivor_communicator()
+comm = open_fault_tolerant_communicator()
 assert can_survive(comm)
 comm.timeout = 20.0
 born, history = comm.rank, []
@@ -124,9 +124,9 @@ def test_survivors_of_kills_in_each_verb_go_on(tmp_path: Path, verbs: tuple[str,
 STRAY = """
 import os, signal, sys
 import numpy as np
-from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.init import open_fault_tolerant_communicator
 from fsdpx.errors import CommError, RankLost
-comm = open_survivor_communicator()
+comm = open_fault_tolerant_communicator()
 inner = comm.subgroup([0, 1] if comm.rank < 2 else [2]).subgroup([0, 1] if comm.rank < 2 else [0])
 if comm.rank == 2:
     comm.barrier().wait()

@@ -12,7 +12,7 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError
-from fsdpx.ext.fields.overlaps import describe_padding_conflict
+from fsdpx.ext.fields.overlaps import describe_padding_periodicity_conflict
 
 SHAPE = (24, 32)
 
@@ -125,10 +125,10 @@ def test_padding_that_contradicts_the_periods_is_told_of(padding: Any, ghosts: i
     ],
 )  # fmt: skip
 def test_layers_that_contradict_the_periods_are_told_of(layer: nn.Layer, expected: str) -> None:
-    text = describe_padding_conflict(nn.Sequential(layer), "yx", (False, True), ((0, 0), (0, 0)))
+    text = describe_padding_periodicity_conflict(nn.Sequential(layer), "yx", (False, True), ((0, 0), (0, 0)))
     assert expected in text
     assert bool(text) == bool(expected)
-    assert not describe_padding_conflict(nn.Sequential(layer), "yx", (False, False), ((0, 0), (0, 0)))
+    assert not describe_padding_periodicity_conflict(nn.Sequential(layer), "yx", (False, False), ((0, 0), (0, 0)))
 
 
 def test_a_target_larger_than_what_a_window_without_padding_leaves_names_the_padding() -> None:

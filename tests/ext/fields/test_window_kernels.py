@@ -203,7 +203,7 @@ def test_batch_norm_equals_the_plain_one(shape: tuple[int, ...], dtype: str) -> 
     def run() -> list[np.ndarray]:
         return [
             kernels.channel_sums(np, x), kernels.channel_squares(np, x, a), kernels.channel_affine(np, x, a, b, c),
-            kernels.channel_sums_with(np, dy, x, a, b), kernels.channel_norm_backward(np, dy, x, a, b, c, d),
+            kernels.channel_gradient_sums(np, dy, x, a, b), kernels.channel_norm_backward_input(np, dy, x, a, b, c, d),
         ]  # fmt: skip
 
     with use_mode("plain"):

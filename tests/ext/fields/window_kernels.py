@@ -99,7 +99,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "group_norm_backward_input": [
         case for x, dy, a, b, c, _ in FIELDS for case in ((dy, x, a, b, c[0], 1), (dy, x, a, b, None, x.shape[1]))
     ],
-    "group_norm_moments": [(x,) for x, *_ in FIELDS],
+    "channel_means_and_square_deviations": [(x,) for x, *_ in FIELDS],
     "group_norm_affine": [(x, a, b, c) for x, _, a, b, c, _ in FIELDS],
     "group_norm_gradient_sums": [(dy, x, a, b) for x, dy, a, b, *_ in FIELDS],
     "group_norm_backward": [(dy, x, a, b, c, d) for x, dy, a, b, c, d in FIELDS],

@@ -111,8 +111,8 @@ def group_norms(x, dy, dtype) -> Cases:
     with_dy = [np.stack([d.sum(axis=cells), (d * n).sum(axis=cells)])
                for d, n in ((slope, normal), (np.abs(slope), size_n))]  # fmt: skip
     return {
-        "group_norm_moments": [
-            Case(kernels.group_norm_moments, (field,), np.stack([mean, (apart**2).sum(axis=cells)]),
+        "channel_means_and_square_deviations": [
+            Case(kernels.channel_means_and_square_deviations, (field,), np.stack([mean, (apart**2).sum(axis=cells)]),
                  np.stack([np.abs(field).sum(axis=cells), (size**2).sum(axis=cells)]))
         ],
         "group_norm_affine": [Case(kernels.group_norm_affine, (field, m, s, m), normal + centre, size_n + abs(centre))],

@@ -157,7 +157,10 @@ def test_sums_of_squares_have_the_bits_of_the_host(cupy: Cupy, dtype: str) -> No
     for size in (1, 63, 1003, x.size):
         there = cupy.asarray(x[:size])
         for grain in (100, 1024):
-            got, want = kernels.square_sums(cupy, there, grain).get(), kernels.square_sums(np, x[:size], grain)
+            got, want = (
+                kernels.sum_squares_of_blocks(cupy, there, grain).get(),
+                kernels.sum_squares_of_blocks(np, x[:size], grain),
+            )
             np.testing.assert_array_equal(got, want, err_msg=f"{size} elements in blocks of {grain}")
         assert kernels.square_sum(cupy, there) == kernels.square_sum(np, x[:size]), size
 

@@ -17,7 +17,7 @@ from fsdpx.core.engine.observer import Observer
 from fsdpx.errors import ConfigError, NumericsError
 from fsdpx.ext.gpu import gemm, replay
 from fsdpx.ext.gpu.cupy_devices import list_gpu_pci_addresses
-from fsdpx.ext.gpu.replay import ReplayObserver
+from fsdpx.ext.gpu.replay import CudaGraphObserver
 
 try:
     list_gpu_pci_addresses()
@@ -78,7 +78,7 @@ def fourier() -> nn.Layer:
 
 
 def find_observer(engine: Any) -> Any:
-    return next((one for one in engine.observers if isinstance(one, ReplayObserver)), None)
+    return next((one for one in engine.observers if isinstance(one, CudaGraphObserver)), None)
 
 
 def train(

@@ -32,7 +32,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.meshes import kernels
 from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
-from fsdpx.ext.meshes.node_loss import bind_loss_to_nodes
+from fsdpx.ext.meshes.node_loss import bind_loss_to_local_nodes
 
 torch = pytest.importorskip("torch")
 
@@ -220,7 +220,7 @@ def test_plain_code_gives_what_compiled_code_gives() -> None:
         lambda: kernels.segment_max(np, values, offsets, most),
         lambda: kernels.segment_softmax(np, values, offsets, segments, most),
         lambda: kernels.segment_softmax_backward(np, values, other, offsets, segments, most),
-        lambda: kernels.add_gathered_rows(np, other[:, :7].copy(), values, index, other, index),
+        lambda: kernels.add_indexed_rows(np, other[:, :7].copy(), values, index, other, index),
     ]
     for call in calls:
         compiled = call()
@@ -334,7 +334,10 @@ def test_losses_of_nodes_are_those_of_one_process(name: str) -> None:
 def test_weights_are_of_nodes_or_of_their_features(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     y, target, weights = rng.standard_normal((3, 5, 2)), rng.standard_normal((3, 5, 2)), rng.random(shape)
-    loss, env = bind_loss_to_nodes(0.5 * nn.MSELoss(weights=weights), ((0, 5),)), env_of(spawn(lambda comm: comm, 1)[0])
+    loss, env = (
+        bind_loss_to_local_nodes(0.5 * nn.MSELoss(weights=weights), ((0, 5),)),
+        env_of(spawn(lambda comm: comm, 1)[0]),
+    )
     if shape[0] != 5:
         with pytest.raises(DataError, match="this rank owns 5 nodes, of 2 features here; give one for") as text:
             loss.validate(y.shape, target)
@@ -351,7 +354,7 @@ def test_losses_that_need_neighboring_cells_are_refused() -> None:
     losses = nn.BandRMSE(0, 2), nn.BoundaryRMSE(), nn.RelativeH1(), nn.SpectrumRMSE()
     for loss in (*losses, nn.PhysicsLoss(nn.MSELoss(), nn.FieldLaplacian())):
         with pytest.raises(ConfigError, match="needs the cells of a grid, and cannot be computed on a mesh"):
-            bind_loss_to_nodes(0.5 * nn.MSELoss() + loss, ((0, 5),))
+            bind_loss_to_local_nodes(0.5 * nn.MSELoss() + loss, ((0, 5),))
 
 
 @pytest.mark.parametrize("weighted", [False, True])

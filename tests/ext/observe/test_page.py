@@ -192,11 +192,11 @@ def test_the_summary_has_the_numbers_of_the_reports() -> None:
 
     summary = spawn(run, 3)[0]
     text = str(summary)
-    moved = sum(one.nbytes for one in summary.list_timings("GATHER"))
+    moved = sum(one.nbytes for one in summary.list_timings_of_verb("GATHER"))
     assert moved == sum(report.traffic["shard", "all_gather"].bytes for report in summary.reports) > 0
     assert summary.compute_bandwidth("GATHER") > 0
     assert summary.compute_bandwidth("F") is None
-    assert sum(one.calls for one in summary.list_timings("F")) == 3 * 2 * 3
+    assert sum(one.calls for one in summary.list_timings_of_verb("F")) == 3 * 2 * 3
     (line,) = (line for line in text.splitlines() if line.startswith("UPDATE "))
     assert line.split()[1] == "18"
     held = summary.reports[0].high_water

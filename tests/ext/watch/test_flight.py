@@ -14,7 +14,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.core.comm.calls import get_stack_frames
+from fsdpx.core.comm.calls import get_thread_stack_frames
 from fsdpx.ext.watch.flight_recorder import (
     MAX_ACTIONS,
     FlightRecorder,
@@ -23,7 +23,7 @@ from fsdpx.ext.watch.flight_recorder import (
     read_all_records,
     read_record,
 )
-from fsdpx.ext.watch.report import format_hang_report, format_wait_report, is_wait_overdue
+from fsdpx.ext.watch.report import format_hang_report, format_wait_report, is_wait_report_due
 from fsdpx.ext.watch.watchdog import describe_script_line
 
 
@@ -97,10 +97,10 @@ def test_the_first_word_names_who_waits_and_where_the_others_stand(tmp_path: Pat
             written.record_end(3)
     flights = read_all_records(tmp_path)
     began = flights[1].since
-    assert not is_wait_overdue(flights.values(), 0.0, began + 59)
-    assert is_wait_overdue(flights.values(), 0.0, began + 60)
-    assert not is_wait_overdue(flights.values(), began + 60, began + 900)  # once for each wait
-    assert not is_wait_overdue([flights[0], flights[4], flights[5]], 0.0, began + 900)  # none waits: one has ended
+    assert not is_wait_report_due(flights.values(), 0.0, began + 59)
+    assert is_wait_report_due(flights.values(), 0.0, began + 60)
+    assert not is_wait_report_due(flights.values(), began + 60, began + 900)  # once for each wait
+    assert not is_wait_report_due([flights[0], flights[4], flights[5]], 0.0, began + 900)  # none waits: one has ended
     assert format_wait_report(flights, 6, 1800.0, began + 60, "host") == (
         "fsdpx watchdog: still waiting after 60 s; the job goes on, and ends if nothing moves for 1800 s\n"
         f"  ranks 0, 5: {elsewhere}\n"
@@ -133,7 +133,7 @@ def test_nothing_is_collected_while_a_stack_is_followed() -> None:
         begun.append(sys._getframe(1).f_code.co_name)
 
     def deep(calls: int) -> None:
-        where.extend(get_stack_frames(threading.get_ident()) if not calls else deep(calls - 1) or ())
+        where.extend(get_thread_stack_frames(threading.get_ident()) if not calls else deep(calls - 1) or ())
 
     gc.callbacks.append(note)
     gc.set_threshold(1, 1, 1)
@@ -144,6 +144,10 @@ def test_nothing_is_collected_while_a_stack_is_followed() -> None:
         gc.set_threshold(*before)
         gc.callbacks.remove(note)
     names = [frame.f_code.co_name for frame, _ in where]
-    assert names[:53] == ["get_stack_frames", *["deep"] * 51, "test_nothing_is_collected_while_a_stack_is_followed"]
+    assert names[:53] == [
+        "get_thread_stack_frames",
+        *["deep"] * 51,
+        "test_nothing_is_collected_while_a_stack_is_followed",
+    ]
     assert kept
-    assert "get_stack_frames" not in begun
+    assert "get_thread_stack_frames" not in begun

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from trials import STEPS, TRAINER, job, none_left
 
-from fsdpx.core.comm.watched import detach_watchdog, start_watching
+from fsdpx.core.comm.watched import detach_watchdog, start_watchdog_if_possible
 from fsdpx.ext.watch.flight_recorder import FlightRecorder
 
 pytestmark = pytest.mark.jobs
@@ -210,7 +210,7 @@ def test_who_dies_before_it_has_let_go_is_buried_later(tmp_path, monkeypatch, st
     if started_by_run:
         monkeypatch.setenv("FSDPX_RUN", str(tmp_path))
     comm = Pair()
-    dog = start_watching(comm)
+    dog = start_watchdog_if_possible(comm)
     assert dog is not None
     record = dog.folder / "rank-00001.flight"
     FlightRecorder(record, 1, 2, "here")

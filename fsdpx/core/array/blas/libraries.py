@@ -19,8 +19,8 @@ from fsdpx.errors import ConfigError
 __all__ = [
     "ADDRESSES", "LIBRARY_NAMES", "MAX_ROWS_WITHOUT_BLAS", "BlasLibrary", "describe_library_files",
     "find_preferred_library", "get_gemm_address", "get_product_threads", "get_selected_library", "is_intel_processor",
-    "list_available_libraries", "list_library_files", "load_library", "load_shared_library", "select_library",
-    "set_product_threads",
+    "list_available_libraries", "list_candidate_library_files", "load_blas_library", "load_shared_library",
+    "select_library", "set_product_threads",
 ]  # fmt: skip
 
 LIBRARY_NAMES = ("mkl", "openblas")
@@ -46,11 +46,11 @@ class BlasLibrary:
 
 
 @cache
-def load_library(name: str) -> BlasLibrary | None:
+def load_blas_library(name: str) -> BlasLibrary | None:
     """Load one of `LIBRARY_NAMES`; return None if it is not installed. Libraries are loaded only when they are needed,
     since each takes memory."""
     make = _load_mkl if name == "mkl" else _load_openblas
-    for path in list_library_files(name):
+    for path in list_candidate_library_files(name):
         try:
             return make(path)
         except (OSError, AttributeError):  # the library cannot be loaded, or lacks required functions
@@ -62,10 +62,10 @@ def find_preferred_library() -> str | None:
     """Return the name of the default library: MKL on Intel processors, NumPy's own OpenBLAS on others. If the default
     library is not installed, return the other one. If neither is installed, return None."""
     order = LIBRARY_NAMES if is_intel_processor() else LIBRARY_NAMES[::-1]
-    return next((name for name in order if load_library(name) is not None), None)
+    return next((name for name in order if load_blas_library(name) is not None), None)
 
 
-def list_library_files(name: str) -> list[Path]:
+def list_candidate_library_files(name: str) -> list[Path]:
     """Return the files that may contain the library `name` ("mkl", "openblas" or "onednn"). Of the files in one
     folder, the newest comes first."""
     if name in WHEELS:
@@ -79,7 +79,7 @@ def list_library_files(name: str) -> list[Path]:
 def describe_library_files() -> dict[str, str]:
     """Return {name: text} for each installed library, where the text contains the path, size and modification time of
     the library file. No library is loaded. Stored measurements are valid only as long as these texts stay the same."""
-    first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_library_files(name))}
+    first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_candidate_library_files(name))}
     return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
 
@@ -136,7 +136,7 @@ product_threads = 1  # set by `set_product_threads`
 def list_available_libraries() -> dict[str, str]:
     """Return {name: text} for each library that `select_library` accepts, where the text contains the path and
     version."""
-    libraries = [(name, load_library(name)) for name in LIBRARY_NAMES if has_numba()]
+    libraries = [(name, load_blas_library(name)) for name in LIBRARY_NAMES if has_numba()]
     where = {name: f"{one.path} ({one.version})" for name, one in libraries if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
 
@@ -177,7 +177,7 @@ def get_product_threads() -> int:
 
 
 def _find_library(name: str) -> BlasLibrary | None:
-    return load_library(name) if name in LIBRARY_NAMES and has_numba() else None
+    return load_blas_library(name) if name in LIBRARY_NAMES and has_numba() else None
 
 
 class GemmAddresses(dict[str, int]):

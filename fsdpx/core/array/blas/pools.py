@@ -73,7 +73,7 @@ class limit_threads:  # noqa: N801
             if _state.inside > 1:
                 return
             if _state.plan is None or _state.chosen != libraries.get_selected_library():
-                _plan_pool_limits()
+                _plan_blas_thread_limits()
             for pool, most in _state.plan or ():
                 pool_size = pool.get()
                 if pool_size > most:
@@ -90,11 +90,11 @@ class limit_threads:  # noqa: N801
                     pool.set(before)
 
 
-def _plan_pool_limits() -> None:
+def _plan_blas_thread_limits() -> None:
     if _state.pools is None:
         _state.pools = _find_thread_pools()
     _state.chosen = libraries.get_selected_library()
-    used = libraries.load_library(_state.chosen) if _state.chosen in libraries.LIBRARY_NAMES else None
+    used = libraries.load_blas_library(_state.chosen) if _state.chosen in libraries.LIBRARY_NAMES else None
     most = [1 if used is not None and Path(pool.path).samefile(used.path) else _state.most for pool in _state.pools]
     _state.plan = [(pool, n) for pool, n in zip(_state.pools, most, strict=True) if n is not None]
 

@@ -19,7 +19,7 @@ from fsdpx.core.array.kernels.half import cast_float, to_float32
 
 __all__ = [
     "add_bias_and_round_total_into", "gemm", "linear_backward", "linear_backward_params", "linear_forward",
-    "list_product_parts", "try_multiply_small_bfloat16_into",
+    "split_product_over_threads", "try_multiply_small_bfloat16_into",
 ]  # fmt: skip
 
 Array = np.ndarray
@@ -41,7 +41,7 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
     float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, are passed to BLAS
     without a copy. Other arrays are passed to `numpy.matmul`.
     """
-    if libraries.product_threads > 1 and (cut := list_product_parts(out, a, b)):
+    if libraries.product_threads > 1 and (cut := split_product_over_threads(out, a, b)):
         parallel.run_tasks(_multiply_piece_into, [(*piece, accumulate) for piece in cut])
     else:
         _multiply_piece_into(out, a, b, accumulate)
@@ -171,7 +171,7 @@ def _is_large(a: Array, b: Array) -> bool:
     return a.shape[0] * a.shape[1] * b.shape[1] >= MIN_PARALLEL_MULTIPLY_ADDS
 
 
-def list_product_parts(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
+def split_product_over_threads(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
     """Split a matrix product along the longer dim of `out` into one part (out, a, b) per thread. Return an empty list
     if the product is too small to be split.
 

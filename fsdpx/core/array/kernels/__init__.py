@@ -15,8 +15,8 @@ from fsdpx.core.base.lazy_names import make_lazy_attributes
 if TYPE_CHECKING:
     from fsdpx.core.array.kernels.activation import (
         add as add, add_bias as add_bias, bias_gelu as bias_gelu, gated as gated, gated_backward as gated_backward,
-        gelu as gelu, gelu_backward as gelu_backward, gelu_recompute as gelu_recompute, relu as relu,
-        relu_backward as relu_backward, sigmoid as sigmoid, silu as silu, silu_backward as silu_backward,
+        gelu as gelu, gelu_backward as gelu_backward, recompute_gelu_and_backward as recompute_gelu_and_backward,
+        relu as relu, relu_backward as relu_backward, sigmoid as sigmoid, silu as silu, silu_backward as silu_backward,
         sum_rows as sum_rows,
     )  # fmt: skip
     from fsdpx.core.array.kernels.dot_product_attention import (
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from fsdpx.core.array.kernels.memory_order import channels_last as channels_last
     from fsdpx.core.array.kernels.norm import (
-        channel_affine as channel_affine, channel_norm_backward as channel_norm_backward,
-        batch_norm_backward_factors as batch_norm_backward_factors, batch_norm_scales as batch_norm_scales,
-        channel_squares as channel_squares,
-        channel_sums as channel_sums, channel_sums_with as channel_sums_with, layer_norm as layer_norm,
+        channel_affine as channel_affine, channel_norm_backward_input as channel_norm_backward_input,
+        batch_norm_backward_factors as batch_norm_backward_factors,
+        batch_norm_scales_and_running_stats as batch_norm_scales_and_running_stats, channel_squares as channel_squares,
+        channel_sums as channel_sums, channel_gradient_sums as channel_gradient_sums, layer_norm as layer_norm,
         layer_norm_backward_input as layer_norm_backward_input,
         layer_norm_backward_params as layer_norm_backward_params, rms_norm as rms_norm,
         rms_norm_backward_input as rms_norm_backward_input, rms_norm_backward_params as rms_norm_backward_params,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         tanh_backward as tanh_backward,
     )  # fmt: skip
     from fsdpx.core.array.kernels.squares import (
-        square_sum as square_sum, square_sums as square_sums,
+        square_sum as square_sum, sum_squares_of_blocks as sum_squares_of_blocks,
     )  # fmt: skip
 
 __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

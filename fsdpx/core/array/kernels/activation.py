@@ -1,6 +1,7 @@
 """Elementwise kernels: activations, gated activations, and their fusion with residual and bias addition.
 
-`gelu_recompute` computes GELU again in the backward pass, so that the result of the forward pass need not be saved."""
+`recompute_gelu_and_backward` computes GELU again in the backward pass, so that the result of the forward pass need not
+be saved."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "add", "add_bias", "bias_gelu", "gated", "gated_backward", "gelu", "gelu_backward",
-    "gelu_recompute", "relu", "relu_backward", "sigmoid", "silu", "silu_backward", "sum_rows",
+    "recompute_gelu_and_backward", "relu", "relu_backward", "sigmoid", "silu", "silu_backward", "sum_rows",
 ]  # fmt: skip
 
 SHIFT32, SHIFT64 = 2.9040000438690186, 4.0
@@ -210,7 +211,7 @@ def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
 
 
 @kernel(into=("dy",))
-def gelu_recompute(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
+def recompute_gelu_and_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
     """Return gelu(x), bitwise equal to the result of the forward pass, and overwrite dy with the gradient with respect
     to x."""
     dy[...] = gelu_backward.__wrapped__(xp, x, dy, approximate)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.core.array.kernels.dispatch import kernel
 from fsdpx.core.array.kernels.head_layout import empty_attention_gradients, empty_time_first
 from fsdpx.core.array.namespace import concatenate_on_device
-from fsdpx.core.array.shapes.flop_counter import iterate_once_counting_all
+from fsdpx.core.array.shapes.flop_counter import iterate_first_and_count_all
 
 __all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
 
@@ -74,7 +74,7 @@ def attention(
     """
     o, lse = empty_time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
     earlier, group = _make_causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
-    for b, h in _iterate_heads(xp, q):
+    for b, h in _iterate_head_indices(xp, q):
         seen = _make_segment_mask(earlier, segments, b)
         scores = _compute_scores(xp, q[b, h], k[b, h // group], seen, scale)
         top = xp.max(scores, axis=-1, keepdims=True) if scores.size else xp.sum(scores, axis=-1, keepdims=True)
@@ -105,7 +105,7 @@ def attention_backward(
     d = empty_attention_gradients(xp, q, k)
     dq, dk, dv = d[0], d[1], d[2]
     earlier, group = _make_causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
-    for b, h in _iterate_heads(xp, q):
+    for b, h in _iterate_head_indices(xp, q):
         head_index, first = (b, h // group), h % group == 0
         seen = _make_segment_mask(earlier, segments, b)
         p = xp.exp(_compute_scores(xp, q[b, h], k[head_index], seen, scale) - lse[b, h][:, None])
@@ -118,11 +118,11 @@ def attention_backward(
     return d
 
 
-def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
+def _iterate_head_indices(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
     """Yield the indices (sample, head) of all heads. For shape-only arrays, yield only the first head, and count its
     work for all heads."""
     if getattr(xp, "holds_no_data", False):
-        return iterate_once_counting_all((0, 0), q.shape[0] * q.shape[1])
+        return iterate_first_and_count_all((0, 0), q.shape[0] * q.shape[1])
     return np.ndindex(*q.shape[:2])
 
 

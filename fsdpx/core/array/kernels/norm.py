@@ -9,9 +9,9 @@ import numpy as np
 from fsdpx.core.array.kernels.dispatch import kernel
 
 __all__ = [
-    "batch_norm_backward_factors", "batch_norm_scales", "channel_affine", "channel_norm_backward", "channel_squares",
-    "channel_sums", "channel_sums_with", "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params",
-    "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params",
+    "batch_norm_backward_factors", "batch_norm_scales_and_running_stats", "channel_affine", "channel_gradient_sums",
+    "channel_norm_backward_input", "channel_squares", "channel_sums", "layer_norm", "layer_norm_backward_input",
+    "layer_norm_backward_params", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params",
 ]  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def channel_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
 
 
 @kernel(narrow=0)
-def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
+def channel_gradient_sums(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
     """Return the per-channel sums that the backward pass of batch norm needs, as a float64 array of size 2 * channels:
     the sums of dy, followed by the sums of `dy * (x - mean) * rstd`."""
     normal = (x - _broadcast_channels(mean, x)) * _broadcast_channels(rstd, x)
@@ -124,7 +124,7 @@ def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
 
 
 @kernel()
-def channel_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
+def channel_norm_backward_input(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
     """Return the input gradient of batch norm, `(dy - along - (x - mean) * across) * scale`, where mean, scale, along
     and across are (channels,)."""
     return (
@@ -133,7 +133,7 @@ def channel_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along
 
 
 @kernel(narrow=0, into=("running_mean", "running_var"))
-def batch_norm_scales(
+def batch_norm_scales_and_running_stats(
     xp: Any, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float, eps: float,
     momentum: float,
 ) -> tuple[Any, Any]:  # fmt: skip
@@ -156,12 +156,12 @@ def batch_norm_scales(
 
 @kernel(narrow=0)
 def batch_norm_backward_factors(xp: Any, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
-    """Return the arguments scale, along and across of `channel_norm_backward`, each (channels,) float64.
+    """Return the arguments scale, along and across of `channel_norm_backward_input`, each (channels,) float64.
 
     Parameters
     ----------
-    sums : result of `channel_sums_with`, summed over `count` elements per channel
-    rstd : result of `batch_norm_scales`
+    sums : result of `channel_gradient_sums`, summed over `count` elements per channel
+    rstd : result of `batch_norm_scales_and_running_stats`
     weight : (channels,) or None
     count : number of elements per channel
     """

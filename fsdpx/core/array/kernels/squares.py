@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.kernels.dispatch import kernel
-from fsdpx.core.array.shapes.flop_counter import iterate_once_counting_all
+from fsdpx.core.array.shapes.flop_counter import iterate_first_and_count_all
 
-__all__ = ["BLOCK", "LANES", "square_sum", "square_sums", "sum_rows_in_lanes"]
+__all__ = ["BLOCK", "LANES", "square_sum", "sum_rows_in_fixed_order", "sum_squares_of_blocks"]
 
 BLOCK = 1 << 14  # number of elements per block in `square_sum`
 LANES = 64  # number of partial sums of a block; element i is added to partial sum i % LANES
@@ -21,35 +21,35 @@ PIECE_ELEMENTS = 1 << 18  # number of elements converted at a time, so that the 
 def square_sum(xp: Any, flat: Any) -> float:
     """Return the sum of squares of a 1-D array, added in float64 and in blocks of `BLOCK` elements."""
     sums = [
-        square_sums(xp, flat[start : start + PIECE_ELEMENTS], BLOCK)
+        sum_squares_of_blocks(xp, flat[start : start + PIECE_ELEMENTS], BLOCK)
         for start in _iterate_block_starts(xp, flat.shape[0], PIECE_ELEMENTS)
     ]
-    return float(sum_rows_in_lanes(xp, xp.concatenate(sums)[None])[0]) if sums else 0.0
+    return float(sum_rows_in_fixed_order(xp, xp.concatenate(sums)[None])[0]) if sums else 0.0
 
 
 @kernel(narrow=0)
-def square_sums(xp: Any, flat: Any, grain: int) -> Any:
+def sum_squares_of_blocks(xp: Any, flat: Any, grain: int) -> Any:
     """Return the sums of squares of consecutive blocks of `grain` elements of a 1-D array, in float64. The last block
     may be shorter.
 
     The results are bitwise the same in all implementations and on all processors, because the elements are added in
-    fixed lanes (see `sum_rows_in_lanes`), regardless of the width of the processor's vectors.
+    fixed lanes (see `sum_rows_in_fixed_order`), regardless of the width of the processor's vectors.
     """
     squares = xp.square(flat.astype(np.float64))
     rows = xp.zeros((-(-squares.size // grain), grain))
     rows.reshape(-1)[: squares.size] = squares
-    return sum_rows_in_lanes(xp, rows)
+    return sum_rows_in_fixed_order(xp, rows)
 
 
 def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
     """Yield the start of each block of `step` elements. For shape-only arrays, yield only the first start, and count
     the work of this block for all blocks."""
     if getattr(xp, "holds_no_data", False):
-        return iterate_once_counting_all(0, -(-size // step))
+        return iterate_first_and_count_all(0, -(-size // step))
     return range(0, size, step)
 
 
-def sum_rows_in_lanes(xp: Any, rows: Any) -> Any:
+def sum_rows_in_fixed_order(xp: Any, rows: Any) -> Any:
     """Sum each row in a fixed order that suits vector processors.
 
     Lane k adds the elements k, k + LANES, k + 2 * LANES, ... one after another. Then the upper half of the lanes is

@@ -15,10 +15,10 @@ import numpy as np
 
 from fsdpx.core.array.shapes.array import (
     ShapeArray,
-    call_with_broadcasting,
+    make_broadcast_result_shape,
     matmul_shapes,
-    make_reduction,
-    make_view_function,
+    make_shape_only_reduction,
+    make_shape_only_view_function,
 )
 from fsdpx.core.array.shapes.functions import (
     argsort,
@@ -73,16 +73,18 @@ not_equal, less, less_equal, greater = np.not_equal, np.less, np.less_equal, np.
 greater_equal, logical_and, logical_or = np.greater_equal, np.logical_and, np.logical_or
 logical_not, bitwise_and, bitwise_or, bitwise_xor = np.logical_not, np.bitwise_and, np.bitwise_or, np.bitwise_xor
 abs = absolute
-clip = partial(call_with_broadcasting, np.clip)
-sum, mean, max, min, prod = map(make_reduction, ("sum", "mean", "max", "min", "prod"))
-any, all, argmax, argmin, var, std = map(make_reduction, ("any", "all", "argmax", "argmin", "var", "std"))
+clip = partial(make_broadcast_result_shape, np.clip)
+sum, mean, max, min, prod = map(make_shape_only_reduction, ("sum", "mean", "max", "min", "prod"))
+any, all, argmax, argmin, var, std = map(make_shape_only_reduction, ("any", "all", "argmax", "argmin", "var", "std"))
 matmul = matmul_shapes
 
 
 zeros = empty = ones = ShapeArray
-reshape, ravel, transpose, swapaxes = map(make_view_function, (np.reshape, np.ravel, np.transpose, np.swapaxes))
-squeeze, moveaxis, expand_dims = map(make_view_function, (np.squeeze, np.moveaxis, np.expand_dims))
-flip, rot90, diagonal = map(make_view_function, (np.flip, np.rot90, np.diagonal))
+reshape, ravel, transpose, swapaxes = map(
+    make_shape_only_view_function, (np.reshape, np.ravel, np.transpose, np.swapaxes)
+)
+squeeze, moveaxis, expand_dims = map(make_shape_only_view_function, (np.squeeze, np.moveaxis, np.expand_dims))
+flip, rot90, diagonal = map(make_shape_only_view_function, (np.flip, np.rot90, np.diagonal))
 triu = tril
 
 
@@ -91,7 +93,7 @@ def where(condition: Any, *values: Any) -> ShapeArray:
     are passed, because the size of the result would then depend on data."""
     if len(values) != 2:
         raise TypeError("where(condition) has a result whose size depends on data: pass both values")
-    return call_with_broadcasting(np.where, condition, *values)
+    return make_broadcast_result_shape(np.where, condition, *values)
 
 
 def full(shape: int | Sequence[int], fill_value: Any, dtype: Any = None) -> ShapeArray:

@@ -15,8 +15,9 @@ import numpy as np
 from fsdpx.core.array.shapes.flop_counter import record_copy, record_product, record_traffic
 
 __all__ = [
-    "MemoryMeter", "ShapeArray", "call_with_broadcasting", "call_without_metering_temporaries", "find_result_dtype",
-    "get_indexed_shape", "make_reduction", "make_view_function", "matmul_shapes", "measuring_memory",
+    "MemoryMeter", "ShapeArray", "call_without_metering_temporaries", "find_result_dtype", "get_indexed_shape",
+    "make_broadcast_result_shape", "make_shape_only_reduction", "make_shape_only_view_function", "matmul_shapes",
+    "measuring_memory",
 ]  # fmt: skip
 
 
@@ -163,7 +164,7 @@ class Storage:
             self.meter.live -= self.nbytes
 
 
-def make_view_function(function: Any) -> Callable[..., ShapeArray]:
+def make_shape_only_view_function(function: Any) -> Callable[..., ShapeArray]:
     """Return the shape-only version of a NumPy function that returns a view. The shape of the result is found by
     calling NumPy's function on an array of zero-byte elements."""
 
@@ -231,9 +232,12 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __iter__(self) -> Iterator[ShapeArray]:
         return (self[i] for i in range(len(self)))
 
-    reshape, ravel = make_view_function(np.ndarray.reshape), make_view_function(np.ndarray.ravel)
-    transpose, swapaxes = make_view_function(np.ndarray.transpose), make_view_function(np.ndarray.swapaxes)
-    squeeze = make_view_function(np.ndarray.squeeze)
+    reshape, ravel = make_shape_only_view_function(np.ndarray.reshape), make_shape_only_view_function(np.ndarray.ravel)
+    transpose, swapaxes = (
+        make_shape_only_view_function(np.ndarray.transpose),
+        make_shape_only_view_function(np.ndarray.swapaxes),
+    )
+    squeeze = make_shape_only_view_function(np.ndarray.squeeze)
     flatten = ravel
 
     def astype(self, dtype: Any, copy: bool = True) -> ShapeArray:
@@ -307,11 +311,11 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
             return NotImplemented
         if ufunc is np.matmul:
             return matmul_shapes(operands[0], operands[1], out[0])
-        return call_with_broadcasting(ufunc, *operands, out=out[0], **options)
+        return make_broadcast_result_shape(ufunc, *operands, out=out[0], **options)
 
     def __pow__(self, power: Any) -> Any:
         # not np.power, because `**` calls np.square and others for small exponents
-        return call_with_broadcasting(operator.pow, self, power)
+        return make_broadcast_result_shape(operator.pow, self, power)
 
 
 def find_result_dtype(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
@@ -333,7 +337,9 @@ def _find_dtype(function: Callable[..., Any], *kinds: Any, **options: Any) -> np
     return np.asarray(function(*empty, **options)).dtype
 
 
-def call_with_broadcasting(function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any) -> ShapeArray:
+def make_broadcast_result_shape(
+    function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any
+) -> ShapeArray:
     """Return the shape-only result of a NumPy function that broadcasts its operands, and count its memory traffic."""
     shape = np.broadcast_shapes(*(o.shape if isinstance(o, ShapeArray) else np.shape(o) for o in operands))
     result = ShapeArray(shape, find_result_dtype(function, *operands, **options))
@@ -378,7 +384,7 @@ def _find_product_dtype(left: np.dtype, right: np.dtype) -> np.dtype:
     return np.matmul(np.empty((0, 0), left), np.empty((0, 0), right)).dtype
 
 
-def make_reduction(name: str) -> Callable[..., Any]:
+def make_shape_only_reduction(name: str) -> Callable[..., Any]:
     """Return the shape-only version of NumPy's reduction `name`, with the signature f(x, axis=None, dtype=None,
     keepdims=False)."""
     function = getattr(np, name)
@@ -427,7 +433,7 @@ def _is_boolean_mask(index: Any) -> bool:
 
 
 for _name in "sum mean max min prod any all argmax argmin var std".split():
-    setattr(ShapeArray, _name, make_reduction(_name))
+    setattr(ShapeArray, _name, make_shape_only_reduction(_name))
 
 
 def find_storage(array: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
     "INNER_KERNEL", "KernelPass", "ProductCount", "WorkCount", "counting_as_one_kernel", "counting_as_one_matmul",
-    "counting_work", "iterate_once_counting_all", "record_copy", "record_flops", "record_product", "record_traffic",
+    "counting_work", "iterate_first_and_count_all", "record_copy", "record_flops", "record_product", "record_traffic",
     "record_work",
 ]  # fmt: skip
 
@@ -186,7 +186,7 @@ def record_flops(flops: int, itemsize: int, kernel: str) -> None:
         work.products[ProductCount(1, 1, 1, flops // 2 * _now.times, itemsize, kernel)] += 1
 
 
-def iterate_once_counting_all(first: T, times: int) -> Iterator[T]:
+def iterate_first_and_count_all(first: T, times: int) -> Iterator[T]:
     """Run only the first of `times` iterations that do the same work on shape-only arrays: yield `first` once, and
     count its matrix products `times` times."""
     before, _now.times = _now.times, _now.times * times

@@ -12,9 +12,9 @@ import numpy as np
 
 from fsdpx.core.array.shapes.array import (
     ShapeArray,
-    call_with_broadcasting,
     find_result_dtype,
-    make_reduction,
+    make_broadcast_result_shape,
+    make_shape_only_reduction,
     matmul_shapes,
 )
 from fsdpx.core.array.shapes.flop_counter import record_flops, record_product, record_traffic
@@ -89,14 +89,14 @@ def take(x: Array, indices: Array, axis: int | None = None) -> ShapeArray:
     if axis is not None:
         axis = axis % x.ndim
         dims = (*x.shape[:axis], *dims, *x.shape[axis + 1 :])
-    return _make_selection_result(dims, x, indices)
+    return _make_indexed_shape_array(dims, x, indices)
 
 
 def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
-    return _make_selection_result(_get_broadcast_shape_along(x, indices, axis), x, indices)
+    return _make_indexed_shape_array(_get_broadcast_shape_along(x, indices, axis), x, indices)
 
 
-def _make_selection_result(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
+def _make_indexed_shape_array(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
     """Return an array of shape `dims`, which stands for elements selected from x by `indices`. Count it as a copy that
     reads all indices, and reads one element of x for each element that it writes."""
     result = ShapeArray(dims, x.dtype)
@@ -155,7 +155,7 @@ def diff(x: Array, n: int = 1, axis: int = -1) -> Any:
     return x
 
 
-def _record_sort(x: Array, axis: int | None, result: ShapeArray) -> ShapeArray:
+def _count_sort_work(x: Array, axis: int | None, result: ShapeArray) -> ShapeArray:
     """Return `result`, and count one kernel call that reads and writes all elements once for each level of a merge sort
     along `axis`."""
     row = x.size if axis is None else x.shape[axis]
@@ -164,11 +164,11 @@ def _record_sort(x: Array, axis: int | None, result: ShapeArray) -> ShapeArray:
 
 
 def sort(x: Array, axis: int | None = -1, kind: str | None = None, stable: bool | None = None) -> ShapeArray:
-    return _record_sort(x, axis, ShapeArray(x.shape if axis is not None else (x.size,), x.dtype))
+    return _count_sort_work(x, axis, ShapeArray(x.shape if axis is not None else (x.size,), x.dtype))
 
 
 def argsort(x: Array, axis: int | None = -1, kind: str | None = None, stable: bool | None = None) -> ShapeArray:
-    return _record_sort(x, axis, ShapeArray(x.shape if axis is not None else (x.size,), np.int64))
+    return _count_sort_work(x, axis, ShapeArray(x.shape if axis is not None else (x.size,), np.int64))
 
 
 def _make_cumulative_function(function: Callable[..., Any]) -> Callable[..., ShapeArray]:
@@ -251,7 +251,7 @@ def tensordot(a: Array, b: Array, axes: Any = 2) -> ShapeArray:
 
 def dot(a: Array, b: Array) -> Any:
     if min(len(_get_shape(a)), len(_get_shape(b))) == 0:
-        return call_with_broadcasting(np.multiply, a, b)
+        return make_broadcast_result_shape(np.multiply, a, b)
     return matmul_shapes(a, b) if max(a.ndim, b.ndim) <= 2 else tensordot(a, b, ([-1], [max(b.ndim - 2, 0)]))
 
 
@@ -321,7 +321,9 @@ fft = NestedNamespace(
 )  # fmt: skip
 
 
-def _make_matrix_function(name: str, flops: Callable[[int], float], drops: bool = False) -> Callable[..., ShapeArray]:
+def _make_shape_only_matrix_function(
+    name: str, flops: Callable[[int], float], drops: bool = False
+) -> Callable[..., ShapeArray]:
     """Return the shape-only version of a function of square matrices (..., n, n).
 
     `flops` returns the number of floating-point operations for a matrix of size n. If `drops` is true, the result is
@@ -348,7 +350,7 @@ def _find_inverse_dtype(given: np.dtype) -> np.dtype:
     return np.linalg.inv(np.eye(1, dtype=given)).dtype
 
 
-def _solve_shape(a: Array, b: Array) -> ShapeArray:
+def _solve_shape_only(a: Array, b: Array) -> ShapeArray:
     _require_square("solve", a)
     n, single = a.shape[-1], b.ndim == 1
     columns = 1 if single else b.shape[-1]
@@ -364,12 +366,12 @@ def _solve_shape(a: Array, b: Array) -> ShapeArray:
 def _norm_shape(x: Array, ord: Any = None, axis: Any = None, keepdims: bool = False) -> ShapeArray:
     if ord not in (None, 2, "fro") or (ord == 2 and axis is None and x.ndim > 1):
         raise ValueError(f"norm: ord={ord!r} is not supported for arrays without data: use None")
-    return make_reduction("sum")(x, axis=axis, keepdims=keepdims)
+    return make_shape_only_reduction("sum")(x, axis=axis, keepdims=keepdims)
 
 
 linalg = NestedNamespace(
-    np.linalg, inv=_make_matrix_function("inv", lambda n: 2 * n**3),
-    det=_make_matrix_function("det", lambda n: 2 * n**3 / 3, drops=True),
-    cholesky=_make_matrix_function("cholesky", lambda n: n**3 / 3), solve=_solve_shape, norm=_norm_shape,
-    LinAlgError=np.linalg.LinAlgError,
+    np.linalg, inv=_make_shape_only_matrix_function("inv", lambda n: 2 * n**3),
+    det=_make_shape_only_matrix_function("det", lambda n: 2 * n**3 / 3, drops=True),
+    cholesky=_make_shape_only_matrix_function("cholesky", lambda n: n**3 / 3), solve=_solve_shape_only,
+    norm=_norm_shape, LinAlgError=np.linalg.LinAlgError,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from fsdpx.core.array.shapes.flop_counter import (
     record_work,
 )
 
-__all__ = ["call_cached", "make_rebuild_plan", "rebuild_from_plan"]
+__all__ = ["call_cached", "make_value_template", "rebuild_cached_value"]
 
 MAX_RESULTS = 4096
 """Maximum number of cached calls. When it is reached, the whole cache is cleared."""
@@ -42,10 +42,10 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
     if result is not None:
         plan, work = result
         record_work(work)
-        return rebuild_from_plan(plan, [a.root for a in arrays], arrays)
+        return rebuild_cached_value(plan, [a.root for a in arrays], arrays)
     cached, work = _run_and_count_as_one_kernel(call, arrays, xp, *arguments, **options)
     with suppress(TypeError):
-        plan = make_rebuild_plan(cached, [a.root for a in arrays], arrays)
+        plan = make_value_template(cached, [a.root for a in arrays], arrays)
         if len(_results) >= MAX_RESULTS:
             _results.clear()
         _results[key] = plan, work
@@ -60,7 +60,7 @@ def _run_and_count_as_one_kernel(
     with counting_as_one_kernel() as work:
         result = call_without_metering_temporaries(call, *arguments, **options)
     itemsize = next((a.itemsize for a in arrays if a.dtype.kind in "fV"), 4)
-    kernel, windows = find_algorithm_and_windows(call, *arguments[1:], **options)
+    kernel, windows = get_kernel_algorithm_and_windows(call, *arguments[1:], **options)
     named = Counter[ProductCount]()
     for product, times in work.products.items():
         places = work.products.total()
@@ -76,7 +76,7 @@ def _run_and_count_as_one_kernel(
     return result, work
 
 
-def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
+def get_kernel_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
     """Return two values on which the cost of a kernel depends: the kernel's name followed by its algorithm for these
     arguments, and the value of `ProductCount.windows`."""
     name, choose_algorithm = getattr(call, "__name__", INNER_KERNEL), getattr(call, "choose_algorithm", None)
@@ -107,10 +107,10 @@ def _is_frozen_dataclass(cls: type) -> bool:
     return parameters is not None and parameters.frozen
 
 
-def make_rebuild_plan(
+def make_value_template(
     value: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = (), constants: tuple[type, ...] = ()
 ) -> Any:
-    """Return a description of `value` from which `rebuild_from_plan` builds an equal value with new arrays.
+    """Return a description of `value` from which `rebuild_cached_value` builds an equal value with new arrays.
 
     An array that is in `arrays` is described by its index there. Any other array is described by its shape, its dtype,
     and the index of the memory that it shares (its root) in `roots`. New roots are appended to `roots`. Values of the
@@ -125,17 +125,17 @@ def make_rebuild_plan(
             roots.append(value.root)
         return ShapeArray, value.shape, value.dtype, place, value.root.nbytes
     if isinstance(value, tuple | list):
-        return type(value), [make_rebuild_plan(one, roots, arrays, constants) for one in value]
+        return type(value), [make_value_template(one, roots, arrays, constants) for one in value]
     if isinstance(value, dict):
-        return dict, list(value), [make_rebuild_plan(one, roots, arrays, constants) for one in value.values()]
+        return dict, list(value), [make_value_template(one, roots, arrays, constants) for one in value.values()]
     if value is None or isinstance(value, (int, float, str, *constants)):
         return None, value
     raise TypeError(f"{type(value)} is not known")
 
 
-def rebuild_from_plan(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
-    """Build a value from a description returned by `make_rebuild_plan`. New arrays use the memory in `roots`; if a root
-    is missing there, it is created and appended."""
+def rebuild_cached_value(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
+    """Build a value from a description returned by `make_value_template`. New arrays use the memory in `roots`; if a
+    root is missing there, it is created and appended."""
     kind, value, *more = plan
     if kind is ShapeArray:
         dtype, place, nbytes = more
@@ -147,6 +147,6 @@ def rebuild_from_plan(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArr
     if kind == "argument":
         return arrays[value]
     if kind is dict:
-        return dict(zip(value, [rebuild_from_plan(one, roots, arrays) for one in more[0]], strict=True))
-    parts = [rebuild_from_plan(one, roots, arrays) for one in value]
+        return dict(zip(value, [rebuild_cached_value(one, roots, arrays) for one in more[0]], strict=True))
+    parts = [rebuild_cached_value(one, roots, arrays) for one in value]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)

@@ -317,7 +317,7 @@ class MpiCommunicator(MessageBackend):
             requests += [comm.Isend(c, rank, tag) for rank, part in outgoing for c in chunks(as_wire_buffer(part))]
         except MPI.Exception as error:
             raise self._translate_error(error, call) from error
-        return self._track_requests(call, requests, outgoing, incoming)
+        return self._make_handle_keeping_buffers(call, requests, outgoing, incoming)
 
     def _start_all_gather(self, call: Call) -> Handle:
         (send, recv), (pieces,) = call.arrays, call.partitions
@@ -327,18 +327,18 @@ class MpiCommunicator(MessageBackend):
             copy_unless_same(own_part, source)
             parts = [(root, pieces.get_piece(target, root)) for root in range(self.size)]
             requests = [self.raw.Ibcast(chunk, root) for root, part in parts for chunk in self._split_message(part)]
-            return self._track_requests(call, requests, target)
+            return self._make_handle_keeping_buffers(call, requests, target)
         if not pieces.even:
             return self.start_all_gather_with_gaps(call, pieces.counts, pieces.displs)
         request = self.raw.Iallgather(MPI.IN_PLACE if is_in_place(source, own_part) else source, target)
-        return self._track_requests(call, [request], source, target)
+        return self._make_handle_keeping_buffers(call, [request], source, target)
 
     def start_all_gather_with_gaps(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
         source, target = as_wire_buffer(call.arrays[0]), as_wire_buffer(call.arrays[1])
         start = displs[self.rank]
         in_place = is_in_place(source, target[start : start + counts[self.rank]])
         request = self.raw.Iallgatherv(MPI.IN_PLACE if in_place else source, (target, (counts, displs)))
-        return self._track_requests(call, [request], source, target)
+        return self._make_handle_keeping_buffers(call, [request], source, target)
 
     def _start_reduce_scatter(self, call: Call) -> Handle:
         (send, recv), (pieces,) = call.arrays, call.partitions
@@ -351,7 +351,7 @@ class MpiCommunicator(MessageBackend):
             request = self.raw.Ireduce_scatter_block(source, target, kind)
         else:
             request = self.raw.Ireduce_scatter(source, target, pieces.counts, kind)
-        handle = self._track_requests(call, [request], source, target)
+        handle = self._make_handle_keeping_buffers(call, [request], source, target)
         if at_home:
             handle = HandleWithCallback(handle, partial(np.copyto, recv, send[: recv.size]))
         return self._average_when_done(call, handle, recv)
@@ -368,25 +368,25 @@ class MpiCommunicator(MessageBackend):
             requests += self._start_reduce_requests(
                 pieces.get_piece(send, root), target if root == self.rank else None, call.op, root
             )
-        handle = self._track_requests(call, requests, send, target)
+        handle = self._make_handle_keeping_buffers(call, requests, send, target)
         return handle if target is recv else HandleWithCallback(handle, partial(np.copyto, recv, own_part))
 
     def _start_all_reduce(self, call: Call) -> Handle:
         (buf,) = call.arrays
         kind = get_mpi_op(call.op, buf.dtype)
         requests = [self.raw.Iallreduce(MPI.IN_PLACE, chunk, kind) for chunk in self._split_message(buf)]
-        return self._average_when_done(call, self._track_requests(call, requests, buf), buf)
+        return self._average_when_done(call, self._make_handle_keeping_buffers(call, requests, buf), buf)
 
     def _start_broadcast(self, call: Call) -> Handle:
         (buf,) = call.arrays
         requests = [self.raw.Ibcast(chunk, call.root) for chunk in self._split_message(as_wire_buffer(buf))]
-        return self._track_requests(call, requests, buf)
+        return self._make_handle_keeping_buffers(call, requests, buf)
 
     def _start_reduce(self, call: Call) -> Handle:
         send, recv = call.arrays
         at_root = self.rank == call.root
         requests = self._start_reduce_requests(send, recv if at_root else None, call.op, call.root)
-        handle = self._track_requests(call, requests, send, recv)
+        handle = self._make_handle_keeping_buffers(call, requests, send, recv)
         return self._average_when_done(call, handle, recv) if at_root else handle
 
     def _start_reduce_requests(self, send: Array, recv: Array | None, op: ReduceOp, root: int) -> list[MPI.Request]:
@@ -397,7 +397,7 @@ class MpiCommunicator(MessageBackend):
         return [self.raw.Ireduce(*pair, kind, root) for pair in zip(sources, targets, strict=True)]
 
     def _start_barrier(self, call: Call) -> Handle:
-        return self._track_requests(call, [self.raw.Ibarrier()])
+        return self._make_handle_keeping_buffers(call, [self.raw.Ibarrier()])
 
     def _split_message(self, array: Array) -> list[Any]:
         """Divide `array` into parts that each fit into one MPI message. Sender and receiver divide their arrays in the
@@ -406,7 +406,7 @@ class MpiCommunicator(MessageBackend):
             return [array]
         return [array[start : start + self.limit] for start in range(0, array.size, self.limit)]
 
-    def _track_requests(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
+    def _make_handle_keeping_buffers(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
         return MpiRequests(self, call, requests, buffers)
 
     def _average_when_done(self, call: Call, handle: Handle, total: Array) -> Handle:
@@ -535,7 +535,7 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
     def __repr__(self) -> str:
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
 
-    def _track_requests(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
+    def _make_handle_keeping_buffers(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
         """Return a handle for the requests, and keep a reference to it so that the buffers stay alive. This is needed
         because, after the loss of a rank, the caller may drop the handle while other ranks are still sending."""
         handle = MpiRequests(self, call, requests, buffers)

@@ -68,10 +68,10 @@ def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path |
             with suppress(OSError):  # the file may be gone, or the folder may be read-only
                 path.unlink()
     temporary = Path(tempfile.gettempdir()) if temporary is None else temporary
-    remove_dead_folders(temporary.glob(f"{_SESSION}*"), _has_session_ended)
+    remove_dead_folders(temporary.glob(f"{_SESSION}*"), _has_open_mpi_session_ended)
 
 
-def _has_session_ended(folder: Path) -> bool:
+def _has_open_mpi_session_ended(folder: Path) -> bool:
     """Return whether an Open MPI session folder is no longer used, that is, whether it is old, the process that created
     it has ended, and no rank maps files in it."""
     process = folder.name.removeprefix(_SESSION)

@@ -198,7 +198,7 @@ def _are_arrays_unmoved(row, at):
     return True
 
 
-def _compile_sum_functions(name, through, kind):
+def _compile_rank_sum_functions(name, through, kind):
     """Return two compiled functions: one that adds the arrays of all ranks in rank order, and one that also
     synchronizes the ranks before and after the addition.
 
@@ -255,8 +255,10 @@ def _compile_sum_functions(name, through, kind):
     return added, jit(synchronize_and_add, name=f"meet{name}")
 
 
-add32, synchronize_and_add32 = _compile_sum_functions("32", return_unconverted, np.float32)
-add64, synchronize_and_add64 = _compile_sum_functions("64", return_unconverted, np.float64)
-add_bfloat16, synchronize_and_add_bfloat16 = _compile_sum_functions("_bfloat16", emit_round_to_bfloat16, np.float32)
-add_float16, synchronize_and_add_float16 = _compile_sum_functions("_float16", emit_round_to_float16, np.float32)
+add32, synchronize_and_add32 = _compile_rank_sum_functions("32", return_unconverted, np.float32)
+add64, synchronize_and_add64 = _compile_rank_sum_functions("64", return_unconverted, np.float64)
+add_bfloat16, synchronize_and_add_bfloat16 = _compile_rank_sum_functions(
+    "_bfloat16", emit_round_to_bfloat16, np.float32
+)
+add_float16, synchronize_and_add_float16 = _compile_rank_sum_functions("_float16", emit_round_to_float16, np.float32)
 """The 16-bit variants add float32 arrays. Values are rounded to the 16-bit dtype before they are added."""

@@ -127,14 +127,14 @@ class NodeCommunicator(Backend):
         """Allocate `nbytes` bytes for this rank in memory that all ranks of its host can read. Ranks may request
         different sizes. If a host has too little shared memory, return None on all ranks. Collective over the world
         communicator."""
-        self._free_abandoned_and_load_persistent_code()
+        self._free_arrays_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes)
         return None if number is None else self.memory.windows[number].parts[self.memory.rank]
 
     def allocate_node_buffer(self, nbytes: int) -> Array | None:
         """Allocate one buffer of `nbytes` bytes on each host for all ranks of this communicator on that host to share.
         If a host has too little shared memory, return None on all ranks. Collective over the world communicator."""
-        self._free_abandoned_and_load_persistent_code()
+        self._free_arrays_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes if self.rank == self.ranks_on_host[0] else 0)
         if number is None:
             return None
@@ -274,7 +274,7 @@ class NodeCommunicator(Backend):
 
     def _try_start_reduce_scatter(self, call: Call, group: NodeGroup) -> Handle | None:
         (send, recv), (pieces,) = call.arrays, call.partitions
-        address = self._find_shared_sum_address(send, call.op)
+        address = self._find_address_if_summed_in_shared(send, call.op)
         if address is None:
             return None
         if self.lanes is not None:
@@ -300,7 +300,7 @@ class NodeCommunicator(Backend):
 
     def _try_start_all_reduce(self, call: Call, group: NodeGroup) -> Handle | None:
         (buf,) = call.arrays
-        address = self._find_shared_sum_address(buf, call.op)
+        address = self._find_address_if_summed_in_shared(buf, call.op)
         if address is None:
             return None
         if self.lanes is not None:
@@ -381,7 +381,7 @@ class NodeCommunicator(Backend):
         cannot be used."""
         return self.memory.persistent if self.compiles else None
 
-    def _free_abandoned_and_load_persistent_code(self) -> None:
+    def _free_arrays_and_load_persistent_code(self) -> None:
         """Free shared arrays whose owner has been garbage-collected, and load the module of compiled collectives. From
         then on, repeated collectives run compiled code."""
         self._free_abandoned_arrays()
@@ -390,7 +390,7 @@ class NodeCommunicator(Backend):
 
             self.memory.persistent = persistent
 
-    def _find_shared_sum_address(self, array: Array, op: ReduceOp) -> WindowAddress | None:
+    def _find_address_if_summed_in_shared(self, array: Array, op: ReduceOp) -> WindowAddress | None:
         """Return the address of an array that should be summed in shared memory, or None if the array should be summed
         by messages.
 

@@ -54,7 +54,7 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
     try:
         if not opening.try_share_unnamed_file():
             opening.share_named_file()
-        return opening.file, opening.map_and_lock_memory(preallocate)
+        return opening.file, opening.map_memory_and_hold_liveness_lock(preallocate)
     except BaseException:
         opening.close()
         raise
@@ -88,7 +88,7 @@ class _SharedFileOpening:
                 os.unlink(path)
         self.comm.all_gather_data(None)  # wait for rank 0, so that no rank allocates memory while the file has a name
 
-    def map_and_lock_memory(self, preallocate: bool) -> mmap.mmap:
+    def map_memory_and_hold_liveness_lock(self, preallocate: bool) -> mmap.mmap:
         """Map the file, and lock the byte whose lock shows that this rank is alive. If `preallocate` is true, rank 0
         allocates all of the memory. Collective."""
 

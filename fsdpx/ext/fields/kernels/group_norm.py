@@ -14,8 +14,8 @@ import numpy as np
 from fsdpx.core.array.kernels.dispatch import kernel
 
 __all__ = [
-    "group_norm", "group_norm_affine", "group_norm_backward", "group_norm_backward_input", "group_norm_gradient_sums",
-    "group_norm_moments", "merge_moments_of_groups",
+    "channel_means_and_square_deviations", "group_norm", "group_norm_affine", "group_norm_backward",
+    "group_norm_backward_input", "group_norm_gradient_sums", "merge_channel_moments_into_groups",
 ]  # fmt: skip
 
 
@@ -25,8 +25,8 @@ def group_norm(xp: Any, x: Any, weight: Any, bias: Any, groups: int, eps: float)
     `1 / sqrt(var + eps)`. Both `mean` and `rstd` are (samples, channels), with equal values for all channels of a
     group. `weight` and `bias` are (channels,) or None."""
     size, cells = x.shape[1] // groups, math.prod(x.shape[2:])
-    moments = group_norm_moments.__wrapped__(xp, x)  # type: ignore[attr-defined]
-    mean, squares = merge_moments_of_groups(xp, moments, groups, cells)
+    moments = channel_means_and_square_deviations.__wrapped__(xp, x)  # type: ignore[attr-defined]
+    mean, squares = merge_channel_moments_into_groups(xp, moments, groups, cells)
     rstd = 1.0 / xp.sqrt(squares / max(size * cells, 1) + eps)
     mean, rstd = (xp.repeat(a, size, axis=1).astype(x.dtype) for a in (mean, rstd))
     scale, shift = rstd if weight is None else rstd * weight, xp.zeros_like(rstd)
@@ -47,7 +47,7 @@ def group_norm_backward_input(
     return group_norm_backward.__wrapped__(xp, dy, x, *values), sums  # type: ignore[attr-defined]
 
 
-def merge_moments_of_groups(xp: Any, moments: Any, groups: int, cells: int) -> tuple[Any, Any]:
+def merge_channel_moments_into_groups(xp: Any, moments: Any, groups: int, cells: int) -> tuple[Any, Any]:
     """Return the mean and the sum of squared deviations for each group of channels, both (samples, groups). `moments`,
     (2, samples, channels), holds the same two values for each channel, over `cells` cells."""
     samples, channels = moments.shape[1:]
@@ -58,7 +58,7 @@ def merge_moments_of_groups(xp: Any, moments: Any, groups: int, cells: int) -> t
 
 
 @kernel(narrow=0)
-def group_norm_moments(xp: Any, x: Any) -> Any:
+def channel_means_and_square_deviations(xp: Any, x: Any) -> Any:
     """Return, as (2, samples, channels) in float64, the mean and the sum of squared deviations of each channel of each
     sample of x (samples, channels, *cells). Both are 0 if there are no cells."""
     dims, count = tuple(range(2, x.ndim)), max(math.prod(x.shape[2:]), 1)

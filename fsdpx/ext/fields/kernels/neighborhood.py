@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array.kernels.dispatch import kernel
-from fsdpx.core.array.shapes.flop_counter import iterate_once_counting_all
+from fsdpx.core.array.shapes.flop_counter import iterate_first_and_count_all
 
 __all__ = ["make_neighborhood_masks", "neighborhood_attention", "neighborhood_attention_backward"]
 
@@ -135,7 +135,7 @@ def _iterate_tiles(
         alike: dict[Any, list[Any]] = {}
         for tile in tiles:
             alike.setdefault(tuple(one.lengths for one in tile[0]), []).append(tile)
-        tiles = (tile for same in alike.values() for tile in iterate_once_counting_all(same[0], len(same)))
+        tiles = (tile for same in alike.values() for tile in iterate_first_and_count_all(same[0], len(same)))
     for sides, kind in tiles:
         batch = (slice(None), slice(None))
         yield (*batch, *(one.queries for one in sides)), (*batch, *(one.keys for one in sides)), masks[kind]
@@ -148,12 +148,12 @@ def _plan_tiles(
     """Return two tuples. The first has, for each tile, its sides (one `DimTile` per dim) and the number of its kind.
     The second has, for each kind, the first keys of the windows of a tile's queries, along each dim."""
     side, kinds = TILE_SIDES[len(starts)], dict[Starts, int]()
-    rows = product(*(_split_dim(first, k, side) for first, k in zip(starts, window, strict=True)))
+    rows = product(*(_split_dim_into_tiles(first, k, side) for first, k in zip(starts, window, strict=True)))
     tiles = tuple((row, kinds.setdefault(tuple(one.starts for one in row), len(kinds))) for row in rows)
     return tiles, tuple(kinds)
 
 
-def _split_dim(starts: tuple[int, ...], window: int, side: int) -> list[DimTile]:
+def _split_dim_into_tiles(starts: tuple[int, ...], window: int, side: int) -> list[DimTile]:
     made = []
     for low in range(0, len(starts), side):
         own = starts[low : low + side]

@@ -11,11 +11,11 @@ from typing import Any
 
 from fsdpx.core.array.kernels.dispatch import kernel
 
-__all__ = ["add_gathered_rows", "segment_max", "segment_softmax", "segment_softmax_backward", "segment_sum"]
+__all__ = ["add_indexed_rows", "segment_max", "segment_softmax", "segment_softmax_backward", "segment_sum"]
 
 
 @kernel(bits=False)
-def add_gathered_rows(xp: Any, y: Any, a: Any, a_index: Any, b: Any, b_index: Any) -> Any:
+def add_indexed_rows(xp: Any, y: Any, a: Any, a_index: Any, b: Any, b_index: Any) -> Any:
     """Return y[n, i] + a[n, a_index[i]] + b[n, b_index[i]] for each row i. The result may overwrite `y`."""
     return y + (xp.take(a, a_index, axis=1) + xp.take(b, b_index, axis=1))
 
@@ -26,7 +26,7 @@ def segment_sum(xp: Any, values: Any, offsets: Any, order: Any, most: int) -> An
 
     Segments consist of rows of `values` or, if `order` is given, of values[:, order]."""
     y = xp.zeros((values.shape[0], offsets.shape[0] - 1, values.shape[2]), dtype=values.dtype)
-    for rows, inside in _iterate_rows(xp, offsets, most):
+    for rows, inside in _iterate_kth_rows_of_segments(xp, offsets, most):
         found = xp.take(values, rows if order is None else xp.take(order, rows), axis=1)
         y += xp.where(inside, found, 0.0).astype(y.dtype)
     return y
@@ -38,7 +38,7 @@ def segment_max(xp: Any, values: Any, offsets: Any, most: int) -> tuple[Any, Any
     or -1 for an empty segment. Ties go to the first row; NaN compares greater than any number."""
     y = xp.zeros((values.shape[0], offsets.shape[0] - 1, values.shape[2]), dtype=values.dtype)
     winner = xp.full(y.shape, -1, dtype="int64")
-    for rows, inside in _iterate_rows(xp, offsets, most):
+    for rows, inside in _iterate_kth_rows_of_segments(xp, offsets, most):
         found = xp.take(values, rows, axis=1)
         better = inside & ((found > y) | (found != found) | (winner < 0))
         y, winner = xp.where(better, found, y), xp.where(better, rows[None, :, None], winner)
@@ -63,7 +63,7 @@ def segment_softmax_backward(xp: Any, y: Any, dy: Any, offsets: Any, segments: A
     return y * (dy - xp.take(total, segments, axis=1))
 
 
-def _iterate_rows(xp: Any, offsets: Any, most: int) -> Iterator[tuple[Any, Any]]:
+def _iterate_kth_rows_of_segments(xp: Any, offsets: Any, most: int) -> Iterator[tuple[Any, Any]]:
     """Yield (rows, inside) for the first row of each segment, then for the second row of each, and so on. `inside`, (1,
     segments, 1), says whether each segment has such a row."""
     for i in range(most):

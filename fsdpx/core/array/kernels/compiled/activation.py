@@ -1,7 +1,7 @@
 """Activations, gated activations and sums over rows as Numba code, forward and backward, each in one pass over memory.
 
-Sums over rows are computed in fixed blocks of rows, and are split over threads by columns. `gelu_recompute` computes
-GELU and its gradient in one pass, since both need the same exponential.
+Sums over rows are computed in fixed blocks of rows, and are split over threads by columns.
+`recompute_gelu_and_backward` computes GELU and its gradient in one pass, since both need the same exponential.
 """
 
 from __future__ import annotations
@@ -256,12 +256,12 @@ _gelu_recomputed, _gelu_tanh_recomputed = (
 
 
 @register_compiled_kernel(lambda x, w, s: (x, x.copy()))
-def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
+def recompute_gelu_and_backward(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
     if x.dtype == np.uint16 and dy.dtype != x.dtype:
-        return call_plain_kernel(plain.gelu_recompute, xp, x, dy, approximate)
+        return call_plain_kernel(plain.recompute_gelu_and_backward, xp, x, dy, approximate)
     if not dy.flags.c_contiguous or dy.dtype != x.dtype:
         flat = np.array(dy, x.dtype, order="C")
-        y = gelu_recompute(xp, x, flat, approximate)
+        y = recompute_gelu_and_backward(xp, x, flat, approximate)
         dy[...] = flat
         return y
     x = np.ascontiguousarray(x)

@@ -24,7 +24,7 @@ from fsdpx.core.base.processor import read_cpuinfo_field
 
 __all__ = [
     "SIZE_MULTIPLE", "attention_backward_into", "attention_forward_into", "copy_bytes", "has_bf16_dot_instruction",
-    "interleave_row_pairs", "multiply_tiles_into", "round_up_to_multiple", "transpose_words_into",
+    "interleave_row_pairs", "multiply_tiles_into", "round_up_to_multiple", "transpose_number_pairs_into",
 ]  # fmt: skip
 
 LANES = 16
@@ -72,7 +72,7 @@ def interleave_row_pairs(x, row, rows, columns, out, out_row):
 
 
 @jit
-def transpose_words_into(x, row, rows, columns, out, out_row):
+def transpose_number_pairs_into(x, row, rows, columns, out, out_row):
     """Transpose x as a matrix of words. A word consists of two numbers that are neighbors along dim 1. x and `out` are
     addresses, and `row` and `out_row` are the distances between their rows in bytes. Sizes, counted in numbers, are
     multiples of `SIZE_MULTIPLE`."""
@@ -286,7 +286,7 @@ def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
     for pair in range(first, last):
         b, h = pair // heads, pair % heads
         _copy_head_rows_into(k, b, h // group, 0, full, plain)
-        transpose_words_into(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
+        transpose_number_pairs_into(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
         _copy_head_rows_into(v, b, h // group, 0, full, plain)
         interleave_row_pairs(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * width)
         for start in range(0, time, BLOCK):
@@ -328,9 +328,9 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
     for pair in range(first, last):
         b, g = pair // shared, pair % shared
         _copy_head_rows_into(v, b, g, 0, full, plain)
-        transpose_words_into(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * length)
+        transpose_number_pairs_into(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * length)
         _copy_head_rows_into(k, b, g, 0, full, plain)
-        transpose_words_into(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
+        transpose_number_pairs_into(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
         interleave_row_pairs(plain.ctypes.data, 2 * width, length, width, ways.ctypes.data, 4 * width)
         end = (time - 1) // BLOCK * BLOCK
         for h in range(g * group, (g + 1) * group):

@@ -61,7 +61,7 @@ def _softmax_backward_loop(y, dy, dx):
             dx[i, j] = round_to_dtype_of(dx, to_float(y[i, j]) * (to_float(dy[i, j]) - along))
 
 
-def _run_over_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
+def _run_loop_in_parallel_over_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
     shape = arrays[0].shape
     rows = [np.ascontiguousarray(a).reshape(math.prod(shape[:-1]), shape[-1]) for a in arrays]
     out = np.empty_like(rows[0])
@@ -71,16 +71,16 @@ def _run_over_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
 
 @register_compiled_kernel(lambda x, w, s: (x,))
 def softmax(xp: Any, x: np.ndarray) -> np.ndarray:
-    return _run_over_rows(_softmax_loop, x)
+    return _run_loop_in_parallel_over_rows(_softmax_loop, x)
 
 
 @register_compiled_kernel(lambda x, w, s: (x, x))
 def softmax_backward(xp: Any, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    return _run_over_rows(_softmax_backward_loop, y, dy)
+    return _run_loop_in_parallel_over_rows(_softmax_backward_loop, y, dy)
 
 
 @jit
-def _rotate_loop(x, y, cos, sin):
+def _rotary_embedding_loop(x, y, cos, sin):
     use_widest_vectors()
     half = cos.shape[1]
     for b in range(x.shape[0]):
@@ -100,7 +100,7 @@ def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarr
     if not cos.dtype == sin.dtype == dtype:
         return call_plain_kernel(plain_rotate, xp, x, cos, sin)
     x, y = as_contiguous(x), np.empty(x.shape, x.dtype)
-    parallel_for_rows(_rotate_loop, (x, y), as_contiguous(cos), as_contiguous(sin))
+    parallel_for_rows(_rotary_embedding_loop, (x, y), as_contiguous(cos), as_contiguous(sin))
     return y
 
 

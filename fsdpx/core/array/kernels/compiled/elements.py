@@ -20,8 +20,8 @@ from fsdpx.core.array.namespace import parse_dtype
 __all__ = [
     "HALF", "INFINITY_BITS", "REAL", "REST", "SIGN", "WORD", "accumulation_dtype", "accumulation_zero",
     "as_contiguous", "assume_unit_stride", "call_plain_kernel", "dot_product", "exponentiate_in_place", "find_row_max",
-    "from_bfloat16_bits", "keep_alive", "prefetch_bytes_after", "round_to_dtype_of", "sum_row", "sum_square_distances",
-    "to_bfloat16_bits", "to_float", "view_bits_as_bfloat16", "widen_into",
+    "from_bfloat16_bits", "keep_alive", "prefetch_bytes_after", "round_to_dtype_of", "sum_row",
+    "sum_squared_deviations", "to_bfloat16_bits", "to_float", "view_bits_as_bfloat16", "widen_into",
 ]  # fmt: skip
 
 WORD, HALF, REAL = ir.IntType(32), ir.IntType(16), ir.FloatType()
@@ -194,7 +194,7 @@ def sum_row(x):
 
 
 @jit(fastmath=REORDER)
-def sum_square_distances(x, centre):
+def sum_squared_deviations(x, centre):
     """Return sum((x - centre)^2), the sum of squared deviations."""
     result = accumulation_zero(x)
     for j in range(x.size):

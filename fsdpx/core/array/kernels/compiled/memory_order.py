@@ -25,7 +25,9 @@ of the matrices that are transposed in registers."""
 
 
 @intrinsic
-def _transpose_square(typingctx: Any, like: Any, source: Any, source_step: Any, to: Any, to_step: Any, add: Any) -> Any:
+def _transpose_square_block_into(
+    typingctx: Any, like: Any, source: Any, source_step: Any, to: Any, to_step: Any, add: Any
+) -> Any:
     """Transpose a matrix of SQUARE rows and columns from the address `source` to the address `to`. If `add` is true,
     add the transpose to the matrix at `to`, instead of overwriting that matrix. Addresses and the steps between rows
     are in bytes.
@@ -81,7 +83,7 @@ def transpose_channels_into(x, out, add):
                     prefetch_line(line)
             for c in range(0, whole, SQUARE):
                 for p in range(start, square_end, SQUARE):
-                    _transpose_square(like, source + (c * pixels + p) * word, pixels * word,
+                    _transpose_square_block_into(like, source + (c * pixels + p) * word, pixels * word,
                                       to + (p * channels + c) * word, channels * word, add)  # fmt: skip
             for p in range(start, stop):
                 for c in range(0 if p >= square_end else whole, channels):

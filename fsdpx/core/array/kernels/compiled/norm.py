@@ -24,7 +24,7 @@ from fsdpx.core.array.kernels.compiled.elements import (
     as_contiguous,
     round_to_dtype_of,
     sum_row,
-    sum_square_distances,
+    sum_squared_deviations,
     to_float,
     view_bits_as_bfloat16,
 )
@@ -42,7 +42,7 @@ def _norm_loop(x, y, mean, rstd, weight, bias, eps, centred):
         if centred:
             mean[i] = sum_row(x[i]) / width
         m = mean[i]
-        r = one / np.sqrt(sum_square_distances(x[i], m) / width + eps)
+        r = one / np.sqrt(sum_squared_deviations(x[i], m) / width + eps)
         rstd[i] = r
         for j in range(x.shape[1]):
             y[i, j] = round_to_dtype_of(y, (to_float(x[i, j]) - m) * r * weight[j] + bias[j])
@@ -253,7 +253,7 @@ def channel_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any) ->
 
 
 @register_compiled_kernel(lambda x, w, s: (x, x, s, s))
-def channel_sums_with(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any) -> np.ndarray:
+def channel_gradient_sums(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any) -> np.ndarray:
     out = np.zeros((2, x.shape[1]))
     parallel_for_columns(
         add_channel_gradient_sums,
@@ -267,7 +267,7 @@ def channel_sums_with(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: A
 
 
 @register_compiled_kernel(lambda x, w, s: (x, x, s, s, s, s))
-def channel_norm_backward(
+def channel_norm_backward_input(
     xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, scale: Any, along: Any, across: Any
 ) -> np.ndarray:
     rows = to_channel_rows(x)

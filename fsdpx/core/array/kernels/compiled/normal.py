@@ -41,7 +41,7 @@ WEYL0, WEYL1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 
 
 @register_jitable
-def _philox_step(counter, key0, key1):
+def _generate_four_philox_numbers(counter, key0, key1):
     """Return the four random numbers that Philox generates from one counter value."""
     a, b, c, d = counter, np.uint64(0), np.uint64(0), np.uint64(0)
     for _ in range(ROUNDS):
@@ -60,19 +60,19 @@ def fill_raw_numbers(out, start, key0, key1):
     counter, ahead = (position >> np.uint64(2)) + np.uint64(1), np.int64(position & np.uint64(3))
     done = 0
     if ahead > 0:
-        numbers = _philox_step(counter, key0, key1)
+        numbers = _generate_four_philox_numbers(counter, key0, key1)
         done = min(WORDS - ahead, out.size)
         for n in range(done):
             out[n] = numbers[ahead + n]
         counter += np.uint64(1)
     steps = (out.size - done) // WORDS
     for n in range(steps):
-        a, b, c, d = _philox_step(counter + np.uint64(n), key0, key1)
+        a, b, c, d = _generate_four_philox_numbers(counter + np.uint64(n), key0, key1)
         i = done + WORDS * n
         out[i], out[i + 1], out[i + 2], out[i + 3] = a, b, c, d
     done += WORDS * steps
     if done < out.size:
-        numbers = _philox_step(counter + np.uint64(steps), key0, key1)
+        numbers = _generate_four_philox_numbers(counter + np.uint64(steps), key0, key1)
         for n in range(out.size - done):
             out[done + n] = numbers[n]
 

@@ -13,8 +13,8 @@ from fsdpx.core.array.kernels.compiled.elements import round_to_dtype_of, to_flo
 from fsdpx.core.array.kernels.compiled.memory_order import make_flat_views_and_output
 from fsdpx.core.array.kernels.compiled.scalar import (
     constant_like,
-    exp_minus_one_of_negative,
     exp_of_negative,
+    expm1_of_nonpositive,
     log_one_plus_fraction,
     use_widest_vectors,
 )
@@ -40,7 +40,7 @@ def compute_leaky_relu_backward(x, dy, slope, _):
 @register_jitable
 def compute_elu(x, alpha, _):
     zero = constant_like(x, 0.0)
-    return x if x > 0 else exp_minus_one_of_negative(zero if x > 0 else x) * constant_like(x, alpha)
+    return x if x > 0 else expm1_of_nonpositive(zero if x > 0 else x) * constant_like(x, alpha)
 
 
 @register_jitable

@@ -17,7 +17,7 @@ from fsdpx.core.array.kernels.activation import SHIFT32, SHIFT64, TAIL32, TAIL64
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
 
 __all__ = [
-    "constant_like", "exp", "exp_minus_one_of_negative", "exp_of_negative", "flush_denormals", "from_ordered_integer",
+    "constant_like", "exp", "exp_of_negative", "expm1_of_nonpositive", "flush_denormals", "from_ordered_integer",
     "fused_multiply_add", "gaussian_tail", "log_one_plus_fraction", "multiply_high", "read_control_register",
     "restore_control_register", "to_ordered_integer", "unnormalized_gaussian_density", "use_widest_vectors",
 ]  # fmt: skip
@@ -153,7 +153,7 @@ _tail_shift = make_polynomial((SHIFT32,), (SHIFT64,))
 @register_jitable
 def exp(x):
     """Return e^x, with a relative error of about 2e-16 in float64 and 1e-7 in float32. NaN stays NaN."""
-    return _exp_clamped(_clamp(x, _limit(x)))
+    return _exp_in_range(_clamp(x, _limit(x)))
 
 
 @register_jitable
@@ -166,11 +166,11 @@ def _clamp(x, limit):
 def exp_of_negative(x):
     """Return `exp(x)` for x <= 0."""
     limit = -_limit(x)
-    return _exp_clamped(limit if x < limit else x)
+    return _exp_in_range(limit if x < limit else x)
 
 
 @register_jitable
-def _exp_clamped(x):
+def _exp_in_range(x):
     """Return e^x without checking the range: x must be within the limits of `exp`, or only slightly outside them."""
     shifted = _add_magic_number(x, constant_like(x, 1.4426950408889634))
     n = _remove_magic_number(shifted)
@@ -179,7 +179,7 @@ def _exp_clamped(x):
 
 
 @register_jitable
-def exp_minus_one_of_negative(x):
+def expm1_of_nonpositive(x):
     """Return e^x - 1 for x <= 0, without cancellation."""
     limit = -_limit(x)
     x = limit if x < limit else x
@@ -229,7 +229,7 @@ def to_ordered_integer(typingctx: Any, x: Any) -> Any:
     integer = types.int32 if x == types.float32 else types.int64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _emit_flip_if_negative(builder, builder.bitcast(arguments[0], ir.IntType(FLOATS[x][0])))
+        return _emit_invert_bits_if_negative(builder, builder.bitcast(arguments[0], ir.IntType(FLOATS[x][0])))
 
     return integer(x), emit_ir
 
@@ -241,7 +241,7 @@ def from_ordered_integer(typingctx: Any, n: Any) -> Any:
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FloatType() if n == types.int32 else ir.DoubleType()
-        return builder.bitcast(_emit_flip_if_negative(builder, arguments[0]), kind)
+        return builder.bitcast(_emit_invert_bits_if_negative(builder, arguments[0]), kind)
 
     return real(n), emit_ir
 
@@ -271,7 +271,7 @@ def multiply_high(typingctx: Any, a: Any, b: Any) -> Any:
     return types.uint64(types.uint64, types.uint64), emit_ir
 
 
-def _emit_flip_if_negative(builder: Any, n: Any) -> Any:
+def _emit_invert_bits_if_negative(builder: Any, n: Any) -> Any:
     """If n is negative, return n with all bits except the sign bit inverted; otherwise return n. Applied twice, this
     function returns n."""
     size = n.type.width
@@ -284,7 +284,7 @@ FLUSH_TO_ZERO, DENORMALS_ARE_ZERO = 0x8000, 0x0040
 
 
 @intrinsic
-def _flush_denormals(typingctx: Any) -> Any:
+def _enable_flush_to_zero(typingctx: Any) -> Any:
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if not X86:
             return ir.IntType(32)(0)
@@ -329,7 +329,7 @@ def _emit_control_register_access(builder: Any, operation: str, slot: Any = None
 def flush_denormals():
     """Flush denormals to 0 in this thread from now on. Return the previous value of the control register, which can be
     passed to `restore_control_register`."""
-    return _flush_denormals()
+    return _enable_flush_to_zero()
 
 
 @jit

@@ -10,14 +10,14 @@ import numpy as np
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.choice import register_compiled_kernel
 from fsdpx.core.array.kernels.compiled.elements import to_float
-from fsdpx.core.array.kernels.squares import BLOCK, LANES, sum_rows_in_lanes
+from fsdpx.core.array.kernels.squares import BLOCK, LANES, sum_rows_in_fixed_order
 from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 
 
 @jit
 def _sum_block_squares_into(x, sums, grain):
     """Write the sum of squares of each block of `grain` elements of x to `sums`. Elements are added in the order that
-    `sum_rows_in_lanes` describes, regardless of the width of the processor's vectors."""
+    `sum_rows_in_fixed_order` describes, regardless of the width of the processor's vectors."""
     lanes = np.empty(LANES)
     for n in range(sums.size):
         block = x[n * grain : min((n + 1) * grain, x.size)]
@@ -42,12 +42,12 @@ def _sum_block_squares_into(x, sums, grain):
 
 @register_compiled_kernel(lambda x, w, s: (w,))
 def square_sum(xp: Any, flat: np.ndarray) -> float:
-    sums = square_sums(xp, flat, BLOCK)
-    return float(sum_rows_in_lanes(np, sums[None])[0]) if sums.size else 0.0
+    sums = sum_squares_of_blocks(xp, flat, BLOCK)
+    return float(sum_rows_in_fixed_order(np, sums[None])[0]) if sums.size else 0.0
 
 
 @register_compiled_kernel(lambda x, w, s: (w, 2))
-def square_sums(xp: Any, flat: np.ndarray, grain: int) -> np.ndarray:
+def sum_squares_of_blocks(xp: Any, flat: np.ndarray, grain: int) -> np.ndarray:
     flat = np.ascontiguousarray(flat)
     sums = np.empty(-(-flat.size // grain))
     blocks = split_range(sums.size, max(MIN_PIECE_ELEMENTS // grain, 1), line=8)

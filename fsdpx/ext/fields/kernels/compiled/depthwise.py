@@ -23,9 +23,9 @@ from fsdpx.ext.fields.kernels.compiled.direct import (
     direct_backward_input,
     get_address,
     locate_line_in_runs,
-    make_outer_product_loop,
     make_strip_convolution_loop,
-    plan_lines,
+    make_weight_gradient_loop,
+    plan_direct_convolution,
     reshape_to_three_dims,
     round_up_to_lanes,
 )
@@ -48,7 +48,7 @@ _wide_strip, _narrow_strip = (
     make_strip_convolution_loop(NARROW, NARROW_ROWS, True),
 )
 _strip_of_pairs, _strip_of_fours = (make_strip_convolution_loop(WIDE, WIDE_ROWS, True, size) for size in GROUP_SIZES)
-_wide_outer, _narrow_outer = (make_outer_product_loop(nbytes, OFFSETS, True) for nbytes in (WIDE, NARROW))
+_wide_outer, _narrow_outer = (make_weight_gradient_loop(nbytes, OFFSETS, True) for nbytes in (WIDE, NARROW))
 
 
 @jit
@@ -163,7 +163,7 @@ def convolve_depthwise(
     (outputs,) to y, or add the result to y if `add`. x and y have channels last."""
     if y.size:
         outputs = _pad_channels(y) if add else _allocate_full_rows(y)
-        _convolve_full_rows(_repeat_channels(x, y.shape[-1]), weight, bias, strides, outputs, add)
+        _convolve_full_vectors(_repeat_channels(x, y.shape[-1]), weight, bias, strides, outputs, add)
         if outputs is not y:
             y[...] = outputs[..., : y.shape[-1]]
 
@@ -174,7 +174,7 @@ def depthwise_backward_input(
     """Write the gradient of the input, plus `bias` (channels,), to `dx`."""
     each, slope, channels = dy.shape[-1] // dx.shape[-1], _pad_channels(dy), dx.shape[-1]
     of_outputs = dx if each == 1 and _has_full_rows(dx) else np.empty((*dx.shape[:-1], slope.shape[-1]), dx.dtype)
-    direct_backward_input(weight, slope, strides, of_outputs, None, _convolve_full_rows)
+    direct_backward_input(weight, slope, strides, of_outputs, None, _convolve_full_vectors)
     if of_outputs is not dx:
         np.sum(of_outputs[..., : dy.shape[-1]].reshape(*dx.shape[:-1], channels, each), axis=-1, out=dx)
     if bias is not None:
@@ -186,7 +186,7 @@ def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: Window
     if not dy.size:
         return
     slope, field = _pad_channels(dy), _repeat_channels(x, dy.shape[-1])
-    plan = plan_lines(strides, None, field.shape, field.strides, slope.shape, slope.strides, True)
+    plan = plan_direct_convolution(strides, None, field.shape, field.strides, slope.shape, slope.strides, True)
     if plan is None:
         return
     places, sizes, _, *rest = plan
@@ -199,13 +199,13 @@ def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: Window
     dw[:, 0][(slice(None), *window)] += gradient.reshape(dw.shape[0], *sizes[5 - dw.ndim :])
 
 
-def _convolve_full_rows(
+def _convolve_full_vectors(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
     """Convolve each group of channels of x with its kernels in `weight` (channels, size of a group, *kernel). The other
     arguments are the same as for `convolve_direct`. The channels of x and y must fill whole vectors; weight and bias
     may have fewer channels."""
-    plan = plan_lines(strides, places, x.shape, x.strides, y.shape, y.strides, add) if y.size else None
+    plan = plan_direct_convolution(strides, places, x.shape, x.strides, y.shape, y.strides, add) if y.size else None
     if plan is None:
         return
     found, sizes, lines, *rest = plan
@@ -227,7 +227,7 @@ def convolve_small_groups(
     """Convolve each group of channels of x with its kernels in `weight` (outputs, channels of a group, *kernel), where
     the number of channels of a group is one of GROUP_SIZES. The other arguments are the same as for
     `convolve_depthwise`. The channels of x and y must fill whole WIDE vectors."""
-    _convolve_full_rows(_pad_channels(x), weight, bias, strides, y, add)
+    _convolve_full_vectors(_pad_channels(x), weight, bias, strides, y, add)
 
 
 def small_groups_backward_input(
@@ -236,7 +236,7 @@ def small_groups_backward_input(
     """Write the gradient of the input of `convolve_small_groups`, plus `bias` (channels,), to `dx`."""
     size = weight.shape[1]
     turned = weight.reshape(-1, size, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-    direct_backward_input(turned, _pad_channels(dy), strides, dx, bias, _convolve_full_rows)
+    direct_backward_input(turned, _pad_channels(dy), strides, dx, bias, _convolve_full_vectors)
 
 
 def _repeat_channels(x: np.ndarray, outputs: int) -> np.ndarray:

@@ -28,9 +28,8 @@ from fsdpx.ext.fields.kernels.convolution import WindowStrides
 __all__ = [
     "NARROW", "NARROW_ROWS", "NEAR_BYTES", "WIDE", "WIDE_ROWS", "choose_strip_output_count", "compute_line_by_strips",
     "convolve_direct", "direct_add_weight_gradient", "direct_backward_input", "emit_load", "emit_offset",
-    "emit_pointer_cast", "get_address", "locate_line_in_runs",
-    "make_outer_product_loop", "make_strip_convolution_loop", "plan_lines", "reshape_to_three_dims",
-    "round_up_to_lanes",
+    "emit_pointer_cast", "get_address", "locate_line_in_runs", "make_strip_convolution_loop",
+    "make_weight_gradient_loop", "plan_direct_convolution", "reshape_to_three_dims", "round_up_to_lanes",
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
@@ -118,7 +117,7 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
     return run_strip
 
 
-def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
+def make_few_outputs_convolution_loop(outputs: int, max_rows: int) -> Any:
     """Return a compiled loop that computes a strip with few output channels: y[b, o] = start[b, o] + the sum over
     window offsets and channels r of x[b + offset, r] w[o, offset, r].
 
@@ -180,7 +179,7 @@ def emit_lane_sum(builder: Any, row: Any) -> Any:
     return builder.extract_element(row, index(0))
 
 
-def make_outer_product_loop(nbytes: int, max_rows: int, depthwise: bool = False) -> Any:
+def make_weight_gradient_loop(nbytes: int, max_rows: int, depthwise: bool = False) -> Any:
     """Return a compiled loop that computes the gradient of some rows of weights: w[b] += the sum over outputs (i, j) of
     x[i, j, b] dy[i, j].
 
@@ -272,8 +271,8 @@ _wide_strip, _narrow_strip = (
     make_strip_convolution_loop(WIDE, WIDE_ROWS),
     make_strip_convolution_loop(NARROW, NARROW_ROWS),
 )
-_one, _two, _three, _four = (make_dot_product_loop(n + 1, most) for n, most in enumerate(FEW_OUTPUTS))
-_wide_outer, _narrow_outer = make_outer_product_loop(WIDE, 6), make_outer_product_loop(NARROW, 12)
+_one, _two, _three, _four = (make_few_outputs_convolution_loop(n + 1, most) for n, most in enumerate(FEW_OUTPUTS))
+_wide_outer, _narrow_outer = make_weight_gradient_loop(WIDE, 6), make_weight_gradient_loop(NARROW, 12)
 
 
 @register_jitable
@@ -532,7 +531,7 @@ def convolve_direct(
     offset, step) for each dim, and the input and output channels of the weight are swapped."""
     if not y.size:
         return
-    plan = plan_lines(strides, places, x.shape, x.strides, y.shape, y.strides, add)
+    plan = plan_direct_convolution(strides, places, x.shape, x.strides, y.shape, y.strides, add)
     if plan is None:
         return
     found, sizes, lines, *rest = plan
@@ -546,7 +545,7 @@ def convolve_direct(
 
 
 @lru_cache(1 << 10)
-def plan_lines(
+def plan_direct_convolution(
     strides: WindowStrides, places: Any, x: tuple[int, ...], x_strides: tuple[int, ...], y: tuple[int, ...],
     y_strides: tuple[int, ...], add: bool,
 ) -> tuple[Any, ...] | None:  # fmt: skip
@@ -614,7 +613,7 @@ def direct_add_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStr
     if outputs < lanes:
         dy, narrow = np.zeros((*dy.shape[:-1], lanes), dy.dtype), dy
         dy[..., :outputs] = narrow
-    plan = plan_lines(strides, None, x.shape, x.strides, dy.shape, dy.strides, True)
+    plan = plan_direct_convolution(strides, None, x.shape, x.strides, dy.shape, dy.strides, True)
     if plan is None:
         return
     places, sizes, _, *rest = plan

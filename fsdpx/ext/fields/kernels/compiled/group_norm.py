@@ -30,8 +30,8 @@ from fsdpx.core.array.kernels.compiled.memory_order import to_channels_last, vie
 from fsdpx.core.array.kernels.compiled.norm import BLOCK_ROWS, add_channel_gradient_sums, affine_loop
 
 __all__ = [
-    "group_norm", "group_norm_affine", "group_norm_backward", "group_norm_backward_input", "group_norm_gradient_sums",
-    "group_norm_moments",
+    "channel_means_and_square_deviations", "group_norm", "group_norm_affine", "group_norm_backward",
+    "group_norm_backward_input", "group_norm_gradient_sums",
 ]  # fmt: skip
 
 ROW_ELEMENTS = 64
@@ -201,7 +201,7 @@ def _run_over_samples(
 
 
 @register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3),))
-def group_norm_moments(xp: Any, x: np.ndarray) -> np.ndarray:
+def channel_means_and_square_deviations(xp: Any, x: np.ndarray) -> np.ndarray:
     field = to_channels_last(x)
     per_row, shape = _find_row_shape(field.shape)
     rows = field.reshape(shape)

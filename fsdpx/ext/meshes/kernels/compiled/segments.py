@@ -96,7 +96,7 @@ def _softmax_backward_loop(start, stop, y, dy, dx, offsets):
                     out[c] = row[c] * (slope[c] - total[c])
 
 
-def _run_over(loop: Callable[..., Any], count: int, work: int, *arguments: Any) -> None:
+def _run_loop_in_threads(loop: Callable[..., Any], count: int, work: int, *arguments: Any) -> None:
     """Call `loop(start, stop, *arguments)` for ranges [start, stop) that together cover [0, count). Uses several
     threads if `work`, the number of elements to read, is large enough."""
     if work < parallel.MIN_PARALLEL_SIZE:
@@ -113,12 +113,12 @@ INDEX, OFFSETS = np.array([0, 2, 1]), np.array([0, 1, 1, 3])
 
 
 @register_compiled_kernel(lambda x, w, s: (_make_example(x), _make_example(x), INDEX, _make_example(x), INDEX))
-def add_gathered_rows(
+def add_indexed_rows(
     xp: Any, y: np.ndarray, a: np.ndarray, a_index: np.ndarray, b: np.ndarray, b_index: np.ndarray
 ) -> np.ndarray:
     y = as_contiguous(y)
     arrays = y, as_contiguous(a, y.dtype), a_index, as_contiguous(b, y.dtype), b_index
-    _run_over(_add_gathered_loop, y.shape[1], y.size, *arrays)
+    _run_loop_in_threads(_add_gathered_loop, y.shape[1], y.size, *arrays)
     return y
 
 
@@ -126,7 +126,7 @@ def add_gathered_rows(
 def segment_sum(xp: Any, values: np.ndarray, offsets: np.ndarray, order: np.ndarray | None, most: int) -> np.ndarray:
     y = np.empty((values.shape[0], offsets.size - 1, values.shape[2]), values.dtype)
     order = NO_ORDER if order is None else order
-    _run_over(_sum_loop, offsets.size - 1, values.size, as_contiguous(values), y, offsets, order)
+    _run_loop_in_threads(_sum_loop, offsets.size - 1, values.size, as_contiguous(values), y, offsets, order)
     return y
 
 
@@ -134,14 +134,14 @@ def segment_sum(xp: Any, values: np.ndarray, offsets: np.ndarray, order: np.ndar
 def segment_max(xp: Any, values: np.ndarray, offsets: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     y = np.empty((values.shape[0], offsets.size - 1, values.shape[2]), values.dtype)
     winner = np.empty(y.shape, np.int64)
-    _run_over(_max_loop, offsets.size - 1, values.size, as_contiguous(values), y, winner, offsets)
+    _run_loop_in_threads(_max_loop, offsets.size - 1, values.size, as_contiguous(values), y, winner, offsets)
     return y, winner
 
 
 @register_compiled_kernel(lambda x, w, s: (_make_example(x), OFFSETS, INDEX, 2))
 def segment_softmax(xp: Any, scores: np.ndarray, offsets: np.ndarray, segments: np.ndarray, most: int) -> np.ndarray:
     y = np.empty(scores.shape, scores.dtype)
-    _run_over(_softmax_loop, offsets.size - 1, y.size, as_contiguous(scores), y, offsets)
+    _run_loop_in_threads(_softmax_loop, offsets.size - 1, y.size, as_contiguous(scores), y, offsets)
     return y
 
 
@@ -151,5 +151,5 @@ def segment_softmax_backward(
 ) -> np.ndarray:
     dx = np.empty(y.shape, y.dtype)
     arrays = as_contiguous(y), as_contiguous(dy, y.dtype), dx
-    _run_over(_softmax_backward_loop, offsets.size - 1, y.size, *arrays, offsets)
+    _run_loop_in_threads(_softmax_backward_loop, offsets.size - 1, y.size, *arrays, offsets)
     return dx
