@@ -19,11 +19,12 @@ import numpy as np
 from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.choice import register_compiled_kernel
-from fsdpx.core.array.kernels.compiled.column_loops import make_column_loop, sum_block, sum_block_squares
+from fsdpx.core.array.kernels.compiled.column_loops import make_column_loop
 from fsdpx.core.array.kernels.compiled.elements import (
     accumulation_dtype,
     accumulation_zero,
     as_contiguous,
+    to_float,
     view_bits_as_bfloat16,
 )
 from fsdpx.core.array.kernels.compiled.memory_order import to_channels_last, view_channels_first
@@ -39,24 +40,32 @@ ROW_ELEMENTS = 64
 memory sequentially."""
 
 
+def _emit_moments(builder: Any, cells: list[Any], values: list[Any]) -> list[Any]:
+    apart = builder.fsub(cells[0], values[0])
+    return [apart, builder.fmul(apart, apart, flags=["contract"])]
+
+
+_sum_block_moments = make_column_loop(_emit_moments, False)
+
+
 @jit
 def _merge_moments_of_blocks(start, stop, x, out):
     """For the columns `start` to `stop` of x, compute the mean in out[0], and the sum of squared deviations in
     out[1]."""
-    mean, squares = np.full(stop - start, accumulation_zero(x)), np.full(stop - start, accumulation_zero(x))
+    zero = accumulation_zero(x)
+    centre, along, squares = np.full(stop - start, zero), np.full(stop - start, zero), np.full(stop - start, zero)
     means, totals = out[0, start:stop], out[1, start:stop]
     for first in range(0, x.shape[0], BLOCK_ROWS):
         last = min(first + BLOCK_ROWS, x.shape[0])
-        sum_block((x,), first, last, start, stop, (), (mean,))
-        part = mean.dtype.type(1) / mean.dtype.type(last - first)
-        for j in range(mean.size):
-            mean[j] *= part
-        sum_block_squares((x,), first, last, start, stop, (mean,), (squares,))
-        share = (last - first) / last
-        for j in range(mean.size):
-            d = np.float64(mean[j]) - means[j]
+        for j in range(centre.size):
+            centre[j] = to_float(x[first, start + j])
+        _sum_block_moments((x,), first, last, start, stop, (centre,), (along, squares))
+        part, share = 1.0 / (last - first), (last - first) / last
+        for j in range(centre.size):
+            apart = along[j] * part
+            d = centre[j] + apart - means[j]
             means[j] += d * share
-            totals[j] += squares[j] + d * d * (first * share)
+            totals[j] += squares[j] - apart * along[j] + d * d * (first * share)
 
 
 @jit
