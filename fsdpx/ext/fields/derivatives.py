@@ -132,11 +132,12 @@ class _DerivativeLayer(FieldLayer):
             halo, taps, d = self._find_halo_taps_and_dim(env, term, x)
             wide, out = exchange_halo(env, x[:, term.taken], (halo,)), y[:, term.given]
             for i, tap in enumerate(taps):
-                value = _shape_weight(env, tap.weight, x, d) * wide[_index_cells_along(d, tap.cells)]
+                weight, cells = _shape_weight(env, tap.weight, x, d), wide[_index_cells_along(d, tap.cells)]
+                into = out[_index_cells_along(d, tap.out)]
                 if term.given.start in begun or (i and tap.out == taps[i - 1].out):
-                    out[_index_cells_along(d, tap.out)] += value
+                    into += weight * cells
                 else:
-                    out[_index_cells_along(d, tap.out)] = value
+                    env.xp.multiply(weight, cells, out=into)
             begun.add(term.given.start)
         return y, x
 

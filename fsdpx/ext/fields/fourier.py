@@ -54,11 +54,10 @@ def _transform_dim(
     """Apply `transform`, a function of `numpy.fft`, along cell dim `d` of x. `cuts` are the cuts of the dim before and
     after the transform."""
     xp, ranks, rank = env.xp, len(cuts[0]) - 1, get_rank_along(env, cuts[0], d)
+    if ranks == 1:
+        return transform(x, axis=d + 2)
     turned = xp.moveaxis(x, d + 2, -1)
     shape, count = turned.shape[:-1], math.prod(turned.shape[:-1])
-    if ranks == 1:
-        y = transform(turned, axis=-1)
-        return xp.moveaxis(y, -1, d + 2)
     before, after = ([b - a for a, b in pairwise(bounds)] for bounds in cuts)
     lines = [stop - start for start, stop in (shard_bounds(count, r, ranks) for r in range(ranks))]
     pieces = [[n * sizes[rank] for n in lines] for sizes in (before, after)]  # each rank's lines x own cells

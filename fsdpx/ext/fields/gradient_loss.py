@@ -78,7 +78,9 @@ class RelativeH1(RelativeL2):
         additional channels."""
         error, target, w = super()._get_error_target_and_weights(env, y, target)
         xp, channels, scale = env.xp, y.shape[1], math.sqrt(self.gradient_weight)
-        both = xp.concatenate([error, target], axis=1)
+        # C order, whatever the order of the arrays: stencils of fields with channels first read memory in order
+        both = xp.empty((y.shape[0], 2 * channels, *y.shape[2:]), dtype=error.dtype)
+        both[:, :channels], both[:, channels:] = error, target
         slopes, _ = self._gradient.forward(env.child("gradient"), {}, both)
         at = channels * (y.ndim - 2)
         if scale != 1:
@@ -89,8 +91,8 @@ class RelativeH1(RelativeL2):
             w = xp.concatenate([w, xp.where(unknown > 0, 0.0, xp.repeat(w, y.ndim - 2, axis=1))], axis=1)
             w = w.astype(error.dtype, copy=False)
         return (
-            xp.concatenate([error, slopes[:, :at]], axis=1),
-            xp.concatenate([target, slopes[:, at:]], axis=1),
+            xp.concatenate([both[:, :channels], slopes[:, :at]], axis=1),
+            xp.concatenate([both[:, channels:], slopes[:, at:]], axis=1),
             w,
         )
 

@@ -13,6 +13,7 @@ from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
 from fsdpx.ext.fields.fourier import make_mode_partition, transform_cells_to_modes, transform_modes_to_cells
 from fsdpx.ext.fields.halo import get_local_range
 from fsdpx.ext.fields.losses import FieldLoss
+from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.nn.layer import Array, LayerContext, require_finite
 from fsdpx.nn.losses import compute_difference_target_and_weights
 from fsdpx.nn.shard_specs import FieldPartition
@@ -65,14 +66,19 @@ class SpectrumRMSE(FieldLoss):
             raise ShapeError(f"{self!r} wants (samples, channels, *cells), got {tuple(y.shape)}")
         xp, channels, dims = env.xp, y.shape[1], tuple(range(2, y.ndim))
         parts = self.parts or FieldPartition.on_one_rank(y.shape[2:])
-        error, known, w = compute_difference_target_and_weights(env, y, target, self.weights, self.skipna)
-        root = None if w is None else xp.sqrt(w)
-        both = [a if root is None else a * root for a in (error + known, known)]
-        modes = transform_cells_to_modes(env, xp.concatenate(both, axis=1), parts, "SpectrumRMSE")
-        mass = xp.ones(y.shape, dtype=error.dtype) if w is None else xp.broadcast_to(w, y.shape)
+        both = xp.empty((y.shape[0], 2 * channels, *y.shape[2:]), dtype=accumulation_dtype(y.dtype))
+        if self.weights is None and not self.skipna:
+            both[:, :channels], both[:, channels:], root = y, target, None
+            mass = xp.full(y.shape[:2], float(math.prod(y.shape[2:])), dtype=np.float64)
+        else:
+            error, known, w = compute_difference_target_and_weights(env, y, target, self.weights, self.skipna)
+            root = xp.sqrt(w)
+            both[:, :channels], both[:, channels:] = (error + known) * root, known * root
+            mass = xp.broadcast_to(w, y.shape).sum(axis=dims, dtype=np.float64)
+        modes = transform_cells_to_modes(env, both, parts, "SpectrumRMSE")
         shells = self._get_shells(env, parts)
         squares = _sum_over_shells(env, modes, shells)
-        sums = [mass.sum(axis=dims, dtype=np.float64)[..., None], squares[:, :channels], squares[:, channels:]]
+        sums = [mass[..., None], squares[:, :channels], squares[:, channels:]]
         sums = all_reduce_over_parts(env, xp.concatenate(sums, axis=2), "SpectrumRMSE")
         mass, found = sums[..., 0], xp.sqrt(sums[..., 1:])
         inverse = 1.0 / xp.where(mass > 0, mass, 1.0)
@@ -86,8 +92,8 @@ class SpectrumRMSE(FieldLoss):
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         modes, factors, shells, root, parts, dtype = saved
-        of_modes = env.xp.take(factors * seed, shells.index, axis=2)
-        scaled = modes * of_modes.astype(np.empty(0, modes.dtype).real.dtype)
+        of_shells = (factors * seed).astype(np.empty(0, modes.dtype).real.dtype)
+        scaled = modes * env.xp.take(of_shells, shells.index, axis=2)
         dy = transform_modes_to_cells(env, scaled, parts, "SpectrumRMSE")
         return (dy if root is None else dy * root).astype(dtype)
 
@@ -148,7 +154,9 @@ def _sum_over_shells(env: LayerContext, modes: Array, shells: _Shells) -> Array:
     """Return the sum of |mode|^2 for each wavenumber: (samples, channels, *modes) -> (samples, channels, wavenumbers),
     in float64."""
     xp, count = env.xp, shells.total
-    power = (xp.real(modes) ** 2 + xp.imag(modes) ** 2) * shells.multiplicity
+    power = xp.square(xp.real(modes))
+    power += xp.square(xp.imag(modes))
+    power *= shells.multiplicity.astype(power.dtype)
     if getattr(xp, "holds_no_data", False) or not math.prod(modes.shape):
         return xp.zeros((*modes.shape[:2], count), dtype=np.float64)
     index = shells.index.reshape(-1)
