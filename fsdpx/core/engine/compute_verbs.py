@@ -60,6 +60,7 @@ def run_unit_forward(
             _annotate_layer_error(error, "forward", node)
             raise
         saved.append(kept if keep and node.output not in constant else None)
+        x = kept = None  # so that the memory of released activations is free when the next layer allocates its output
         for v in released[n] if released else ():
             del values[v]
     return saved

@@ -133,18 +133,17 @@ def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.nda
 
 
 def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
-    """Return 1-D views, in memory order, of arrays of the same shape. Return None if their memory orders differ, or if
-    an array has gaps. Raise ShapeError if their shapes differ, because loops would read past the end of an array."""
-    if any(a.shape != arrays[0].shape for a in arrays):
+    """Return 1-D views, in memory order, of arrays of the same shape, or copies if the arrays have gaps. Return None if
+    their memory orders differ. Raise ShapeError if their shapes differ, because loops would read past the end of an
+    array."""
+    shape, strides = arrays[0].shape, arrays[0].strides
+    if any([a.shape != shape for a in arrays]):
         raise ShapeError(f"arrays of one shape are needed, got {' and '.join(str(a.shape) for a in arrays)}")
-    if all(a.flags.c_contiguous for a in arrays):
+    if all([a.flags.c_contiguous for a in arrays]):
         return [a.reshape(-1) for a in arrays]
-    strides = arrays[0].strides
-    order = sorted(range(arrays[0].ndim), key=strides.__getitem__, reverse=True)
-    turned = [a.transpose(order) for a in arrays]
-    if any(a.strides != strides for a in arrays) or not turned[0].flags.c_contiguous:
+    if any([a.strides != strides for a in arrays]):
         return None
-    return [a.reshape(-1) for a in turned]
+    return [a.ravel(order="K") for a in arrays]
 
 
 def make_flat_views(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -163,7 +162,7 @@ def make_flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, .
 
     The given arrays have the same shape. If their memory orders differ, they are first converted to channels last.
     """
-    out = np.empty_like(arrays[0])
+    out = np.empty_like(arrays[0])  # has no gaps, so its strides differ from those of an array with gaps
     flat = _flatten_in_memory_order(*arrays, out)
     if flat is None and out.ndim > 2:
         turned = [to_channels_last(a) for a in arrays]
