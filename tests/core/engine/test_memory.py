@@ -297,3 +297,27 @@ def test_one_rank_moves_nothing() -> None:
     for strategy in STRATEGIES:
         report, _ = spawn(lambda comm, s=strategy: moved(comm, s), 1)[0]
         assert report.traffic == report.predicted == {}
+
+
+def test_prediction_frees_the_input_of_a_layer_before_the_next_one_runs() -> None:
+    """Two activations take turns in memory, which then stays in the cache."""
+    alive: list[Any] = []
+
+    class Watched(nn.Layer):
+        acts_on = "element"
+
+        def forward(self, env: Any, p: Any, x: Any) -> tuple[Any, Any]:
+            assert sum(ref() is not None for ref in alive) <= 1, "only the input is left of the layers before"
+            y = x + 1
+            if env.xp is np:
+                alive.append(weakref.ref(y))
+            return y, x
+
+        def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
+            return dy, ()
+
+    trainer = nn.Sequential(nn.Linear(2, 2), *(Watched() for _ in range(4))).as_distributed(strategy="ddp")
+    for _ in range(2):  # the first call runs the program, and the second only the layers
+        alive.clear()
+        trainer.predict(np.ones((3, 2), np.float32))
+    assert len(alive) == 4

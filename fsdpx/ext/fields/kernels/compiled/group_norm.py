@@ -3,7 +3,7 @@
 A field that is held by one rank is normalized sample by sample, so that a sample that fits into the cache is read from
 memory only once.
 
-The moments of a channel are computed in one pass over memory: blocks of 32 cells are read into the cache, and the
+The moments of a channel are computed in one pass over memory: blocks of 32 cells are summed relative to their first cell, and the
 moments of the blocks are merged in float64 (Chan et al. 1979). If a field has few channels, several cells are read
 together as one row, so that a row fills the vector registers."""
 
