@@ -137,11 +137,11 @@ def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
     their memory orders differ. Raise ShapeError if their shapes differ, because loops would read past the end of an
     array."""
     shape, strides = arrays[0].shape, arrays[0].strides
-    if any([a.shape != shape for a in arrays]):
+    if any(a.shape != shape for a in arrays):
         raise ShapeError(f"arrays of one shape are needed, got {' and '.join(str(a.shape) for a in arrays)}")
-    if all([a.flags.c_contiguous for a in arrays]):
+    if all(a.flags.c_contiguous for a in arrays):
         return [a.reshape(-1) for a in arrays]
-    if any([a.strides != strides for a in arrays]):
+    if any(a.strides != strides for a in arrays):
         return None
     return [a.ravel(order="K") for a in arrays]
 

@@ -3,9 +3,9 @@
 A field that is held by one rank is normalized sample by sample, so that a sample that fits into the cache is read from
 memory only once.
 
-The moments of a channel are computed in one pass over memory: blocks of 32 cells are summed relative to their first cell, and the
-moments of the blocks are merged in float64 (Chan et al. 1979). If a field has few channels, several cells are read
-together as one row, so that a row fills the vector registers."""
+The moments of a channel are computed in one pass over memory: the cells of a block of 32 are summed relative to the
+first of them, and the moments of the blocks are merged in float64 (Chan et al. 1979). If a field has few channels,
+several cells are read together as one row, so that a row fills the vector registers."""
 
 from __future__ import annotations
 
