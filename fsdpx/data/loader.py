@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from operator import index
 from queue import Empty, Full, Queue
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.random import random_permutation
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm.default_communicator import get_rank_info, require_valid_intracomm, to_mpi4py
 from fsdpx.data.dataset import Dataset, collate, hash_first_sample, make_empty_batch

@@ -7,11 +7,12 @@ import base64
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fsdpx.core.base.dataclass import dataclass
 
 __all__ = ["NumberEncoding", "find_number_encoding"]
 

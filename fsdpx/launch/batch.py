@@ -11,10 +11,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fsdpx.core.base import environment
+from fsdpx.core.base.dataclass import dataclass, fields, replace
 from fsdpx.core.base.messages import format_count
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pkgutil
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from os import PathLike
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from fsdpx import data, nn, optim
 from fsdpx.core import compression as codecs
 from fsdpx.core.base import config
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.environment import SWITCHES
 from fsdpx.core.base.name_hints import did_you_mean, require_known_options
 from fsdpx.core.base.safe_files import expanduser, read_file

@@ -5,7 +5,6 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from fsdpx import nn
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.examples import models
 from fsdpx.ext.fields.grid import Grid

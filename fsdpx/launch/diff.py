@@ -9,12 +9,12 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from fsdpx.core.base import environment
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.extensions import list_extensions, load_extension
 from fsdpx.core.base.messages import format_count
 from fsdpx.core.program import VERBS

@@ -10,10 +10,10 @@ import select
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.messages import format_ranks
 from fsdpx.core.comm.mpi.start import find_waiting_ranks
 from fsdpx.ext.watch.flight_recorder import FlightRecord

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpx.core.base import environment
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.errors import LaunchError, install_hint
 from fsdpx.launch.info import probe_mpi_library
 from fsdpx.launch.local_launcher import make_local_launcher_command

@@ -8,11 +8,11 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
 
 from fsdpx.core.base import environment, safe_files
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.messages import format_count
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.errors import LaunchError

@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 
 from fsdpx.core.base import environment, safe_files
+from fsdpx.core.base.dataclass import dataclass, fields, replace
 from fsdpx.core.base.hooks import STOP_SIGNALS, SignalHandler
 from fsdpx.core.base.messages import flush_and_write_stderr, format_count
 from fsdpx.core.comm.mpi.start import (

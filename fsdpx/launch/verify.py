@@ -3,7 +3,6 @@ process."""
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from fsdpx import nn, optim
 from fsdpx.core.base.config import PRESETS, resolve_sharding
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.messages import format_count, reporting_if_slow, wrap_for_terminal
 from fsdpx.core.base.option_names import PrecisionName, ScheduleName, SequenceMode, Strategy
 from fsdpx.core.comm.communicator import Communicator

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.errors import ConfigError
 from fsdpx.models.fields import (
     COUNT,

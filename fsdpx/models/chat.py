@@ -12,12 +12,12 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base import environment
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.safe_files import Untrusted, expanduser, read_file
 from fsdpx.errors import ConfigError, DataError, install_hint
 from fsdpx.models.template import BEGIN, END

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.errors import ConfigError
 
 __all__ = [

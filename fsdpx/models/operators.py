@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.checkpoint.read import open_weights, read_elements
 from fsdpx.errors import CheckpointError, ConfigError

@@ -4,7 +4,6 @@ its own shards from the files."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.checkpoint.format import cast_array, code_to_dtype
 from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, ShardBlock

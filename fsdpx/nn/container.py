@@ -7,7 +7,6 @@ import inspect
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from typing import Any
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches
 from fsdpx.core.program import find_values_without_gradient
 from fsdpx.errors import ConfigError

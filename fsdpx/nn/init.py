@@ -3,12 +3,12 @@ any rank can compute any shard without communication."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fsdpx.core.array import random
+from fsdpx.core.base.dataclass import dataclass
 
 __all__ = ["Init", "constant", "make_initial_values", "normal", "ones", "sinusoid", "uniform", "zeros"]
 

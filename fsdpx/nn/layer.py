@@ -8,12 +8,12 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar, Protocol
 
 from fsdpx.core.array.random import Random
 from fsdpx.core.base.arguments import wrap_constructor_with_argument_check
+from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.distribution import as_distributed
@@ -728,5 +728,8 @@ def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _list_init_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
-    _, *arguments = inspect.signature(kind.__init__).parameters.items()  # the first parameter is self
+    init: Any = kind.__init__
+    if init is object.__init__:  # Python parses its signature from text, with modules that load slowly
+        init = lambda self, /, *args, **kwargs: None  # noqa: E731
+    _, *arguments = inspect.signature(init).parameters.items()  # the first parameter is self
     return dict(arguments)

@@ -5,7 +5,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from fsdpx.core.array import shapes as xp
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.random import Random
+from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
 from fsdpx.nn.gradient_accumulation import cast_input

@@ -3,7 +3,6 @@ loss is total / weight."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.base.arguments import wrap_constructor_with_argument_check
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.gradient_accumulation import accumulation_dtype, as_indices
 from fsdpx.nn.layer import Array, Layer, LayerContext, format_constructor, require_fraction

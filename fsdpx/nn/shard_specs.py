@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 from fsdpx.core.array.namespace import namespace_of
+from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.errors import ConfigError
 
 __all__ = [

@@ -1,10 +1,10 @@
 """Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019), in the form of `torch.optim`."""
 
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.optim.optimizer import (
     Elementwise,

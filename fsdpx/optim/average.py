@@ -1,12 +1,12 @@
 """Averages of the parameters over time (EMA, SWA), stored in an additional state array of the optimizer."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fsdpx.core.array.kernels.half import add_widened
 from fsdpx.core.base.config import convert_fields_to_python_numbers
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import (

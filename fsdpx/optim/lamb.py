@@ -1,12 +1,12 @@
 """LAMB: takes Adam's direction, and scales it for each parameter by the norm of the parameter (You et al. 2020,
 Algorithm 2)."""
 
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from fsdpx.core.array.sums import EXPANSION_PARTS, sum_block_squares
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.optim.optimizer import (
     BLOCK_ELEMENTS,

@@ -1,10 +1,10 @@
 """Lion, "evolved sign momentum" (Chen et al. 2023, Symbolic discovery of optimization algorithms)."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, declare_update_formula, lerp_, require_valid_betas
 from fsdpx.optim.segments import ParamGroups

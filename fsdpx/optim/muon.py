@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.core.base.name_hints import parse_patterns, wrap_constructor_with_option_check
 from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW

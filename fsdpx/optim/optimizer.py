@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +18,7 @@ from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.parallel import parallel_for_rows
 from fsdpx.core.base.config import convert_fields_to_python_numbers, to_python_number
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim.segments import NORMS, ParamGroups, ShardSegments
 

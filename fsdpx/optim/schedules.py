@@ -4,9 +4,9 @@ They can be nested: `WarmUp(100, Cosine(3e-4, 900))` rises to 3e-4 at step 100 a
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from fsdpx.core.base.config import convert_fields_to_python_numbers
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.name_hints import make_attribute_error, wrap_constructor_with_option_check
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import require_number_in_range

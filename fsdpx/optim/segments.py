@@ -1,13 +1,13 @@
 """Segments: the parameters, or parts of parameters, that a flat shard holds, and their positions in the shard."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any
 
 from fsdpx.core.array.sums import EXPANSION_PARTS, compute_padded_sum_expansion, sum_exactly
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.errors import ConfigError
 
 __all__ = ["Exchange", "HyperparameterSpan", "ParamGroups", "ShardPeers", "ShardSegment", "ShardSegments"]

@@ -1,8 +1,8 @@
 """Stochastic gradient descent, with momentum as in PyTorch (no dampening)."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import (

@@ -5,13 +5,13 @@ arrays."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 from fsdpx.core.array.shapes.array import MemoryMeter, ShapeArray, Storage
 from fsdpx.core.array.shapes.flop_counter import WorkCount, counting_work, record_work
 from fsdpx.core.array.shapes.shape_cache import make_value_template, rebuild_cached_value
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import TrafficCounters
 from fsdpx.core.program import Action, Program

@@ -4,11 +4,11 @@ with the number of microbatches. The compiled programs tell how often each actio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import cast
 
 from fsdpx.core.array.arena import BufferLifetime
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.engine.slab_plan import find_buffer_lifetimes
 from fsdpx.core.program import SLOTS, VERBS, ActionEvent, Slot
 from fsdpx.core.program.simulator import group_events_by_rank

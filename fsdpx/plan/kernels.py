@@ -4,13 +4,13 @@ interpolated between the measured rates."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import exp, inf, log, prod
 from typing import Any
 
 from fsdpx.core.array.shapes.flop_counter import KernelPass, ProductCount
+from fsdpx.core.base.dataclass import dataclass, field
 
 __all__ = [
     "LONG", "SHORT", "WEIGHTS", "KernelRates", "count_weight_bytes", "explain_invalid_rates",

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from fsdpx.core.array.arena import BufferLifetime
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.messages import format_bytes, format_table, wrap_lines
 from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.core.engine.activations import HeapRecorder

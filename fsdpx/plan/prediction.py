@@ -6,12 +6,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
 from fsdpx import nn
 from fsdpx.core.base.config import Precision, Sharding
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.option_names import PrecisionName, ScheduleName, Strategy
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.program import ActionEvent

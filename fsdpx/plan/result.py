@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.messages import format_bytes, format_count, format_table, wrap_lines
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.ext.fields.grid import LETTERS

@@ -6,7 +6,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, prod
 from os import PathLike
@@ -14,6 +13,7 @@ from typing import Any
 
 from fsdpx import nn
 from fsdpx.core.base.config import PRESETS_BY_MEMORY, parse_byte_count
+from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.core.base.messages import format_bytes, format_count
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import CodecRules, make_codec

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf, log2, prod
 from typing import NamedTuple
 
 from fsdpx.core.array.shapes.flop_counter import KernelPass, ProductCount, WorkCount
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.errors import ConfigError
 from fsdpx.plan.costing import ActionCost

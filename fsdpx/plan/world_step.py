@@ -6,7 +6,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from fsdpx.core.array.shapes.array import measuring_memory
 from fsdpx.core.array.shapes.flop_counter import counting_work
 from fsdpx.core.base.config import Precision, normalize_half_name
 from fsdpx.core.base.config import resolve_precision as formats_of
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import Mesh, MeshCoordinates

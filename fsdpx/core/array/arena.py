@@ -14,10 +14,11 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+
+from fsdpx.core.base.dataclass import dataclass, field
 
 __all__ = [
     "ALIGN", "Arena", "BufferLifetime", "SlabPlan", "WindowMemory", "assign_offsets", "get_data_pointer",

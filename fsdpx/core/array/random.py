@@ -10,11 +10,12 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+
+from fsdpx.core.base.dataclass import dataclass, field
 
 __all__ = [
     "NumberRange", "NumberRows", "NumberSubarray", "Random", "TrainingMoment", "generate_raw_numbers", "normal",

@@ -11,10 +11,10 @@ import operator
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any, Literal, TypeVar, get_args
 
+from fsdpx.core.base.dataclass import dataclass, fields, replace
 from fsdpx.core.base.extensions import list_extensions
 from fsdpx.core.base.name_hints import did_you_mean, suggest_number_format, wrap_constructor_with_option_check
 from fsdpx.core.base.option_kinds import is_positive_number

@@ -4,9 +4,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.errors import LaunchError
 
 __all__ = [

@@ -17,10 +17,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import update_wrapper
 from types import ModuleType
 from typing import Any
+
+from fsdpx.core.base.dataclass import dataclass
 
 __all__ = [
     "STOP_SIGNALS", "Hook", "SignalHandler", "add_exit_listener", "find_communicator_to_abort",

@@ -11,11 +11,11 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdpx.core.base import safe_files
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.checkpoint.format import (
     NOTE_FILE_NAME,
     FileLayout,

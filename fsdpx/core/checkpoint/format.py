@@ -10,7 +10,6 @@ import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.safe_files import parse_json
 from fsdpx.errors import CheckpointError
 

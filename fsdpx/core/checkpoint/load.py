@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from os import PathLike
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
+from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.checkpoint.atomic_commit import (

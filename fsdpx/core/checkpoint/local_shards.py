@@ -6,10 +6,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from fsdpx.core.array.namespace import namespace_of
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.state.flat_parameters import Interval, Page
 from fsdpx.core.state.ledger import LedgerKey, LedgerRow, get_saved_name_prefix, make_checkpoint_name
 from fsdpx.core.state.placement import Placement

@@ -7,13 +7,13 @@ import math
 import os
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.messages import ProgressCallback, reporting_if_slow
 from fsdpx.core.base.safe_files import open_file
 from fsdpx.core.checkpoint.atomic_commit import SaveTarget

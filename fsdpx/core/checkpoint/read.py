@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import from_host
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.core.base.safe_files import parse_json
 from fsdpx.core.checkpoint.atomic_commit import find_committed_folder

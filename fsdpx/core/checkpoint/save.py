@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 from fsdpx.core.array.namespace import parse_dtype, to_host
 from fsdpx.core.base.config import PRECISIONS, PRESETS, PRESETS_BY_MEMORY, Sharding
 from fsdpx.core.base.config import resolve_sharding as sharding_of
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.option_names import DtypeName, WeightsChoice
 from fsdpx.core.base.safe_files import parse_json, read_json
 from fsdpx.core.base.version import __version__

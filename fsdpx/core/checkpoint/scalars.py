@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.safe_files import parse_json
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError

@@ -9,7 +9,6 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.safe_files import parse_json
 from fsdpx.core.checkpoint import format
 from fsdpx.core.checkpoint.format import (

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from threading import get_ident
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from fsdpx.core.array.arena import get_data_pointer
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.errors import ConfigError
 
 __all__ = [

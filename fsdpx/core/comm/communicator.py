@@ -10,11 +10,11 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.comm.calls import (
     COMPLETED,
     AllCounts,

@@ -4,13 +4,13 @@ communicators along these axes."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 from fsdpx.core.base.config import Sharding, convert_fields_to_python_numbers, resolve_sharding
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.name_hints import did_you_mean, wrap_constructor_with_option_check
 from fsdpx.core.comm.communicator import Communicator, CountingCommunicator, TrafficCounters
 from fsdpx.core.comm.desync_check import CheckedCommunicator

@@ -4,13 +4,13 @@ Also look up codecs by name."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.config import Precision, normalize_half_name
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.extensions import EXTENSIONS, find_extension, list_extensions
 from fsdpx.core.base.name_hints import did_you_mean, wrap_constructor_with_option_check
 from fsdpx.core.base.option_names import CodecName

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from fsdpx.core.base.dataclass import dataclass
 
 if TYPE_CHECKING:  # the launcher imports this module, but should not load the engine
     from fsdpx.core.comm.calls import TimedTransfer

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.program.passes import (
     expand_stages_to_units,
     insert_gathers,

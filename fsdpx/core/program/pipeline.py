@@ -6,11 +6,11 @@ also resolves the words in the table of verbs, such as "full:pages", to slots (n
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, count, groupby, pairwise
 from typing import TypeVar
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.program.verbs import VERBS, Action, Slot
 
 __all__ = [

@@ -10,11 +10,11 @@ microbatches, and TF, TI and TW are the times of F, I and W.
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.safe_files import describe_read_error, expanduser, read_file
 from fsdpx.core.program.simulator import PipelineSchedule
 from fsdpx.core.program.verbs import Action

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.program.compiler import Program
 from fsdpx.core.program.verbs import VERBS, Action, Slot, format_action_with_neighbors, get_partner_verb, parse_actions
 from fsdpx.errors import ConfigError, ProgramError

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.option_kinds import is_positive_number, make_min_int_predicate, make_option_field
 
 __all__ = ["StepChoices"]

@@ -2,8 +2,8 @@
 long the program's buffers are in use."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.program.compiler import Program
 from fsdpx.core.program.pipeline import resolve_word_to_slots
 from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Slot, get_buffer_slot

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.errors import ProgramError
 
 __all__ = [

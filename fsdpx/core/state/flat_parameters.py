@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from fsdpx.core.array.sums import CHUNK_ELEMENTS
+from fsdpx.core.base.dataclass import dataclass
 
 __all__ = [
     "ElementRange",

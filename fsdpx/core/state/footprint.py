@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from fsdpx.core.base.config import parse_byte_count
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.messages import format_bytes, format_table
 from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.state.train_state import TrainState

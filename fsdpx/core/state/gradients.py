@@ -8,9 +8,9 @@ of chunks. All sums follow this tree, so they are bitwise identical no matter wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import COMPLETED, Communicator, Handle, split_evenly
 from fsdpx.core.compression import BoundCodec

@@ -4,7 +4,6 @@ mesh, dtypes, options, synchronization policy)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from fsdpx.core.array.devices import Device, get_device_of_namespace
 from fsdpx.core.base.config import Precision, Sharding, parse_byte_count
+from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.core.base.option_kinds import get_field_values
 from fsdpx.core.comm.backend import USER_TAG_LIMIT
 from fsdpx.core.comm.calls import TimedTransfer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes.array import measuring_memory
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import MeshAxes, connect_axes
 from fsdpx.nn.cache import KeyValueCache

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.program import Slot
 
 __all__ = ["IN_MEMORY", "StateStorage", "StorageLevelChoice", "StoredSlots"]

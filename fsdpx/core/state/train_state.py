@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdpx.core.array.arena import Arena
 from fsdpx.core.array.random import Random, TrainingMoment
 from fsdpx.core.base.config import Precision
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.program import Slot

@@ -7,7 +7,6 @@ import json
 import platform
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +15,7 @@ import numpy as np
 
 from fsdpx.core.array import blas, cores, parallel
 from fsdpx.core.base import environment, safe_files
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.messages import ProgressCallback, format_bytes, format_count
 from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.core.base.safe_files import require_json_fields

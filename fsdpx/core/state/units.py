@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.program import find_values_without_gradient
 from fsdpx.core.state.flat_parameters import Page

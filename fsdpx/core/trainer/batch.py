@@ -8,7 +8,6 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 from fsdpx.core.array.devices import CPU, get_device_of_array
 from fsdpx.core.array.namespace import LARGEST_INTEGERS, to_host
 from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
 from fsdpx.core.comm.desync_check import agree_on_settings, format_calls_by_rank
 from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA, MeshAxes

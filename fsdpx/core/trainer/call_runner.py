@@ -6,7 +6,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import Parameter, signature
 from os import PathLike
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 import numpy as np
 
 from fsdpx.core.base.arguments import require_valid_arguments
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.checkpoint.atomic_commit import run_on_rank0
 from fsdpx.core.checkpoint.load import load

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.random import Random
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.trainer.batch import has_sample_dim, has_target_per_output, to_device_array

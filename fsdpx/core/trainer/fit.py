@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from os import PathLike
 from time import perf_counter
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from fsdpx.core.base.arguments import require_valid_arguments
 from fsdpx.core.base.config import to_python_number
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.hooks import STOP_SIGNALS
 from fsdpx.core.base.messages import log_on_rank0

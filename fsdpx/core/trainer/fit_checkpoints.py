@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base.config import convert_folder_to_config
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.messages import log_on_rank0
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.base.option_names import DtypeName

@@ -6,13 +6,13 @@ If no loss or no optimizer was given, a stand-in takes its place: the trainer ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
 from os import PathLike, fspath
 from typing import Any, NoReturn
 
 from fsdpx.core.array.devices import DeviceMap, load_device
 from fsdpx.core.base import environment
 from fsdpx.core.base.config import Precision, Sharding, TraceConfig, convert_fields_to_python_numbers, parse_byte_count
+from fsdpx.core.base.dataclass import dataclass, field, fields, replace
 from fsdpx.core.base.extensions import find_extension
 from fsdpx.core.base.name_hints import parse_patterns, wrap_constructor_with_option_check
 from fsdpx.core.base.option_kinds import (

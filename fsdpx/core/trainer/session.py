@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.name_hints import parse_patterns
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.mesh import make_single_rank_axes

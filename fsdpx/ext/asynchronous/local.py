@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from fsdpx.core.array.sums import sum_exactly
 from fsdpx.core.base.config import PRESETS, Sharding, convert_fields_to_python_numbers
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.base.option_names import CodecName, Strategy
 from fsdpx.core.comm.calls import TimedTransfer

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from fsdpx.core.array.kernels import store
 from fsdpx.core.base.config import Sharding, convert_fields_to_python_numbers
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.windows import CACHE_LINE_BYTES, Window

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpx.core.base.config import Sharding
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.checkpoint.local_shards import iterate_codec_reads_and_zero_missing, iterate_local_shards
 from fsdpx.core.checkpoint.scalars import CheckpointScalars, collect_checkpoint_scalars, restore_scalars
 from fsdpx.core.comm.backend import FakeCommunicator

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any, ClassVar
 
 from fsdpx.core.base.config import convert_fields_to_python_numbers
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.extensions import import_extension_module
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.comm.communicator import SurvivorCommunicator

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from math import ceil, log2
 from statistics import median
 from time import perf_counter
@@ -15,6 +14,7 @@ import numpy as np
 
 from fsdpx import errors
 from fsdpx.core.base import environment
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.safe_files import read_file
 from fsdpx.core.checkpoint.scalars import CheckpointScalars, collect_checkpoint_scalars
 from fsdpx.core.comm.communicator import SurvivorCommunicator

@@ -7,7 +7,6 @@ import platform
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from fsdpx.core.array.arena import ALIGN
 from fsdpx.core.array.namespace import parse_dtype, to_host
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.checkpoint.local_shards import LocalShard
 from fsdpx.core.checkpoint.scalars import CheckpointScalars
 from fsdpx.core.comm.calls import get_progress, spin_until

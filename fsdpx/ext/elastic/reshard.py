@@ -7,13 +7,13 @@ import math
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpx.core.array.namespace import from_host, namespace_of, parse_dtype, to_host
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, iterate_codec_memory, iterate_local_shards
 from fsdpx.core.comm.communicator import Communicator, Handle, SurvivorCommunicator, drain_transfers
 from fsdpx.core.state.ledger import LedgerKey

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from fsdpx.core.array.kernels.memory_order import put_channels_last
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import (
     DimEnds,

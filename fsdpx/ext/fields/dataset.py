@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from fsdpx.core.array.namespace import to_numpy_dtype
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.data.dataset import OpenFiles

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.messages import shorten_value
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import (

@@ -7,7 +7,6 @@ Ranks derive the halo of a layer from them, and need not negotiate at run time."
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
 from numbers import Real
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.layer import Array, Layer, LayerContext, ShardedLayer
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, GhostWidths, Kind, ShardingContext, bind_partition

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.core.program import Program
 from fsdpx.core.state.units import Unit
 from fsdpx.ext.gpu.capture import Capture, GraphMemory

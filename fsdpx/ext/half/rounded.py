@@ -1,10 +1,10 @@
 """Pure bfloat16 training: parameters and optimizer state are stored in bfloat16, and updated in float32."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from fsdpx.core.array.kernels.half import add_widened, cast_float, round_randomly, store
 from fsdpx.core.array.random import NumberRange
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.optim.optimizer import (
     Elementwise,
     Optimizer,

@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ import torch
 from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.environment import read_environment as environment
 from fsdpx.core.base.messages import TIMER_NAME, reporting_if_slow
 from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from fsdpx import nn
+from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.ext.fields.scalars import BroadcastScalars
 from fsdpx.ext.interop.channel_layers import ChannelParameter, ChannelRange
 from fsdpx.ext.interop.field_twins import NoTwinError, make_dim_layer

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import ParameterSpec

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 from jax import tree_util
 
 from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.errors import ConfigError
 from fsdpx.ext.interop.function_layer import DifferentiableLayer
 from fsdpx.nn.gradient_accumulation import has_integer_dtype

@@ -13,7 +13,6 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.errors import ConfigError, page_hint
 from fsdpx.ext.interop.initial_values import InitialValues
 from fsdpx.ext.interop.tensors import to_array, to_tensor

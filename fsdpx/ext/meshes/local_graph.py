@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass, fields, replace
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.over_parts import PartitionedModel
 from fsdpx.ext.meshes.kernels import segment_sum

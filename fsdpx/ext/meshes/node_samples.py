@@ -4,9 +4,9 @@ nodes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.mesh import MeshAxes
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError

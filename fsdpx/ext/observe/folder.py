@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base import environment, safe_files
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.base.version import __version__, get_package_version
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint

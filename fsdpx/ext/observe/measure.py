@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.program import (

@@ -6,13 +6,13 @@ from __future__ import annotations
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from html import escape
 from io import BytesIO
 from statistics import median
 from typing import Any
 
 from fsdpx.core.base import safe_files
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.messages import format_bytes, format_table
 from fsdpx.core.program import VERBS, ActionEvent, compute_idle_share, parse_actions
 from fsdpx.errors import ConfigError, escape_control

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.program import VERBS, ActionEvent
 from fsdpx.core.program.verbs import get_partner_verb

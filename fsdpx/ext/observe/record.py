@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.base import safe_files
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.checkpoint.local_shards import LocalShard
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.engine.engine import Engine

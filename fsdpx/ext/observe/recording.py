@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
+from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.engine.activations import ActivationMeter
 from fsdpx.core.engine.engine import Engine

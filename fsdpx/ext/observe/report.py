@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isnan, nan
 from time import perf_counter
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.core.base.messages import format_bytes, format_count, format_table
 from fsdpx.core.comm.communicator import split_evenly
 from fsdpx.core.compression import CodecRoute, NoCompression

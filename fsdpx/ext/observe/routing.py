@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import log, nan
 
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.messages import format_table
 from fsdpx.core.trainer.call_runner import CallRunner
 

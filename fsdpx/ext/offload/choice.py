@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.program import Slot
 from fsdpx.core.state.ledger import LedgerRow

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ import numpy as np
 from fsdpx.core.array.arena import get_data_pointer
 from fsdpx.core.array.shapes.array import ShapeArray, Storage, find_storage
 from fsdpx.core.base import environment, safe_files
+from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.safe_files import require_json_fields
 from fsdpx.core.comm.communicator import COMPLETED, Communicator, Handle
 from fsdpx.core.program import Slot

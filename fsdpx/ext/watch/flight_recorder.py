@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdpx.core.base import safe_files
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.engine.observer import Observer
 from fsdpx.errors import CommTimeout
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fsdpx.core.array.random import uniform
 from fsdpx.core.base.config import convert_fields_to_python_numbers
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.errors import ConfigError, DataError, NumericsError
 
 __all__ = [

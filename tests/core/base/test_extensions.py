@@ -162,10 +162,10 @@ def test_an_unknown_name_is_refused() -> None:
 
 NAMES = "asynchronous compression coupling elastic fields gloo interop lora meshes moe observe offload watch"
 NOT_ASKED_FOR = ("data/", "models/", "plan/", *(f"ext/{name}/" for name in NAMES.split()))
-GPT_LINES = 24_300
+GPT_LINES = 24_340
 
 
-@pytest.mark.parametrize(("program", "most"), [(MLP, 21_700), (GPT, GPT_LINES)], ids=["mlp", "gpt"])
+@pytest.mark.parametrize(("program", "most"), [(MLP, 21_760), (GPT, GPT_LINES)], ids=["mlp", "gpt"])
 def test_nothing_is_loaded_that_was_not_asked_for(program: str, most: int) -> None:
     """A training step, a save and a load read the core alone, and machine code on disk. Lines of code are counted."""
     files = loaded_files(program)
@@ -173,8 +173,8 @@ def test_nothing_is_loaded_that_was_not_asked_for(program: str, most: int) -> No
     assert sum(count_code_lines((PACKAGE / file).read_text()) for file in files) <= most
 
 
-def test_importing_distribute_reads_no_list_of_installed_packages() -> None:
-    code = "import sys, fsdpx.core.trainer.distribute; assert 'importlib.metadata' not in sys.modules"
+def test_a_job_reads_no_list_of_installed_packages() -> None:
+    code = f"{MLP}\nimport sys; assert 'importlib.metadata' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

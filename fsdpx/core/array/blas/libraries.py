@@ -6,13 +6,13 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from fsdpx.core.array.kernels.choice import has_numba
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.errors import ConfigError
 

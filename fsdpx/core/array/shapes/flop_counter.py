@@ -7,9 +7,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, TypeVar
+
+from fsdpx.core.base.dataclass import dataclass, field
 
 __all__ = [
     "INNER_KERNEL", "KernelPass", "ProductCount", "WorkCount", "counting_as_one_kernel", "counting_as_one_matmul",

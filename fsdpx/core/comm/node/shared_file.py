@@ -8,10 +8,10 @@ import mmap
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from fsdpx.core.base import safe_files
+from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
 
