@@ -70,10 +70,10 @@ class GraphMemory:
 
 
 class Capture:
-    """The recording of one CUDA graph, which is made inside `recording`, and which `launch` runs.
+    """The recording of one CUDA graph, which is made inside `recording`, and which `launch_graph` runs.
 
     A layer's random numbers depend on the step. Kernels therefore read the position in the stream of random numbers
-    from memory of the GPU, and `launch` writes the current position there."""
+    from memory of the GPU, and `launch_graph` writes the current position there."""
 
     def __init__(self, memory: GraphMemory) -> None:
         self.memory = memory
@@ -113,7 +113,7 @@ class Capture:
             self._blocks.append(import_cupy().empty((NUMBERS_PER_BLOCK, 3), dtype=np.uint64))
         return self._blocks[block][row]
 
-    def launch(self) -> None:
+    def launch_graph(self) -> None:
         """Run the graph on the current stream of this thread."""
         for first, block in enumerate(self._blocks):
             host = np.zeros((NUMBERS_PER_BLOCK, 3), np.uint64)

@@ -187,7 +187,7 @@ class Recording:
     parts: dict[int, list[UnitPart]] = field(default_factory=dict)
     splitting: set[int] = field(default_factory=set)
 
-    def restart(self, runs: int) -> None:
+    def forget_graphs(self, runs: int) -> None:
         """Forget all graphs, and continue as after `runs` complete runs."""
         self.calls.clear()
         self.runs, self.memory = runs, GraphMemory()

@@ -124,10 +124,10 @@ class CudaGraphObserver(Observer):
         if complete:
             now.runs += 1
         if not complete and now.runs == 1:
-            now.restart(runs=0)
+            now.forget_graphs(runs=0)
         elif complete and now.runs == 2:
             if now.split_unrecordable_units(self._state.placement.layout.units):
-                now.restart(runs=1)
+                now.forget_graphs(runs=1)
             now.calls = {k: one for k, one in now.calls.items() if (one.unit.index, k[1]) not in now.refusals}
 
     def on_action_begin(self, words: str, now: float) -> None:
@@ -276,7 +276,7 @@ class CudaGraphObserver(Observer):
             return call.function(call.saved)
         if saved is not None:
             saved.clear()
-        capture.launch()
+        capture.launch_graph()
         self.launches += 1
         now.calls[self._words, part.number] = recorded = RecordedCall(
             capture, call.unit, call.params, call.grads, [array.data.ptr for array in call.list_arrays()], inputs,
@@ -293,7 +293,7 @@ class CudaGraphObserver(Observer):
             given = call.values[number]
             if given.data.ptr != fixed.data.ptr:
                 fixed[...] = given
-        recorded.capture.launch()
+        recorded.capture.launch_graph()
         self.launches += 1
         call.restore_flags(recorded.written)
         call.values.clear()
