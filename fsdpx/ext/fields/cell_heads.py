@@ -59,14 +59,14 @@ def require_divisible_by_heads(layer: Layer, channels: int, n_heads: int) -> int
 
 
 def split_channels_into_heads(xp: Any, x: Array, n_heads: int) -> Array:
-    """Return `x`, (samples, channels, *cells), as (samples, heads, cells, channels per head). This is a view if
+    """Return `x`, (samples, channels, *cells), as (samples, heads, *cells, channels per head). This is a view if
     channels are last in memory."""
     samples, channels, *cells = x.shape
-    rows = xp.moveaxis(x, 1, -1).reshape(samples, math.prod(cells), n_heads, channels // n_heads)
-    return rows.swapaxes(1, 2)
+    return xp.moveaxis(xp.moveaxis(x, 1, -1).reshape(samples, *cells, n_heads, channels // n_heads), -2, 1)
 
 
 def merge_heads_into_channels(xp: Any, heads: Array, cells: Sequence[int]) -> Array:
-    """Invert `split_channels_into_heads`, for a field of shape `cells`. The result has channels last in memory."""
-    samples, n_heads, _, features = heads.shape
-    return xp.moveaxis(heads.swapaxes(1, 2).reshape(samples, *cells, n_heads * features), -1, 1)
+    """Invert `split_channels_into_heads`, for a field of shape `cells`, whose cells may also be a single dim of
+    `heads`. The result has channels last in memory."""
+    samples, n_heads, features = heads.shape[0], heads.shape[1], heads.shape[-1]
+    return xp.moveaxis(xp.moveaxis(heads, 1, -2).reshape(samples, *cells, n_heads * features), -1, 1)

@@ -7,7 +7,12 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from fsdpx.ext.fields.cell_heads import FieldAttention, require_divisible_by_heads
+from fsdpx.ext.fields.cell_heads import (
+    FieldAttention,
+    merge_heads_into_channels,
+    require_divisible_by_heads,
+    split_channels_into_heads,
+)
 from fsdpx.ext.fields.halo import FieldLayer
 from fsdpx.nn.attention_math import AttentionHeads
 from fsdpx.nn.layer import Array, LayerContext, Params
@@ -57,11 +62,12 @@ class CellRingAttention(FieldLayer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         merged, kept = self._get_ring_attention().forward(env, _flatten_cells(env.xp, x))
-        return _restore_cells(env.xp, merged, x.shape[2:]), (kept, x) if "attention" in env.recompute else (kept,)
+        y = merge_heads_into_channels(env.xp, merged[:, None], x.shape[2:])
+        return y, (kept, x) if "attention" in env.recompute else (kept,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         d = self._get_ring_attention().backward(env, saved[0], _flatten_cells(env.xp, dy))
-        return _restore_cells(env.xp, d, dy.shape[2:]), ()
+        return merge_heads_into_channels(env.xp, d[:, None], dy.shape[2:]), ()
 
     def _get_ring_attention(self) -> RingAttention:
         return RingAttention(self._heads, self._find_ring)
@@ -79,9 +85,4 @@ def _list_part_sizes(parts: FieldPartition) -> tuple[int, ...]:
 
 def _flatten_cells(xp: Any, x: Array) -> Array:
     """Return a field (samples, channels, *cells) as a sequence (samples, cells, channels)."""
-    return xp.moveaxis(x, 1, -1).reshape(x.shape[0], prod(x.shape[2:]), x.shape[1])
-
-
-def _restore_cells(xp: Any, rows: Array, cells: tuple[int, ...]) -> Array:
-    """Invert `_flatten_cells`, for a field of shape `cells`."""
-    return xp.moveaxis(rows.reshape(rows.shape[0], *cells, rows.shape[2]), -1, 1)
+    return split_channels_into_heads(xp, x, 1).reshape(x.shape[0], prod(x.shape[2:]), x.shape[1])

@@ -8,7 +8,12 @@ from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields import kernels
-from fsdpx.ext.fields.cell_heads import FieldAttention, require_divisible_by_heads
+from fsdpx.ext.fields.cell_heads import (
+    FieldAttention,
+    merge_heads_into_channels,
+    require_divisible_by_heads,
+    split_channels_into_heads,
+)
 from fsdpx.ext.fields.conv import Sizes, expand_to_dims
 from fsdpx.ext.fields.halo import DimEnds, FieldLayer, HaloSpec, get_rank_along
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
@@ -75,21 +80,23 @@ class WindowAttention(FieldLayer):
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         channels, (halos, windows) = self.n_heads * self.d_head, self._plan_halos_and_windows(env, x)
         kv = exchange_halo(env, x[:, channels:], halos)
-        q, k, v = (self._split_into_heads(env, a) for a in (x[:, :channels], kv[:, :channels], kv[:, channels:]))
+        fields = x[:, :channels], kv[:, :channels], kv[:, channels:]
+        q, k, v = (split_channels_into_heads(env.xp, a, self.n_heads) for a in fields)
         q = q.copy() if halos else q  # otherwise the keys and values in x would be saved in addition to those in kv
         o, lse = kernels.neighborhood_attention(env.xp, q, k, v, *windows, 1.0 / sqrt(self.d_head))
         kept = (q, k, v, o, lse)
-        return self._merge_heads(env, o), (kept, x) if "attention" in env.recompute else (kept,)
+        merged = merge_heads_into_channels(env.xp, o, x.shape[2:])
+        return merged, (kept, x) if "attention" in env.recompute else (kept,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         halos, windows = self._plan_halos_and_windows(env, dy)
-        slopes = self._split_into_heads(env, dy)
+        slopes = split_channels_into_heads(env.xp, dy, self.n_heads)
         dq, dk, dv = kernels.neighborhood_attention_backward(
             env.xp, *saved[0], slopes, *windows, 1.0 / sqrt(self.d_head)
         )
-        dkv = env.xp.concatenate([self._merge_heads(env, dk), self._merge_heads(env, dv)], axis=1)
-        dkv = exchange_halo_backward(env, dkv, halos)
-        return env.xp.concatenate([self._merge_heads(env, dq), dkv], axis=1), ()
+        dq, dk, dv = (merge_heads_into_channels(env.xp, d, d.shape[2:-1]) for d in (dq, dk, dv))
+        dkv = exchange_halo_backward(env, env.xp.concatenate([dk, dv], axis=1), halos)
+        return env.xp.concatenate([dq, dkv], axis=1), ()
 
     def list_dim_ends(self, dims: int) -> list[DimEnds]:
         texts = "keeps windows of attention within the field", "continues windows of attention at the other end"
@@ -122,16 +129,6 @@ class WindowAttention(FieldLayer):
         if key not in env.constants:
             env.constants[key] = make_neighborhood_masks(env.xp, starts, window, dtype)
         return halos, (starts, window, env.constants[key])
-
-    def _split_into_heads(self, env: LayerContext, x: Array) -> Array:
-        """Return a view (samples, heads, *cells, d_head) of a field."""
-        rows = env.xp.moveaxis(x, 1, -1)
-        return env.xp.moveaxis(rows.reshape(*rows.shape[:-1], self.n_heads, self.d_head), -2, 1)
-
-    def _merge_heads(self, env: LayerContext, heads: Array) -> Array:
-        """Return (samples, heads, *cells, d_head) as a field."""
-        rows = env.xp.moveaxis(heads, 1, -2)
-        return env.xp.moveaxis(rows.reshape(*rows.shape[:-2], self.n_heads * self.d_head), -1, 1)
 
 
 def list_to_tuple(value: Any) -> Any:

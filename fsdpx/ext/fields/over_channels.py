@@ -58,22 +58,22 @@ class OverChannels(Layer):
         return env.xp.moveaxis(y, -1, 1), (x,) if inner == ONLY_INPUT else (x, inner)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Array:
-        inner, rows = self._get_inner_saved_and_gradient(env, saved, dy)
+        inner, rows = self.get_inner_saved_and_gradient(env, saved, dy)
         return env.xp.moveaxis(self.layer.backward(env, p, g, inner, rows), -1, 1)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        inner, rows = self._get_inner_saved_and_gradient(env, saved, dy)
+        inner, rows = self.get_inner_saved_and_gradient(env, saved, dy)
         self.layer.backward_leaf(env, p, g, inner, rows)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        inner, rows = self._get_inner_saved_and_gradient(env, saved, dy)
+        inner, rows = self.get_inner_saved_and_gradient(env, saved, dy)
         dx, kept = self.layer.backward_input(env, p, inner, rows)
         return env.xp.moveaxis(dx, -1, 1), kept
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         self.layer.backward_params(env, g, kept)
 
-    def _get_inner_saved_and_gradient(self, env: LayerContext, saved: Any, dy: Array) -> tuple[Any, Array]:
+    def get_inner_saved_and_gradient(self, env: LayerContext, saved: Any, dy: Array) -> tuple[Any, Array]:
         """Return the saved values of the inner layer, and the gradient of its result."""
         x, *inner = saved
         rows, slopes = env.xp.moveaxis(x, 1, -1), env.xp.moveaxis(dy, 1, -1)

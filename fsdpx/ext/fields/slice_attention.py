@@ -192,7 +192,9 @@ class SliceAttention(FieldLayer):
 
     def _split_into_heads(self, env: LayerContext, x: Array) -> Array:
         """Return a field as (samples, heads, cells, d_head), in float32 if it has a 16-bit dtype."""
-        return split_channels_into_heads(env.xp, x.astype(accumulation_dtype(x.dtype), copy=False), self.n_heads)
+        wide = x.astype(accumulation_dtype(x.dtype), copy=False)
+        heads = split_channels_into_heads(env.xp, wide, self.n_heads)
+        return heads.reshape(x.shape[0], self.n_heads, math.prod(x.shape[2:]), self.d_head)
 
     def _get_token_projections(self, p: Params, dtype: Any) -> list[Array]:
         return [p[f"to_{name}.weight"].astype(dtype, copy=False) for name in "qkv"]

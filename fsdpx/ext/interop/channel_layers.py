@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fsdpx.core.array.kernels.memory_order import put_channels_last
+from fsdpx.ext.fields.over_channels import OverChannels
 from fsdpx.nn.gradient_accumulation import add_sum_over_dims_into
 from fsdpx.nn.init import ones
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params
@@ -17,9 +19,9 @@ from fsdpx.nn.norm import BatchNorm
 __all__ = ["ChannelLinear", "ChannelParameter", "ChannelRange", "FixedBatchNorm"]
 
 
-class ChannelLinear(Layer):
-    """Applies a `Linear` to the channels of each cell of (samples, in_features, *cells), as PyTorch does after channels
-    have been moved to the last dim.
+class ChannelLinear(OverChannels):
+    """Applies a `Linear` to the channels of each cell of (samples, in_features, *cells), ghost cells included, as
+    PyTorch does after channels have been moved to the last dim.
 
     The parameters are those of `Linear`: `weight (out_features, in_features)` and `bias (out_features,)`.
 
@@ -29,26 +31,14 @@ class ChannelLinear(Layer):
     bias : whether there is a bias
     """
 
-    fields = takes_ghosts = True
+    takes_ghosts = True
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        self.in_features, self.out_features = in_features, out_features
-        self._linear = Linear(in_features, out_features, bias)
-        self.kernel_names = ("channels_last", *(self._linear.kernel_names or ()))
+        super().__init__(Linear(in_features, out_features, bias), in_features)
+        self.in_features, self.out_features, self.bias = in_features, out_features, bias
 
-    def specs(self) -> dict[str, ParameterSpec]:
-        return self._linear.specs()
-
-    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        y, saved = self._linear.forward(env, p, env.xp.moveaxis(put_channels_last(env.xp, x), 1, -1))
-        return env.xp.moveaxis(y, -1, 1), saved
-
-    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        dx, kept = self._linear.backward_input(env, p, saved, env.xp.moveaxis(put_channels_last(env.xp, dy), 1, -1))
-        return env.xp.moveaxis(dx, -1, 1), kept
-
-    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
-        self._linear.backward_params(env, g, kept)
+    def get_inner_saved_and_gradient(self, env: LayerContext, saved: Any, dy: Array) -> tuple[Any, Array]:
+        return super().get_inner_saved_and_gradient(env, saved, put_channels_last(env.xp, dy))
 
 
 class ChannelParameter(Layer):
@@ -122,11 +112,7 @@ class FixedBatchNorm(BatchNorm):
     """Batch norm that always uses its running statistics, like a PyTorch module on which `eval()` was called."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        return super().forward(_without_training(env), p, x)
+        return super().forward(replace(env, training=False), p, x)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return super().backward_input(_without_training(env), p, saved, dy)
-
-
-def _without_training(env: LayerContext) -> LayerContext:
-    return LayerContext(env.xp, env.mesh, env.random, training=False)
+        return super().backward_input(replace(env, training=False), p, saved, dy)

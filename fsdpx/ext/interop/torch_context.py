@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class GlobalNorm(torch.nn.Module):
         env = _now.env
         # this norm uses its running statistics, because the user has called eval() on it
         if not self.training and env.training:
-            env = LayerContext(env.xp, env.mesh, env.random, training=False)
+            env = replace(env, training=False)
         affine = (self.weight, self.bias) if self.layer.affine else ()
         return _BatchNormFunction.apply(env, self.layer, x, self.running_mean, self.running_var, *affine)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from grids import env_of, grid_at, random_cuts, whole  # noqa: E402
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim, spawn  # noqa: E402
 from fsdpx.errors import ConfigError  # noqa: E402
-from fsdpx.ext.interop.channel_layers import ChannelParameter  # noqa: E402
+from fsdpx.ext.interop.channel_layers import ChannelLinear, ChannelParameter, FixedBatchNorm  # noqa: E402
 from fsdpx.ext.interop.torch import from_torch  # noqa: E402
 
 tnn, functional = torch.nn, torch.nn.functional
@@ -383,3 +384,26 @@ def test_gradients_of_parameters_of_channels_are_summed_precisely_in_bf16(
     _, kept = layer.backward_input(env, p, saved, x)
     layer.backward_params(env, g, kept)
     np.testing.assert_array_equal(g[""], sign * x.size / max(g[""].size, 1))
+
+
+def test_a_fixed_batch_norm_keeps_the_rest_of_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    env, seen = replace(env_of(None), recompute=frozenset({"attention"})), []
+    monkeypatch.setattr(nn.BatchNorm, "forward", lambda self, env, p, x: (x, seen.append(env)))
+    FixedBatchNorm(2).forward(env, {}, np.ones((1, 2, 3)))
+    assert (seen[0].training, seen[0].recompute) == (False, env.recompute)
+    assert seen[0].constants is env.constants
+
+
+def test_a_linear_on_channels_keeps_ghost_cells() -> None:
+    """A convolution after it reads them."""
+    u = np.random.default_rng(1).standard_normal((1, 8, 6, 3))
+    model = nn.Sequential(ChannelLinear(3, 3), nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"))
+    want = model.as_distributed(precision="float64").predict(np.moveaxis(u, -1, 1))
+    grid = fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=1)
+    ghosts = np.pad(u, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="wrap")
+    found = model.as_distributed(precision="float64", domain=grid).predict(ghosts)
+    np.testing.assert_allclose(np.moveaxis(found, -1, 1), want, rtol=1e-12)
+    ghosts[:, 0] += 1.0
+    changed = model.as_distributed(precision="float64", domain=grid).predict(ghosts)
+    assert (changed[:, 0] != found[:, 0]).all()
+    np.testing.assert_array_equal(changed[:, 1:], found[:, 1:])
