@@ -21,7 +21,7 @@ from fsdpx.data.dataset import memory_map_array, read_npy_header
 from fsdpx.errors import ConfigError, DataError, FsdpxError, install_hint
 
 __all__ = [
-    "ExternalLink",
+    "UnreadableMember",
     "is_single_array",
     "iterate_group_members",
     "make_data_error",
@@ -82,10 +82,10 @@ def open_fields(path: Path) -> Any:
     return root
 
 
-def _map_npz(path: Path) -> dict[str, np.ndarray]:
+def _map_npz(path: Path) -> dict[str, np.ndarray | UnreadableMember]:
     """Memory-map a file written by `np.savez`, in which each array is stored as a `.npy` file, and return views of the
-    arrays. Raise DataError if the arrays are compressed."""
-    found: dict[str, np.ndarray] = {}
+    arrays. An array that cannot be mapped, for example because it is compressed, is an `UnreadableMember`."""
+    found: dict[str, np.ndarray | UnreadableMember] = {}
     with open_file(path, ours=False) as file:
         size = os.fstat(file.fileno()).st_size
         try:
@@ -95,18 +95,30 @@ def _map_npz(path: Path) -> dict[str, np.ndarray]:
             raise ValueError(str(error)) from error
         whole = np.memmap(file, np.uint8, "r")  # one map for all arrays, since each map keeps a file open
         for entry in entries:
-            name = entry.filename.removesuffix(".npy")
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise make_data_error(path, f"{name!r} is compressed, so that no part of it can be read: use np.savez")
-            file.seek(entry.header_offset)
-            head = file.read(_ZIP_HEADER_BYTES)
-            if len(head) < _ZIP_HEADER_BYTES or not head.startswith(b"PK\x03\x04"):
-                raise ValueError(f"{name!r} is not where the directory of the archive says")
-            name_bytes, more_bytes = struct.unpack("<HH", head[-4:])
-            start = entry.header_offset + _ZIP_HEADER_BYTES + name_bytes + more_bytes
-            shape, order, dtype, first = read_npy_header(file, start, min(start + entry.file_size, size))
-            found[name] = np.ndarray(shape, dtype, whole, first, order=order)
+            try:
+                array: np.ndarray | UnreadableMember = _map_npz_entry(file, entry, whole, size)
+            except (ValueError, TypeError, OverflowError) as error:
+                array = UnreadableMember(f"{error}, or leave it out by fields=")
+            found[entry.filename.removesuffix(".npy")] = array
     return found
+
+
+def _map_npz_entry(file: Any, entry: zipfile.ZipInfo, whole: np.ndarray, size: int) -> np.ndarray:
+    """Return a view of the array in an entry of an `.npz` file of `size` bytes, whose memory map is `whole`. Raise
+    ValueError or TypeError, with a phrase that follows the name of the array, if the array cannot be read."""
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("is compressed, so that no part of it can be read: use np.savez")
+    file.seek(entry.header_offset)
+    head = file.read(_ZIP_HEADER_BYTES)
+    if len(head) < _ZIP_HEADER_BYTES or not head.startswith(b"PK\x03\x04"):
+        raise ValueError("is not where the directory of the archive says: save the file again")
+    name_bytes, more_bytes = struct.unpack("<HH", head[-4:])
+    start = entry.header_offset + _ZIP_HEADER_BYTES + name_bytes + more_bytes
+    try:
+        shape, order, dtype, first = read_npy_header(file, start, min(start + entry.file_size, size))
+        return np.ndarray(shape, dtype, whole, first, order=order)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"cannot be read ({error}): save it again by np.savez") from error
 
 
 def is_single_array(root: Any) -> bool:
@@ -189,9 +201,9 @@ def make_data_error(path: Path, text: str) -> DataError:
     return DataError(f"FieldDataset: {path}: {text}")
 
 
-class ExternalLink(NamedTuple):
-    """Placeholder for an HDF5 link whose target is not in the file. `why` is a phrase for error messages that says why
-    the target cannot be used."""
+class UnreadableMember(NamedTuple):
+    """Placeholder for an HDF5 link whose target is not in the file, or for a member of an `.npz` file that cannot be
+    read. `why` is a phrase for error messages that says why it cannot be used."""
 
     why: str
 
@@ -206,7 +218,7 @@ def iterate_group_members(node: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _follow_hdf5_link(node: Any, path: str, links: int) -> Any:
-    """Return the object at a path below an HDF5 group, or an `ExternalLink` if there is no such object in the file.
+    """Return the object at a path below an HDF5 group, or an `UnreadableMember` if there is no such object in the file.
     Links are followed here and not by h5py, which would open any file that a link names."""
     if path.startswith("/"):
         node = node.file["/"]
@@ -216,14 +228,14 @@ def _follow_hdf5_link(node: Any, path: str, links: int) -> Any:
         link = node.get(part, getlink=True) if hasattr(node, "keys") else None
         kind = type(link).__name__
         if link is None:
-            return ExternalLink(f"is a link to {path!r}, where nothing is")
+            return UnreadableMember(f"is a link to {path!r}, where nothing is")
         if kind == "ExternalLink":
-            return ExternalLink(_describe_external_files([link.filename]))
+            return UnreadableMember(_describe_external_files([link.filename]))
         if kind == "HardLink":
             node = node[part]
         elif links == 0 or kind != "SoftLink":
-            return ExternalLink("is a link that leads to no end")
-        elif isinstance(node := _follow_hdf5_link(node, link.path, links - 1), ExternalLink):
+            return UnreadableMember("is a link that leads to no end")
+        elif isinstance(node := _follow_hdf5_link(node, link.path, links - 1), UnreadableMember):
             return node
     return node
 
@@ -236,7 +248,7 @@ def _describe_external_files(names: Iterable[str]) -> str:
 def require_readable_array(path: Path, name: str, array: Any) -> None:
     """Raise DataError unless all data of an array are stored in the file itself and can be decompressed."""
     why = ""
-    if isinstance(array, ExternalLink):
+    if isinstance(array, UnreadableMember):
         why = array.why
     elif getattr(array, "is_virtual", False):
         why = _describe_external_files(source.file_name for source in array.virtual_sources())

@@ -158,6 +158,28 @@ def test_files_of_other_kinds_are_told(name: str, make: Callable[[Path], Any], t
 
 
 @pytest.mark.parametrize(
+    ("damaged", "text"),
+    [
+        ("names", "'names' cannot be read (Python objects are in it"),
+        ("packed", "'packed' is compressed, so that no part of it can be read: use np.savez, or leave it out by fie"),
+    ],
+)
+def test_one_member_that_cannot_be_read_is_named_when_it_is_asked_for(damaged: str, text: str, tmp_path: Path) -> None:
+    u, path = values(T, Y, X), tmp_path / "u.npz"
+    np.savez(path, u=u, count=7.0, **({"names": np.array([{}, {}])} if damaged == "names" else {}))
+    if damaged == "packed":
+        np.savez_compressed(tmp_path / "packed.npz", packed=u)
+        with zipfile.ZipFile(tmp_path / "packed.npz") as other, zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("packed.npy", other.read("packed.npy"), zipfile.ZIP_DEFLATED)
+    dataset = FieldDataset(path, fields="u", dims="tyx", scalars="count")
+    np.testing.assert_array_equal(whole_of(FieldDataset(path, fields="u", dims="tyx"))[:, 0], u)
+    assert dataset[0][0][1] == [7.0]
+    for fields in (damaged, ("u", damaged), None):
+        with pytest.raises(DataError, match=re.escape(f"FieldDataset: {path}: {text}")):
+            FieldDataset(path, fields=fields, dims="tyx")
+
+
+@pytest.mark.parametrize(
     ("code", "text"),
     [
         (32015, "'u' is compressed by Zstandard (HDF5 filter 32015), which is not installed: pip install hdf5plugin"),

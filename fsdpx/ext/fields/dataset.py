@@ -18,7 +18,7 @@ from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.data.dataset import OpenFiles
 from fsdpx.data.opening import (
-    ExternalLink,
+    UnreadableMember,
     is_single_array,
     iterate_group_members,
     make_data_error,
@@ -148,7 +148,7 @@ def _select_field_names(
     sizes = {
         name: len(getattr(array, "shape", ())) + path.startswith(WELL_GROUPS) for name, (path, array) in arrays.items()
     }
-    return [name for name, ndim in sizes.items() if ndim > cell_dims or isinstance(arrays[name][1], ExternalLink)]
+    return [name for name, ndim in sizes.items() if ndim > cell_dims or isinstance(arrays[name][1], UnreadableMember)]
 
 
 def find_cell_letters(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
