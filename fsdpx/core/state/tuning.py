@@ -99,8 +99,9 @@ def _warn_cannot_cache(folder: Path, error: OSError) -> None:
     if folder not in _refused:
         _refused.add(folder)
         warn(
-            f"fsdpx: measurements cannot be kept in {folder} ({error.strerror or error}), so every start measures "
-            "again: set FSDPX_CACHE to a folder that can be written",
+            f"fsdpx: measurements and compiled kernels cannot be kept in {folder} ({error.strerror or error}), so "
+            "every start measures and compiles again, which takes seconds to minutes: set FSDPX_CACHE to a folder that "
+            "can be written",
         )
 
 

@@ -224,7 +224,10 @@ def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(
     assert tuning.describe_cache_location() == f"; the result is kept in {tmp_path / 'cache'}"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "below"))
-    said = r"measurements cannot be kept in .*/file/below \(Not a directory\), so every start measures again: set F"
+    said = (
+        r"measurements and compiled kernels cannot be kept in .*/file/below \(Not a directory\), so every start "
+        "measures and compiles again, .*: set FSDPX_CACHE"
+    )
     with pytest.warns(RuntimeWarning, match=said):
         assert agree_on_tuning(_single(), True, np).blas in blas.list_available_libraries()
     agree_on_tuning(_single(), True, np)
