@@ -503,10 +503,9 @@ class ShardingContext:
                     "Aggregate those of edges to nodes, and FiLM or ConcatScalars scalars to nodes"
                 )
             if all(isinstance(other, FieldPartition) for other in self.kinds):
-                strides = "along each dim take a multiple of the product of the strides before it"
                 raise ConfigError(
-                    f"{self.path!r} {layer!r} reads {got} together, which must have as many cells: "
-                    f"{getattr(layer, 'needs', strides)}"
+                    f"{self.path!r} {layer!r} reads {got} together, which must have as many cells: along each dim take "
+                    "a multiple of the product of the strides before it"
                 )
             raise ConfigError(
                 f"{self.path!r} {layer!r} reads {got} together: close features that are cut with a RowParallel first, "

@@ -13,10 +13,11 @@ from fsdpx.ext.fields.scalars import FiLM, TimeEmbedding
 from fsdpx.nn.activation import GELU, ReLU, SiLU, Tanh
 from fsdpx.nn.container import Residual, Sequential
 from fsdpx.nn.graph import Graph
-from fsdpx.nn.layer import Array, Layer, LayerContext, Params, format_constructor, require_positive
+from fsdpx.nn.layer import Array, Layer, format_constructor, require_positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import BatchNorm
 from fsdpx.nn.shape import Concat
+from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = ["UNet"]
 
@@ -25,21 +26,50 @@ GROUP = 8
 """Number of channels in each group with `norm="group"`."""
 
 
-class SkipConnection(Concat):
-    """Skip connection of a U-Net: concatenates the decoder's field with the encoder's field of the same level."""
+class FirstPool(pool.MaxPool):
+    """The pool of the first level of a U-Net. It checks that the field can be halved at every level."""
 
     def __init__(self, unet: UNet) -> None:
-        super().__init__(1)
-        self.needs = f"{unet!r} needs fields whose sizes are multiples of {1 << unet.depth} (2 to the power of depth)"
+        super().__init__(2)
+        self.unet, self.depth = repr(unet), unet.depth
 
     def __repr__(self) -> str:
-        return "Concat(dim=1)"
+        return f"MaxPool{self.dims}d(2)"
 
-    def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
-        up, down = (tuple(part.shape[2:]) for part in x)
-        if up != down:
-            raise ShapeError(f"{self.needs}: {down} cells, halved and doubled, are {up}")
-        return super().forward(env, p, x)
+    def get_partition(self, x: Array) -> FieldPartition:
+        return self._require_divisible(super().get_partition(x))
+
+    def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
+        return super().partition_outputs(self._require_divisible(parts))
+
+    def _require_divisible(self, parts: FieldPartition) -> FieldPartition:
+        """Return `parts`. Raise ShapeError unless each size of the field is a multiple of 2^depth."""
+        factor = 1 << self.depth
+        d = next((d for d, n in enumerate(parts.shape) if n % factor), None)
+        if d is not None:
+            halvings = (parts.shape[d] & -parts.shape[d]).bit_length() - 1
+            raise ShapeError(
+                f"{self.unet}: the input has {' x '.join(map(str, parts.shape))} cells, and each size must be a "
+                f"multiple of {factor} (2 to the power of depth={self.depth}): along {parts.get_dim_name(d)}, level "
+                f"{halvings + 1} has {parts.shape[d] >> halvings} cells, which cannot be halved. Pad or crop the "
+                "field, or choose a smaller depth"
+            )
+        return parts
+
+
+class _FirstPool1d(FirstPool, dims=1):
+    pass
+
+
+class _FirstPool2d(FirstPool, dims=2):
+    pass
+
+
+class _FirstPool3d(FirstPool, dims=3):
+    pass
+
+
+_FIRST_POOLS = {1: _FirstPool1d, 2: _FirstPool2d, 3: _FirstPool3d}
 
 
 class UNet(Graph):
@@ -103,7 +133,7 @@ class UNet(Graph):
         for level in range(1, depth + 1):
             many = width << (level - 1)
             nodes[f"encoder{level}"] = self._make_block(kind, f"enc{level}", channels, many), last, *times
-            nodes[f"pool{level}"] = widest(2), f"encoder{level}"
+            nodes[f"pool{level}"] = widest(2) if level > 1 else _FIRST_POOLS[dims](self), f"encoder{level}"
             last, channels = f"pool{level}", many
         nodes["bottleneck"] = self._make_block(kind, "bottleneck", channels, 2 * channels), last, *times
         last = "bottleneck"
@@ -112,7 +142,7 @@ class UNet(Graph):
         for level in range(depth, 0, -1):
             many = width << (level - 1)
             nodes[f"upconv{level}"] = rising(2 * many, many, 2, 2), last
-            nodes[f"cat{level}"] = SkipConnection(self), f"upconv{level}", f"encoder{level}"
+            nodes[f"cat{level}"] = Concat(1), f"upconv{level}", f"encoder{level}"
             nodes[f"decoder{level}"] = self._make_block(kind, f"dec{level}", 2 * many, many), f"cat{level}", *times
             last = f"decoder{level}"
         nodes["conv"] = kind(width, out_channels, 1), last

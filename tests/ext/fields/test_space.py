@@ -422,7 +422,8 @@ def grid_of(comm: Communicator) -> Any:
         ),
         (
             lambda c: nn.UNet(1, 1, 2, 4, 2).as_distributed(comm=c, domain=fsdpx.Grid(c, (6, 8), dims=(1, 2))),
-            "UNet(1, 1, width=4, depth=2) needs fields whose sizes are multiples of 4 (2 to the power of depth)",
+            "UNet(1, 1, width=4, depth=2): the input has 6 x 16 cells, and each size must be a multiple of 4 (2 to the "
+            "power of depth=2): along dim y, level 2 has 3 cells, which cannot be halved",
         ),
         (
             lambda c: nn.Conv3d(1, 1, 3).as_distributed(comm=c, domain=grid_of(c)),
