@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,18 @@ import numpy as np
 from fsdpx.core.array.kernels.memory_order import put_channels_last
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.ext.fields import kernels
-from fsdpx.ext.fields.cell_reductions import all_gather_and_merge_moments, all_reduce_over_parts
+from fsdpx.ext.fields.cell_reductions import all_gather_and_merge_moments, all_reduce_moments, all_reduce_over_parts
 from fsdpx.ext.fields.kernels.group_norm import merge_channel_moments_into_groups
-from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
+from fsdpx.ext.fields.local_arrays import HoldsLocalArray, require_weights_of_cells, require_weights_of_channels
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer, require_positive
+from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.norm import cast_channel_arrays, make_affine_specs
+from fsdpx.nn.shard_specs import FieldPartition, ShardingContext, bind_partition
 
 __all__ = ["GroupNorm", "InstanceNorm"]
 
 
-class GroupNorm(Layer):
+class GroupNorm(Layer, HoldsLocalArray):
     """Group normalization of (samples, num_channels, *cells) (Wu and He 2018): (x - mean) / sqrt(var + eps) * weight +
     bias.
 
@@ -35,23 +39,41 @@ class GroupNorm(Layer):
     eps : number added to the variance; default 1e-5
     affine : whether the layer has `weight` (initially ones) and `bias` (initially zeros), both `(num_channels,)`;
         default True
+    weights : weight of each cell in mean and variance, such as its volume: an array (*cells) or (num_channels, *cells)
+        of numbers >= 0 for this rank's part of the field. Default None: all weights are 1
     """
 
     fields = True
+    parts: FieldPartition | None = None
+    """Partition of the input if there are `weights`, which must fit this rank's part."""
     kernel_names = (
         "channels_last", "group_norm", "group_norm_affine", "group_norm_backward", "group_norm_backward_input",
         "group_norm_gradient_sums", "channel_means_and_square_deviations",
     )  # fmt: skip
 
-    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
+    def __init__(
+        self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, *, weights: Any = None
+    ) -> None:
         require_positive(self, num_groups=num_groups, num_channels=num_channels)
         if num_channels % num_groups:
             raise ConfigError(f"GroupNorm: num_channels={num_channels} must be a multiple of num_groups={num_groups}")
         self.num_groups, self.num_channels = num_groups, num_channels
         self.eps, self.affine = float(eps), bool(affine)
+        self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
 
     def specs(self) -> dict[str, ParameterSpec]:
         return make_affine_specs((self.num_channels,)) if self.affine else {}
+
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
+        made = super().shard_over_ranks(request)
+        if self.weights is None or not isinstance(made.kind, FieldPartition):
+            return made
+        if not made.kind.has_cells:
+            raise ConfigError(f"{request.path!r} {self!r} reads {made.kind}: weights are for cells of a grid")
+        return replace(made, layer=bind_partition(self, made.kind))
+
+    def require_local_cells(self, cells: tuple[int, ...]) -> None:
+        require_weights_of_cells(self, "weights", self.weights, cells)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 2 or x.shape[1] != self.num_channels:
@@ -64,13 +86,16 @@ class GroupNorm(Layer):
                 f"{self!r}: more than 1 value per group is needed, and an input {tuple(x.shape)} has 1: it is its own "
                 "mean, and the result does not depend on it. Give more cells or channels per group, or leave it out"
             )
-        if env.mesh.parts.size == 1 and env.xp is np:
+        if env.mesh.parts.size == 1 and env.xp is np and self.weights is None:
             y, mean, rstd = kernels.group_norm(np, x, p.get("weight"), p.get("bias"), self.num_groups, self.eps)
             return y, (x, mean, rstd, None)
-        count, mean, squares = all_gather_and_merge_moments(
-            env, self._compute_group_moments(env, x, count), "GroupNorm"
-        )
-        rstd = 1.0 / env.xp.sqrt(squares / env.xp.maximum(count, 1.0) + self.eps)
+        if self.weights is None:
+            moments = all_gather_and_merge_moments(env, self._compute_group_moments(env, x, count), "GroupNorm")
+        else:
+            moments = self._all_reduce_weighted_moments(env, x)
+        count, mean, squares = moments
+        count = env.xp.maximum(count, 1.0) if self.weights is None else count
+        rstd = 1.0 / env.xp.sqrt(squares / count + self.eps)
         mean, rstd = cast_channel_arrays(x, *(self._repeat_for_channels(env, a) for a in (mean, rstd)))
         scale, shift = rstd, env.xp.zeros_like(rstd)
         if self.affine:
@@ -88,10 +113,13 @@ class GroupNorm(Layer):
         of_groups = weighted.reshape(2, x.shape[0], self.num_groups, self.num_channels // self.num_groups)
         totals = of_groups.sum(axis=3)
         all_reduce_over_parts(env, totals, "GroupNorm backward")
-        along, across = (self._repeat_for_channels(env, a) * rstd for a in totals / env.xp.maximum(count, 1.0))
+        along, across = (self._repeat_for_channels(env, a) * rstd for a in totals / count)
         scale = rstd * p["weight"] if self.affine else rstd
-        values = cast_channel_arrays(x, mean, scale, along, across * rstd)
-        return kernels.group_norm_backward(env.xp, dy, x, *values), (sums,)
+        mean, scale, along, across = cast_channel_arrays(x, mean, scale, along, across * rstd)
+        if self.weights is None:
+            return kernels.group_norm_backward(env.xp, dy, x, mean, scale, along, across), (sums,)
+        shared = kernels.group_norm_affine(env.xp, x, mean, across, along) * self._get_weights(env, x)
+        return (dy * scale.reshape(*scale.shape, *(1,) * (x.ndim - 2)) - shared).astype(dy.dtype, copy=False), (sums,)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         (sums,) = kept
@@ -106,6 +134,30 @@ class GroupNorm(Layer):
         moments = kernels.channel_means_and_square_deviations(xp, x)
         mean, squares = merge_channel_moments_into_groups(xp, moments, self.num_groups, cells)
         return xp.stack([xp.full(mean.shape, count, dtype=np.float64), mean, squares])
+
+    def _all_reduce_weighted_moments(self, env: LayerContext, x: Array) -> Array:
+        """Return, as (3, samples, groups) in float64, the sum of weights, the weighted mean and the weighted sum of
+        squared deviations for each sample and group over all cells of the field."""
+
+        def split(a: Array) -> Array:
+            groups = self.num_groups if a.shape[1] > 1 else 1
+            return a.reshape(a.shape[0], groups, a.shape[1] // groups, *a.shape[2:])
+
+        weights = self._get_weights(env, x)
+        weights = env.xp.broadcast_to(split(weights), (1, *split(x).shape[1:]))
+        moments = all_reduce_moments(env, split(x), tuple(range(2, x.ndim + 1)), "GroupNorm", weights)
+        if not getattr(env.xp, "holds_no_data", False) and not bool((moments[0] > 0).all()):
+            raise DataError(f"{self!r}: all weights of a group are 0: give some cell a weight above 0")
+        return moments
+
+    def _get_weights(self, env: LayerContext, x: Array) -> Array:
+        """Return the weights in a shape that broadcasts with x."""
+        assert self.weights is not None
+        require_weights_of_channels(self, "weights", self.weights, x)
+        if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may be the full field, so skip the check
+            return env.xp.empty((1, *x.shape[1:]), dtype=x.dtype)
+        self.weights.require_broadcastable(self, x.shape, error=ShapeError)
+        return self.weights.reshape_to_broadcast(env, x)
 
     def _repeat_for_channels(self, env: LayerContext, a: Array) -> Array:
         """Repeat the value of each group for each of its channels: (samples, groups) -> (samples, channels)."""
@@ -126,11 +178,11 @@ class InstanceNorm(GroupNorm):
     Parameters
     ----------
     num_features : size of dim 1
-    eps, affine : as in `GroupNorm`; affine is False by default
+    eps, affine, weights : as in `GroupNorm`; affine is False by default
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, *, affine: bool = False) -> None:
-        super().__init__(num_features, num_features, eps, affine)
+    def __init__(self, num_features: int, eps: float = 1e-5, *, affine: bool = False, weights: Any = None) -> None:
+        super().__init__(num_features, num_features, eps, affine, weights=weights)
         self.num_features = num_features
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:

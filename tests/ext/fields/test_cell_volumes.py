@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from grids import grid_at, random_cuts
+from grids import cuts_of, env_of, grid_at, part, place_of, random_cuts, run_alone, whole
 
 from fsdpx import Grid, data, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, DataError, ShapeError
+from fsdpx.nn.shard_specs import ShardingContext
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def test_latitude_weights_are_those_of_weatherbench() -> None:
@@ -88,3 +94,72 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         make(Grid.from_shape((4, 3), (2, 1)))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("make", [partial(nn.GroupNorm, 2, 6), partial(nn.InstanceNorm, 6, affine=True)])
+@pytest.mark.parametrize("channels", [(), (6,)], ids=["cells", "channels"])
+@pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2)], ids=str)
+def test_norms_weighted_by_volumes(make: Any, channels: tuple[int, ...], dims: tuple[int, int]) -> None:
+    """Values and gradients are those of the formula on the whole field, on any parts."""
+    shape = (7, 9)
+    x, dy = noise(3, 6, *shape) + 1.0, noise(3, 6, *shape, seed=1)
+    volumes = 0.1 + noise(*channels, *shape, seed=2) ** 2
+    volumes[..., 2, 3:5] = 0.0
+    p = {"weight": 1.0 + noise(6, seed=3), "bias": noise(6, seed=4)}
+    layer = make(weights=volumes)
+    groups = layer.num_groups
+    split = (3, groups, 6 // groups, *shape)
+    w = np.broadcast_to(volumes, x.shape).reshape(split)
+    total = w.sum(axis=(2, 3, 4), keepdims=True)
+
+    def mean(a: np.ndarray) -> np.ndarray:
+        return (w * a.reshape(split)).sum(axis=(2, 3, 4), keepdims=True) / total
+
+    apart = x.reshape(split) - mean(x)
+    normal = (apart / np.sqrt(mean(apart**2) + layer.eps)).reshape(x.shape)
+    scale, shift = (a.reshape(1, -1, 1, 1) for a in (p["weight"], p["bias"]))
+    found = run_alone(layer, p, x, lambda y: dy)
+    np.testing.assert_allclose(found.y, normal * scale + shift, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(found.g["weight"], (dy * normal).sum((0, 2, 3)), rtol=1e-11)
+    for seed in range(3):
+        parts = cuts_of(shape, dims, seed)
+
+        def bound(comm: Communicator, parts: Any = parts) -> Any:
+            place = place_of(comm.rank, dims)
+            own = make(weights=part(volumes, parts.cuts, place, volumes.ndim - 2))
+            mine = own.shard_over_ranks(ShardingContext("norm", [parts], 1)).layer
+            assert mine.parts == parts
+            env, g = env_of(comm, dims), {name: np.zeros_like(a) for name, a in p.items()}
+            y, saved = mine.forward(env, p, part(x, parts.cuts, place))
+            return y, mine.backward(env, p, g, saved, part(dy, parts.cuts, place)), g
+
+        ranks = spawn(bound, int(np.prod(dims)))
+        for i, want in enumerate((found.y, found.dx)):
+            np.testing.assert_allclose(whole([r[i] for r in ranks], parts, dims), want, rtol=1e-12, atol=1e-12)
+        for name, want in found.g.items():
+            np.testing.assert_allclose(sum(r[2][name] for r in ranks), want, rtol=1e-12, atol=1e-12)
+
+
+def test_norms_without_weights_and_of_wrong_ones() -> None:
+    x, p = noise(2, 4, 3, 5), {"weight": 1.0 + noise(4), "bias": noise(4)}
+    ones = run_alone(nn.GroupNorm(2, 4, weights=np.ones((3, 5))), p, x, lambda y: y)
+    plain = run_alone(nn.GroupNorm(2, 4), p, x, lambda y: y)
+    np.testing.assert_allclose(ones.y, plain.y, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(ones.dx, plain.dx, rtol=1e-12, atol=1e-12)
+    assert repr(nn.GroupNorm(2, 4)) == "GroupNorm(2, 4)"
+    assert repr(nn.GroupNorm(2, 4, weights=np.ones((3, 5)))) == "GroupNorm(2, 4, weights=<an array>)"
+    with pytest.raises(ShapeError, match="weights"):
+        run_alone(nn.GroupNorm(2, 4, weights=np.ones((3, 4))), p, x, lambda y: y)
+    with pytest.raises(DataError, match="all weights of a group are 0"):
+        run_alone(nn.GroupNorm(2, 4, weights=np.zeros((3, 5))), p, x, lambda y: y)
+    with pytest.raises(ConfigError, match="GroupNorm: weights must be numbers >= 0"):
+        nn.GroupNorm(2, 4, weights=[-1.0])
+
+    def run(comm: Communicator) -> None:
+        grid = Grid(comm, (2, 5), dims=(2, 1))
+        with pytest.raises(ShapeError, match=r"weights of shape \(4, 5\) do not fit: this rank's part of the field"):
+            nn.GroupNorm(2, 4, weights=np.ones((4, 5))).as_distributed(comm=comm, domain=grid)
+        trainer = nn.GroupNorm(2, 4, weights=np.ones((2, 5))).as_distributed(comm=comm, domain=grid)
+        assert trainer.predict(np.ones((2, 5, 4))).shape == (2, 5, 4)
+
+    spawn(run, 2)

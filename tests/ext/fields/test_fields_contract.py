@@ -92,6 +92,14 @@ CASES = {
         lambda: nn.VisionTransformer(1, 2, 1, 3, 4, 1, 2, hidden=3, positions=False),
         lambda: rows(3, 1, 9),
     ),
+    "GroupNormOfVolumes": (
+        lambda: nn.GroupNorm(2, 4, weights=[[1.0, 2.0, 0.5], [0.0, 3.0, 1.0]]),
+        lambda: rows(3, 4, 2, 3),
+    ),
+    "InstanceNormOfVolumes": (
+        lambda: nn.InstanceNorm(2, weights=[[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[6.0, 5.0, 4.0], [3.0, 2.0, 1.0]]]),
+        lambda: rows(3, 2, 2, 3),
+    ),
     "StaticChannels": (lambda: nn.StaticChannels([[1.0, 2.0], [3.0, 4.0]]), lambda: rows(3, 2, 2)),
     "FillNaN": (nn.FillNaN, lambda: rows(4, 6)),
     "Mask": (lambda: nn.Mask([[True, False, True], [True, True, False]], 2.0), lambda: rows(3, 2, 2, 3)),
