@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdpx.errors import ConfigError
+from fsdpx.ext.fields.ghost_checks import can_take_ghosts, require_readable_ghosts
 from fsdpx.ext.fields.halo_slabs import RepartitionField
 from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
 from fsdpx.nn.layer import Layer, LayerContext, Params
@@ -70,6 +71,7 @@ def partition_model_of_fields(
         raise ConfigError(f"domain=: grid.with_inputs has {len(parts)} grids, and the model reads {fields} fields")
     each = iter(parts if len(parts) == fields else [parts[0]] * fields)
     inputs = tuple(Replicated() if scalar else next(each) for scalar in scalars)
+    require_readable_ghosts(model, inputs)
     drops = _plan_ghost_drops(model, inputs)
     kinds: Sequence[Kind] = [kind if drop is None else drop.kind for kind, drop in zip(inputs, drops, strict=True)]
     functions = (require_all_fields_or_all_scalars, _plan_ghost_drops, _plan_redistributions)
@@ -175,7 +177,7 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistributi
     `kinds` describes how each input is distributed over the ranks. Ghost cells are dropped if `reader` cannot take
     them, or if its inputs have different partitions."""
     partitions = {kind for kind in kinds if isinstance(kind, FieldPartition)}
-    takes = isinstance(reader, Container) or (_can_take_ghosts(reader) and len(partitions) == 1)
+    takes = isinstance(reader, Container) or (can_take_ghosts(reader) and len(partitions) == 1)
     return [
         Redistribution("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
         if isinstance(kind, FieldPartition) and kind.ghosts and not takes
@@ -201,9 +203,3 @@ def _plan_redistributions(reader: Layer, kinds: Sequence[Kind]) -> list[Redistri
         else None
         for kind in kinds
     ]
-
-
-def _can_take_ghosts(layer: Layer) -> bool:
-    """Return whether a layer accepts inputs with ghost cells. A layer does if it reads ghost cells, or if it acts on
-    each element separately, so that the output has ghost cells as well."""
-    return layer.takes_ghosts or layer.acts_on == "element"

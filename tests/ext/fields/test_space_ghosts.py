@@ -19,6 +19,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import make_single_rank_axes as alone_mesh
+from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.ghost_cells import exchange_ghost_cells, exchange_ghost_cells_backward
 from fsdpx.nn.layer import LayerContext
 from fsdpx.nn.shard_specs import FieldPartition
@@ -383,3 +384,56 @@ def test_a_rollout_has_ghost_cells_between_ranks_alone() -> None:
         for found in spawn(lambda comm, d=dims: run(comm, d, 1), int(np.prod(dims))):
             np.testing.assert_allclose(found[0], losses, rtol=1e-11)
             assert_close({"prediction": found[1]}, {"prediction": field}, 1e-8)
+
+
+def combine(layer: nn.Layer, *before: nn.Layer | None, after: nn.Layer | None = None) -> nn.Graph:
+    """Combine the inputs u and f, each after a layer, and then run another layer."""
+    nodes: dict[str, Any] = {}
+    for name, one in zip("uf", before, strict=False):
+        if one is not None:
+            nodes[f"of {name}"] = (one, name)
+    sources = [f"of {name}" if f"of {name}" in nodes else name for name in "uf"]
+    channels = 2 if isinstance(layer, nn.Concat) else 1
+    nodes |= {"both": (layer, *sources), "out": (after or nn.Conv2d(channels, 1, 3, padding=1), "both")}
+    return nn.Graph(nodes, inputs=("u", "f"), outputs=("out",))
+
+
+CONV = nn.Conv2d(1, 1, 3, padding=1)
+SUM = nn.Lambda(np.add, (lambda a, b: 1.0, lambda a, b: 1.0))
+
+
+@pytest.mark.parametrize(
+    ("model", "widths", "ignored"),
+    [
+        (combine(nn.Concat(1)), (1, 0), "u"),
+        (combine(nn.Concat(1)), (0, 1), "f"),
+        (combine(nn.Concat(1)), (1, 2), "u"),
+        (combine(nn.Concat(1)), (1, 1), None),
+        (combine(nn.Add()), (1, 0), "u"),
+        (combine(nn.Multiply()), (1, 0), "u"),
+        (combine(SUM), (1, 0), "u"),
+        (combine(nn.Concat(1), nn.Tanh(), nn.ChannelLayerNorm(1)), (1, 0), "u"),
+        (combine(nn.Concat(1), None, CONV), (1, 1), "u"),  # only the ghost cells of f are read
+        (combine(nn.Concat(1), CONV, CONV), (1, 1), None),
+        (combine(nn.Concat(1), CONV, CONV), (1, 0), None),
+        (combine(nn.Add(), after=nn.Tanh()), (1, 0), None),  # nothing reads beyond the cells
+        (combine(nn.Add(), after=nn.Conv2d(1, 1, 1)), (1, 0), None),
+        (combine(nn.Add(), after=nn.MaxPool2d(3, 1, 1)), (1, 0), "u"),
+        (nn.Rollout(combine(nn.Add()), 2), (1, 0), "u"),
+        (nn.Rollout(combine(nn.Add()), 2), (1, 1), None),
+        (nn.Graph({"r": (nn.Residual(CONV), "u"), "o": (nn.Add(), "r", "f")}, ("u", "f"), ("o",)), (1, 1), None),
+        (nn.Graph({"r": (nn.Residual(CONV), "u"), "o": (CONV, "r"), "p": (nn.Add(), "o", "f")}, ("u", "f"), ("p",)),
+         (1, 0), None),
+    ],
+)  # fmt: skip
+def test_ghost_cells_that_only_some_of_the_combined_fields_have(
+    model: nn.Layer, widths: tuple[int, int], ignored: str | None
+) -> None:
+    grids = [fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=width, layout="cyx") for width in widths]
+    fields = tuple(np.ones((1, 8 + 2 * width, 6 + 2 * width)) for width in widths)
+    domain = grids[0].with_inputs(*grids)
+    if ignored is None:
+        assert model.as_distributed(domain=domain).predict(fields).shape[1:] == (8, 6)
+        return
+    with pytest.raises(ConfigError, match=f"the ghost cells of input '{ignored}' would be ignored: .* combines it"):
+        model.as_distributed(domain=domain)

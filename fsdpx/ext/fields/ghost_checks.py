@@ -1,0 +1,89 @@
+"""Check that no layer drops the ghost cells of an input that a later convolution would have read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fsdpx.errors import ConfigError
+from fsdpx.ext.fields.conv import WindowLayer
+from fsdpx.nn.container import Container, list_input_names
+from fsdpx.nn.layer import Layer, join_path
+from fsdpx.nn.shard_specs import FieldPartition, Kind
+
+__all__ = ["can_take_ghosts", "require_readable_ghosts"]
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What is known of a value of a model.
+
+    Attributes
+    ----------
+    kind : partition of the value, if it is an input or computed from inputs by layers that keep ghost cells; else None
+    sources : numbers of the inputs whose ghost cells the value has
+    dropped : number of an input whose ghost cells are missing in the value -> description of the layer that combined it
+        with a field without these ghost cells
+    """
+
+    kind: Kind | None = None
+    sources: frozenset[int] = frozenset()
+    dropped: Mapping[int, str] = field(default_factory=dict)
+
+
+def can_take_ghosts(layer: Layer) -> bool:
+    """Return whether a layer accepts inputs with ghost cells. A layer does if it reads ghost cells, or if it acts on
+    each element separately, so that the output has ghost cells as well."""
+    return layer.takes_ghosts or layer.acts_on == "element"
+
+
+def require_readable_ghosts(model: Layer, kinds: Sequence[Kind]) -> None:
+    """Raise ConfigError if a layer combines an input of the model with a field that has other ghost cells or none, a
+    convolution or pool reads the result, and no layer reads the ghost cells of this input. `kinds` says how the inputs
+    of the model are distributed over the ranks."""
+    read: set[int] = set()
+    padded: dict[int, str] = {}
+    values = [
+        _Value(kind, frozenset({i} if isinstance(kind, FieldPartition) and kind.ghosts else ()))
+        for i, kind in enumerate(kinds)
+    ]
+    if not any(value.sources for value in values):
+        return
+    _follow_ghosts(model, "", values, read, padded)
+    names = list_input_names(model)
+    for i, text in padded.items():
+        if i not in read:
+            raise ConfigError(
+                f"the ghost cells of input {names[i]!r} would be ignored: {text}: give all fields that are combined "
+                "the same ghost cells, or apply a convolution to this input first, or make the grid without ghosts"
+            )
+
+
+def _follow_ghosts(
+    layer: Layer, path: str, values: Sequence[_Value], read: set[int], padded: dict[int, str]
+) -> list[_Value]:
+    """Return the outputs of a layer, given its inputs. Add the inputs of the model whose ghost cells are read to
+    `read`, and those whose dropped ghost cells would have been read to `padded`."""
+    if isinstance(layer, Container):
+        found = dict(zip(layer.inputs, values, strict=True))
+        for step in layer.steps:
+            given = [found[name] for name in step.sources]
+            outputs = _follow_ghosts(step.layer, join_path(path, step.name), given, read, padded)
+            found.update(zip(step.gives, outputs, strict=True))
+        return [found[name] for name in layer.outputs]
+    text, scalars = f"{path!r} {layer!r}", getattr(layer, "scalar_inputs", ())
+    fields = [value for i, value in enumerate(values) if i not in scalars]
+    sources = frozenset[int]().union(*(value.sources for value in fields))
+    result = _Value(None, frozenset(), {i: one for value in fields for i, one in value.dropped.items()})
+    if can_take_ghosts(layer) and fields:
+        if len({value.kind for value in fields}) > 1:
+            about = f"{text} combines it with a field of other ghost cells or none"
+            result = replace(result, dropped={**dict.fromkeys(sources, about), **result.dropped})
+        elif hasattr(layer, "parts"):
+            read |= sources
+        else:
+            result = replace(result, kind=fields[0].kind, sources=sources)
+    if hasattr(layer, "net") or (isinstance(layer, WindowLayer) and max(layer.window.kernel) > 1):
+        for i, one in result.dropped.items():
+            padded.setdefault(i, one if one.startswith(text) else f"{one}, and {text} reads the result")
+    return [result] * layer.n_outputs
