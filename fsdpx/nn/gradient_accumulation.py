@@ -17,8 +17,8 @@ from fsdpx.core.array.shapes.flop_counter import counting_as_one_matmul
 
 __all__ = [
     "BLANK", "WRITTEN", "GradientEntries", "GradientEntry", "Gradients", "accumulation_dtype", "add_linear_gradients",
-    "add_matmul_gradient", "add_sum_over_dims_into", "as_indices", "as_rows", "cast_input", "claim_gradient",
-    "has_integer_dtype", "linear_backward", "linear_forward", "matmul_in_dtype_of_first",
+    "add_matmul_gradient", "add_sum_over_dims_into", "as_indices", "as_rows", "cast_input", "choose_float_dtype",
+    "claim_gradient", "has_integer_dtype", "linear_backward", "linear_forward", "matmul_in_dtype_of_first",
 ]  # fmt: skip
 
 Array = Any
@@ -154,13 +154,17 @@ def as_indices(x: Any) -> Any:
 def cast_input(array: Any, takes: str, dtype: Any) -> Any:
     """Return a model input, cast to the dtype that is expected by the layers that read it.
 
-    `takes` is a value of `Layer.takes`: "numbers", "indices" or "given". An input with "numbers" is cast to `dtype`,
-    the dtype in which the model computes."""
+    `takes` is a value of `Layer.takes` other than "passed". An input with "numbers" is cast to `dtype`, the dtype in
+    which the model computes, and one with "exact" to float32 if `dtype` has 16 bits."""
     if not has_integer_dtype(array) or takes == "given":
         return array
-    if takes == "numbers":
-        return array.astype(dtype)
-    return as_indices(array)
+    return as_indices(array) if takes == "indices" else array.astype(choose_float_dtype(takes, dtype))
+
+
+def choose_float_dtype(takes: str, dtype: Any) -> np.dtype:
+    """Return the dtype of floats that layers read as `takes`, a value of `Layer.takes`, in a model that computes in
+    `dtype`."""
+    return accumulation_dtype(dtype) if takes == "exact" else np.dtype(dtype)
 
 
 def as_rows(x: Any) -> Any:

@@ -250,6 +250,8 @@ class LayerContext:
     constants : dict of arrays that layers need repeatedly, such as tables of cosines. The key of an array must contain
         everything on which the array depends. All layers of a trainer share this dict, which lives as long as the
         trainer
+    dtype : the dtype in which the model computes, for layers whose inputs are "exact" (see `Layer.takes`); None: the
+        dtype of the inputs
     """
 
     xp: Any
@@ -261,6 +263,7 @@ class LayerContext:
     time: int | None = None
     cache: KeyValueCache | None = None
     constants: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    dtype: Any = None
     _below: dict[str, LayerContext] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )  # cached contexts of the child layers, by name
@@ -383,8 +386,13 @@ class Layer(ABC):
 
     takes: str | tuple[str, ...] = "numbers"
     """The dtype in which the layer gets integer and boolean inputs of the model: "numbers" means the model's dtype;
-    "indices" means int32 or int64; "given" means unchanged; "passed" means the dtype in which later layers read the
-    result. The value is one word for all inputs, or a tuple with one word per input."""
+    "exact" means the same, but float32 if the model computes in 16 bits, also for float inputs; "indices" means int32
+    or int64; "given" means unchanged; "passed" means the dtype in which later layers read the result. The value is one
+    word for all inputs, or a tuple with one word per input."""
+
+    input_names: tuple[str, ...] | None = None
+    """Names of the inputs; None: "x" for one input, or "x0", "x1", ... for several. The names of a container are in
+    `inputs`."""
 
     kernel_names: tuple[str, ...] | None = ()
     """Names of the kernels (`fsdpx.core.array.kernels`) that the layer itself runs, without its children. They are

@@ -15,7 +15,7 @@ from fsdpx.core.array.random import Random
 from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
-from fsdpx.nn.gradient_accumulation import cast_input
+from fsdpx.nn.gradient_accumulation import has_integer_dtype
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Layer, LayerAxes, LayerContext, ParameterSpec, Params, find_sequence_length, join_path
 from fsdpx.nn.tied_parameters import get_canonical_name
@@ -29,7 +29,7 @@ __all__ = [
 T = TypeVar("T")
 
 NUMBERS = frozenset({"numbers"})
-TAKES_WORDS = {"numbers", "indices", "given"}
+TAKES_WORDS = {"numbers", "exact", "indices", "given"}
 
 
 class OneRank:
@@ -83,7 +83,7 @@ class LayerList:
     ties : dict that maps aliases of tied parameters to canonical names
     frozen : canonical names of the parameters that containers freeze
     initial : initializers by canonical parameter name, for each parameter whose own initializer a container replaces
-    takes : for each input, the dtype that the model expects: "numbers", "indices" or "given", see `Layer.takes`
+    takes : for each input, the dtype that the model expects, a value of `Layer.takes` other than "passed"
     """
 
     nodes: tuple[Node, ...]
@@ -171,28 +171,28 @@ def _find_dtypes_read_by_layers(
 
 
 def _choose_dtype_word(words: frozenset[str]) -> str:
-    return next((word for word in ("indices", "given") if word in words), "numbers")
+    return next((word for word in ("indices", "given", "exact") if word in words), "numbers")
 
 
 class AsNumbers(Layer):
-    """Casts integers to the dtype in which the model computes. It is inserted where a layer computes with integers that
-    a different layer reads as indices."""
+    """Casts an input to the dtype in which the model computes. It is inserted where a layer computes with an input that
+    a different layer reads as indices or exactly. `takes` is the dtype in which that layer reads it."""
 
-    takes, acts_on = "given", "element"
+    acts_on = "element"
 
-    def __init__(self, dtype: Any) -> None:
-        self.dtype = np.dtype(dtype)
+    def __init__(self, dtype: Any, takes: str) -> None:
+        self.dtype, self.takes = np.dtype(dtype), takes
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        return cast_input(x, "numbers", self.dtype), ()
+        return x.astype(self.dtype), has_integer_dtype(x)
 
-    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
-        return None, ()
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array | None, Any]:
+        return None if saved else dy, ()
 
 
 def insert_integer_casts(model: Layer, dtype: Any) -> Layer:
-    """Return `model` with casts to `dtype` inserted where layers compute with an integer input that other layers read
-    as indices."""
+    """Return `model` with casts to `dtype` inserted where layers compute with an input that other layers read as
+    indices or exactly."""
     if not isinstance(model, Container):
         return model
     wanted = [NUMBERS] * len(model.outputs)
@@ -217,7 +217,8 @@ def _insert_casts_in_container(
                     name = numbered_names[sources[i]] = make_unused_name(
                         layer, f"{sources[i].replace('.', '_')}_numbers"
                     )
-                    steps.append(ChildCall(name, AsNumbers(dtype), (sources[i],), (name,)))
+                    word = _choose_dtype_word(wants[sources[i]])
+                    steps.append(ChildCall(name, AsNumbers(dtype, word), (sources[i],), (name,)))
                 sources[i] = numbered_names[sources[i]]
         given = [source in whole for source in sources]
         if isinstance(inner, Container) and any(given):
@@ -279,7 +280,7 @@ def value_shapes(
 
 
 def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: bool, axes: LayerAxes) -> list[Any]:
-    env = LayerContext(xp, axes, Random(0), training, time=find_sequence_length(inputs))
+    env = LayerContext(xp, axes, Random(0), training, time=find_sequence_length(inputs), dtype=real)
     values, known = list(inputs), dict[Any, tuple[Any, Any]]()
     for node in model.nodes:
         key = (id(node.layer), *((values[i].shape, values[i].dtype) for i in node.inputs))

@@ -291,7 +291,8 @@ class LayerContextCache:
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment
-        self._root = LayerContext(place.xp, place.axes, state.random, recompute=place.options.recompute.cores)
+        cores, dtype = place.options.recompute.cores, place.formats.compute
+        self._root = LayerContext(place.xp, place.axes, state.random, recompute=cores, dtype=dtype)
         self._units, self._made = (
             place.layout.units,
             dict[tuple[bool, bool], tuple[LayerContext, list[list[LayerContext]]]](),

@@ -23,7 +23,7 @@ from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA, MeshAxes
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
 from fsdpx.errors import DataError, DesyncError, FsdpxError, warn
-from fsdpx.nn.gradient_accumulation import cast_input
+from fsdpx.nn.gradient_accumulation import cast_input, choose_float_dtype
 
 __all__ = [
     "CALL", "LOADER_ENDED", "CallRecord", "DuplicateBatchDetector", "LocalBatch", "add_given_dtype_to_error",
@@ -224,17 +224,15 @@ def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
     """Return the model's inputs as a tuple of arrays on this rank's device. `x` is an array, a tuple, or a dict keyed
     by input name. Floats are converted to the compute dtype, and so are integers unless the model uses them as
     indices."""
-    names = placement.layout.inputs
-    given = [
-        to_device_array(placement, a, name) for name, a in zip(names, list_inputs_in_order(placement, x), strict=True)
-    ]
+    names, takes = placement.layout.inputs, placement.model.takes
+    rows = zip(list_inputs_in_order(placement, x), names, takes, strict=True)
+    given = [to_device_array(placement, *row) for row in rows]
     arrays = placement.sample_layout.to_model_inputs(given, names)
     for name, array in zip(names, arrays, strict=True):
         if array.ndim == 0:
             raise DataError(f"input {name!r} is a single number: dim 0 must be samples")
         if array.shape[0] != arrays[0].shape[0]:
             raise DataError(f"input {name!r} has {array.shape[0]} samples, input {names[0]!r} has {arrays[0].shape[0]}")
-    takes = placement.model.takes
     return tuple([_prepare_input(placement, name, a, word) for name, a, word in zip(names, arrays, takes, strict=True)])
 
 
@@ -320,10 +318,11 @@ def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
     return problem if known else type(problem)(f"{problem} (given as {given})")
 
 
-def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
+def to_device_array(placement: Placement, value: Any, name: str = "", takes: str = "numbers") -> Any:
     """Return `value` as an array on this rank's device, in native byte order and with floats converted to the compute
-    dtype. `name` is what error messages call the array: the name of an input, or TARGET."""
-    compute = placement.formats.compute
+    dtype, or to float32 if that has 16 bits and `takes` is "exact". `name` is what error messages call the array: the
+    name of an input, or TARGET."""
+    compute = choose_float_dtype(takes, placement.formats.compute)
     if value.__class__ is np.ndarray and placement.xp is np:  # fast path: the array can be used as it is
         dtype = value.dtype
         if dtype is compute or (dtype.kind in "iub" and dtype.isnative):

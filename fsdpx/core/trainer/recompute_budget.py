@@ -127,9 +127,9 @@ def _count_kept_bytes_on_tensor_rank(
     values = {v: xp.ShapeArray(*placement.value_shapes.shape_of(v, batch, tensor)) for v in (*row.takes, *row.reads)}
     read = list(values.values())
     axes, cores = placement.value_shapes.make_fake_axes_of_tensor_rank(tensor), placement.options.recompute.cores
-    root = LayerContext(xp, axes, Random(0), True, recompute=cores, time=find_sequence_length(batch.inputs))
+    dtype, time = placement.formats.compute, find_sequence_length(batch.inputs)
+    root = LayerContext(xp, axes, Random(0), True, recompute=cores, time=time, dtype=dtype)
     envs = [root.child(node.path) for node in recomputed_unit.nodes]
-    dtype = placement.formats.compute
     params = [
         {name: xp.ShapeArray(spread.local_shape_of(spec), dtype) for name, spec in node.layer.specs().items()}
         for node in recomputed_unit.nodes

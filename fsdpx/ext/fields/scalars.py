@@ -171,13 +171,17 @@ class TimeEmbedding(Layer):
     f_k), for frequencies f_k from 1 to 1 / max_period.
 
     f_k = max_period^(-k / (dim / 2 - 1)) for k = 0 ... dim / 2 - 1, as in Ho et al. (2020), after Vaswani et al.
-    (2017). The input is (samples,) or (samples, 1), and the output is (samples, dim).
+    (2017). The input is (samples,) or (samples, 1), and the output is (samples, dim). An input of a model that computes
+    in 16 bits is read in float32, because 16-bit floats cannot represent all times: bfloat16 has no integer between 256
+    and 258.
 
     Parameters
     ----------
     dim : number of outputs, which must be even and at least 4
     max_period : inverse of the smallest frequency; default 10000
     """
+
+    takes = "exact"
 
     def __init__(self, dim: int, max_period: float = 10000.0) -> None:
         require_positive(self, dim=dim)
@@ -191,7 +195,8 @@ class TimeEmbedding(Layer):
             raise ShapeError(f"{self!r} wants (samples,) or (samples, 1), got {tuple(x.shape)}")
         angles = x.reshape(-1, 1).astype(np.float64) * self._make_frequencies(env)
         sin, cos = env.xp.sin(angles), env.xp.cos(angles)
-        return env.xp.concatenate([sin, cos], axis=1).astype(x.dtype), (sin, cos, x.shape)
+        y = env.xp.concatenate([sin, cos], axis=1).astype(x.dtype if env.dtype is None else env.dtype)
+        return y, (sin, cos, x.shape)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         sin, cos, shape = saved

@@ -389,7 +389,8 @@ def test_a_layer_of_the_users_says_in_one_word_that_it_takes_indices() -> None:
     Table.takes = "indices"
     assert fsdpx.distribute(Table()).predict(IMAGES).shape == (*IMAGES.shape, 2)
     Table.takes = "indexes"
-    with pytest.raises(ConfigError, match=r"takes = 'indexes' must be one of 'given', 'indices', 'numbers', 'passed'"):
+    words = "'exact', 'given', 'indices', 'numbers', 'passed'"
+    with pytest.raises(ConfigError, match=f"takes = 'indexes' must be one of {words}"):
         fsdpx.distribute(Table())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -226,6 +227,30 @@ def test_layers_compute_what_pytorch_and_papers_say() -> None:
     mean = np.average(U.reshape(ROWS, 2, -1), axis=2, weights=VOLUMES.reshape(-1))
     np.testing.assert_allclose(predict(nn.GlobalMean(VOLUMES), U), mean, rtol=1e-12)
     np.testing.assert_allclose(predict(nn.GlobalSum(TERRAIN**2), U), (U * TERRAIN**2).sum((2, 3)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+@pytest.mark.parametrize("precision", ["bf16", fsdpx.Precision("float16")], ids=["bf16", "float16"])
+def test_times_keep_their_precision_in_16_bits(precision: Any, dtype: str) -> None:
+    """bfloat16 has no integer between 256 and 258, and float16 none between 2048 and 2050."""
+    times = np.arange(4000, 4008).astype(dtype)
+    direct = nn.TimeEmbedding(8).as_distributed(precision=precision).predict(times)
+    want = nn.TimeEmbedding(8).as_distributed(precision="float64").predict(times)
+    np.testing.assert_allclose(direct.astype(np.float64), want, atol=5e-3)
+    assert all((a != b).any() for a, b in itertools.pairwise(direct))
+    # a layer that reads the same input as a number gets it in 16 bits
+    nodes = {"time": (nn.TimeEmbedding(8), "t"), "wide": (nn.Linear(1, 8), "t"), "sum": (nn.Add(), "time", "wide")}
+    both = nn.Graph(nodes, inputs=("t",), outputs=("sum",)).as_distributed(precision=precision)
+    y = both.forward(times[:, None])
+    assert y.dtype == direct.dtype
+    dx = both.backward(np.ones_like(y))
+    if dtype == "float32":
+        weight = both.parameters()["wide.weight"].astype(np.float64).sum()
+        alone = nn.TimeEmbedding(8).as_distributed(precision="float64")
+        alone.forward(times.astype(np.float64)[:, None])
+        np.testing.assert_allclose(dx.astype(np.float64), alone.backward(np.ones((8, 8))) + weight, atol=2e-2)
+    else:
+        assert dx is None
 
 
 NOISY, STEPS = RNG.standard_normal((3, 2, 8, 12)), np.array([0.0, 5.0, 20.0])
