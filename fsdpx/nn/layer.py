@@ -390,10 +390,6 @@ class Layer(ABC):
     or int64; "given" means unchanged; "passed" means the dtype in which later layers read the result. The value is one
     word for all inputs, or a tuple with one word per input."""
 
-    input_names: tuple[str, ...] | None = None
-    """Names of the inputs; None: "x" for one input, or "x0", "x1", ... for several. The names of a container are in
-    `inputs`."""
-
     kernel_names: tuple[str, ...] | None = ()
     """Names of the kernels (`fsdpx.core.array.kernels`) that the layer itself runs, without its children. They are
     compiled before the first step. None: another library computes the layer, as PyTorch does for its own modules."""

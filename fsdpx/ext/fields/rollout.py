@@ -69,7 +69,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     states, oldest first, followed by `constants` channels that never change. The model returns the next state. Any
     further inputs of the model are also inputs of the Rollout: those named in `forcing` hold the values for all steps,
     stacked along dim 1, (samples, steps x channels, ...), and all others are the same in every step. These inputs are
-    fields or scalars (samples, n).
+    fields or scalars (samples, n). Inputs have the names that they have in the model.
 
     If the arrays of a grid have ghost cells, each rank receives the ghost cells of later states from the neighboring
     ranks, also across the ends of periodic dims. Ghost cells beyond walls keep their values from the input or, with
@@ -291,6 +291,12 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
             return sum(list(found.values())[1:], start=next(iter(found.values())))
         zeros = xp.zeros_like(next(iter(found.values())))
         return concatenate_on_device(xp, [found.get(step, zeros) for step in range(self.steps)], self._get_dim(other))
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the model's inputs, followed by a name for the boundary values if these are an input."""
+        names = list_input_names(self.net)
+        return (*names, "boundary_" if "boundary" in names else "boundary") if self.boundary else names
 
     @property
     def boundary(self) -> bool:

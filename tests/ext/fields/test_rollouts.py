@@ -411,6 +411,18 @@ def test_batches_of_other_sizes_are_refused(x: Any, message: str) -> None:
         assert message in text, text
 
 
+def test_inputs_have_the_names_of_the_model() -> None:
+    nodes = {"all": (nn.Concat(1), "u", "sun"), "next": (nn.Conv2d(3, 2, 3, padding=1), "all")}
+    net = nn.Graph(nodes, inputs=("u", "sun"), outputs=("next",))
+    assert nn.Rollout(net, 2, boundary=True).input_names == ("u", "sun", "boundary")
+    grid = fsdpx.Grid.from_shape((6, 8), (1, 1), layout="cyx")
+    trainer = nn.Rollout(net, 2, forcing="sun").as_distributed(domain=grid)
+    u, sun = np.ones((2, 6, 8)), np.ones((2, 6, 8))
+    np.testing.assert_array_equal(trainer.predict({"sun": sun, "u": u}), trainer.predict((u, sun)))
+    with pytest.raises(DataError, match=r"input 'sun' has shape \(2, 6, 7\)"):
+        trainer.predict((u, sun[..., 1:]))
+
+
 @pytest.mark.filterwarnings("ignore:fsdpx. dim . is :RuntimeWarning")  # paddings and ghost cells of all kinds meet
 @pytest.mark.world
 @pytest.mark.mpi
