@@ -34,7 +34,7 @@ class SampleLayout(Protocol):
         for all ranks."""
 
     @property
-    def version(self) -> int:
+    def domain_version(self) -> int:
         """How many times the domain has changed, as by `Partition.replace_edges`."""
 
     def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
@@ -99,7 +99,7 @@ class CompleteSamples:
 
     has_complete_samples: ClassVar = True
     has_one_group: ClassVar = False
-    version: ClassVar = 0
+    domain_version: ClassVar = 0
 
     def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
         return True

@@ -193,7 +193,7 @@ class Trainer:
             "forward", "the engine cuts the batch itself; use step, or predict for results"
         )
         session.state.clear_slots(["saved"])
-        self._forward_version = session.placement.sample_layout.version
+        self._forward_version = session.placement.sample_layout.domain_version
         self._forward_inputs = feed = self._call_runner.agree_on_batch_and_make_microbatches(
             x, None, "forward", training
         )
@@ -227,7 +227,7 @@ class Trainer:
         session, feed = self._session, self._forward_inputs
         if feed is None or not session.state.list_indices_of_filled_slots("saved"):
             raise ConfigError("backward: call forward first; each forward serves one backward")
-        if session.placement.sample_layout.version != self._forward_version:
+        if session.placement.sample_layout.domain_version != self._forward_version:
             raise ConfigError("backward: the edges of the mesh were replaced after forward: call forward again first")
         self._refuse_mixed_gradient_sources("backward")
         given, compute = (dy,) if len(self._output_shapes) == 1 else dy, session.placement.formats.compute

@@ -36,7 +36,7 @@ class SplitSamples(ABC):
     """Name, used in error messages, of the object that is divided among the ranks."""
 
     @property
-    def version(self) -> int:
+    def domain_version(self) -> int:
         """How many times the domain has changed."""
         return 0
 

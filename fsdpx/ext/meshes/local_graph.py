@@ -66,7 +66,7 @@ class LocalGraph:
     sends : (receiving rank, owned rows) of each message with values of nodes that are ghosts on that rank
     receives : (sending rank, first, stop) of each message with values of this rank's ghosts, which are numbered from 0
     slots : largest number of incoming edges of any node of the whole graph
-    version : how many times the graph has been replaced
+    replacement_count : how many times the graph has been replaced
     """
 
     nodes: int
@@ -83,7 +83,7 @@ class LocalGraph:
     sends: Sequence[tuple[int, np.ndarray]] = ()
     receives: Sequence[tuple[int, int, int]] = ()
     slots: int = 0
-    version: int = 0
+    replacement_count: int = 0
 
     @classmethod
     def with_sizes_only(cls, part: PartSizes, edge_features: int) -> LocalGraph:
@@ -96,10 +96,10 @@ class LocalGraph:
 
     def copy_attributes_from(self, other: LocalGraph) -> None:
         """Take over all attributes of another graph, so that the layers that hold this one compute on that graph."""
-        version = self.version + 1
+        count = self.replacement_count + 1
         vars(self).clear()
         vars(self).update((one.name, getattr(other, one.name)) for one in fields(other))
-        self.version = version
+        self.replacement_count = count
 
     @property
     def sizes(self) -> PartSizes:

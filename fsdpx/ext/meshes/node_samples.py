@@ -49,12 +49,14 @@ class NodeSamples(SplitSamples):
     input_kinds, output_kinds : how each input and output of the model is distributed: a `MeshPartition`, or
         `Replicated` for scalars
     axes : the communicators of the device mesh on this rank
+    graphs : this rank's parts of all meshes on which layers compute: those of `partition` and of coarser meshes
     """
 
     partition: PartitionedNodes
     input_kinds: tuple[Kind, ...]
     output_kinds: tuple[Kind, ...]
     axes: MeshAxes
+    graphs: tuple[LocalGraph, ...]
 
     whole = "mesh"
 
@@ -63,8 +65,8 @@ class NodeSamples(SplitSamples):
         return self.partition.dims[0] == self.axes.world.size
 
     @property
-    def version(self) -> int:
-        return self.partition.graph.version
+    def domain_version(self) -> int:
+        return sum(graph.replacement_count for graph in self.graphs)
 
     def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
         return self.get_first_split_input(inputs).ndim > 2

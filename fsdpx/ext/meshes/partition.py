@@ -19,7 +19,7 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
-from fsdpx.ext.fields.local_arrays import require_arrays_fit_local_part
+from fsdpx.ext.fields.local_arrays import iterate_layers_with_rollout_nets, require_arrays_fit_local_part
 from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.ext.meshes.arguments import (
     as_integer_array,
@@ -515,7 +515,9 @@ class Partition(Domain):
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> NodeSamples:
         made = self.partition.partition_model(model)
         require_arrays_fit_local_part(made.model, lambda parts: (getattr(parts, "graph", self.graph).nodes,))
-        return NodeSamples(self, made.inputs, made.outputs, axes)
+        found = [getattr(layer, "parts", None) for _, layer in iterate_layers_with_rollout_nets(made.model)]
+        graphs = dict.fromkeys([self.graph, *(parts.graph for parts in found if isinstance(parts, MeshPartition))])
+        return NodeSamples(self, made.inputs, made.outputs, axes, tuple(graphs))
 
     def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         if mesh.domain not in ((), self.dims):

@@ -54,6 +54,22 @@ def train(comm: Communicator, seed: int, way: str) -> Any:
     return losses, mesh.gather(trainer.predict(mesh.take_local(X[0]))), before, trainer.parameters()
 
 
+@pytest.mark.parametrize("replaced", ["fine", "coarse"])
+def test_edges_of_no_level_are_replaced_between_forward_and_backward(replaced: str) -> None:
+    def run(comm: Communicator) -> None:
+        *graphs, level = make_level(comm, 3, "anywhere")
+        mesh, graph = getattr(level, replaced), graphs[replaced == "coarse"]
+        trainer = VCycle(level).as_distributed(comm=comm, precision="float64", domain=level.fine)
+        y = trainer.forward(level.fine.take_local(X[0]))
+        mesh.replace_edges(graph.edges)
+        with pytest.raises(ConfigError, match="backward: the edges of the mesh were replaced after forward"):
+            trainer.backward(y)
+        trainer.forward(level.fine.take_local(X[0]))
+        trainer.backward(y)
+
+    spawn(run, 2)
+
+
 def run_in_torch(p: Any, x: Any, fine: Graph, coarse: Graph) -> Any:
     def conv(name: str, x: Any, graph: Graph, mean: bool = False) -> Any:
         s, r = torch.tensor(graph.edges)
