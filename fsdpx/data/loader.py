@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import index
 from queue import Empty, Full, Queue
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from fsdpx.core.array.random import random_permutation
 from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm.default_communicator import get_rank_info, require_valid_intracomm, to_mpi4py
+from fsdpx.core.state.batch_samples import record_samples
 from fsdpx.data.dataset import Dataset, collate, hash_first_sample, make_empty_batch
 from fsdpx.errors import ConfigError, DataError
 
@@ -595,7 +597,7 @@ class _EpochIterator:
         if not self._pass.is_open:
             raise StopIteration
         try:
-            batch, after = next(self._source)
+            batch, after, indices = next(self._source)
         except StopIteration:
             self._pass.end_epoch()
             raise
@@ -603,6 +605,7 @@ class _EpochIterator:
             self._pass.is_open = False
             raise
         self._pass.advance_to(after)
+        record_samples(batch, crc32(indices.tobytes()))
         return batch
 
     def close(self) -> None:
@@ -610,9 +613,11 @@ class _EpochIterator:
         self._source.close()
 
 
-def _iterate_batches_with_positions(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
-    """Yield (batch, position after the batch) from `position` to the end of an epoch. Positions count the samples of
-    all ranks."""
+def _iterate_batches_with_positions(
+    loader: DataLoader, epoch: int, position: int
+) -> Iterator[tuple[Any, int, np.ndarray]]:
+    """Yield (batch, position after the batch, indices of its samples) from `position` to the end of an epoch. Positions
+    count the samples of all ranks."""
     sampler = loader.sampler
     for share in sampler.iterate_shards(epoch, position):
         try:
@@ -622,7 +627,7 @@ def _iterate_batches_with_positions(loader: DataLoader, epoch: int, position: in
             error.add_note(f"[loader of rank {sampler.rank}] while reading the global batch of {where}")
             raise
         position = share.position_after
-        yield batch, position
+        yield batch, position, share.indices
 
 
 def _require_batch_size(batch_size: Any) -> int:

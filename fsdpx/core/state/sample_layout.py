@@ -52,9 +52,10 @@ class SampleLayout(Protocol):
         """Return a description of the properties of a batch array that must be the same on all ranks, such as its
         dtype."""
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
-        """Return a warning if the inputs or targets seem to be wrongly split over the ranks, and "" otherwise. May be
-        collective."""
+    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
+        """Return a warning if the inputs or targets seem to be wrongly split over the ranks, and "" otherwise.
+        `samples` is a digest of the indices of this rank's samples in their dataset, or None if it is not known. Raise
+        DataError if ranks that hold parts of the same samples pass different samples. May be collective."""
 
     def compute_full_input_shape(self, shape: Shape, index: int) -> Shape:
         """Return the shape of the unsplit input number `index`, given the shape of this rank's part."""
@@ -113,7 +114,7 @@ class CompleteSamples:
     def describe_array(self, array: Any) -> str:
         return f"{array.dtype}{list(array.shape[1:])}"
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
+    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
         return ""
 
     def compute_full_input_shape(self, shape: Shape, index: int) -> Shape:

@@ -30,6 +30,7 @@ from fsdpx.core.program import (
     compile,
     order_sequentially,
 )
+from fsdpx.core.state.batch_samples import find_samples
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch, StepInputs, list_targets
 from fsdpx.core.state.train_state import TrainState
@@ -254,7 +255,7 @@ class Session:
         checked = self._check_and_describe_batch(x, y, kind, comparison, also)
         everyone = self._agree_on_sample_counts(comparison, checked, kind)
         if kind in TRAINS and WRONG_SHARDING not in self._warned:
-            self._warn_of_wrong_sharding(checked)
+            self._check_sharding(checked, find_samples((x, y)))
         microbatches = self._split_and_count_samples(checked.inputs, checked.target, everyone, kind)
         self.engine.record_outside_program(BATCHES, begin)
         return StepInputs(microbatches, training, self.commit, batched=checked.batched)
@@ -468,14 +469,15 @@ class Session:
                 "alone; leave their layers out, or freeze them (frozen=[...])",
             )
 
-    def _warn_of_wrong_sharding(self, checked: CheckedBatch) -> None:
+    def _check_sharding(self, checked: CheckedBatch, samples: int | None) -> None:
         """Warn once if inputs or targets seem to be partitioned wrongly, for example if the ranks' parts of a field
-        overlap. Collective if all ranks step together; otherwise this method does nothing."""
+        overlap. Raise DataError if ranks pass parts of different samples; `samples` is a digest of the indices of this
+        rank's samples, or None. Collective if all ranks step together; otherwise this method does nothing."""
+        axes, text = self.placement.axes, ""
+        if self._get_agreement_group("step") is axes.world:
+            targets = list_targets(checked.target)
+            text = self.placement.sample_layout.describe_sharding_mistake(checked.inputs, targets, samples)
         self._warned.add(WRONG_SHARDING)
-        axes = self.placement.axes
-        if self._get_agreement_group("step") is not axes.world:
-            return
-        text = self.placement.sample_layout.describe_sharding_mistake(checked.inputs, list_targets(checked.target))
         if text and axes.world.rank == 0:
             warn(text)
 

@@ -28,9 +28,11 @@ from fsdpx.ext.fields.local_arrays import require_arrays_fit_local_part
 from fsdpx.ext.fields.multi_output import adapt_loss_to_output_kinds
 from fsdpx.ext.fields.over_parts import PartitionedModel, partition_model_of_fields
 from fsdpx.ext.fields.overlaps import (
+    are_equal_parts,
     describe_padding_periodicity_conflict,
     find_overlaps,
     hash_edge_rows_of_part,
+    make_equal_parts_warning,
     make_overlapping_parts_warning,
 )
 from fsdpx.ext.fields.sample_groups import make_sample_groups
@@ -655,7 +657,7 @@ class Grid(Domain):
             raise DataError(
                 f"{name} has shape {tuple(array.shape)}, but this rank's part{ghosts}, in layout {letters!r}, is "
                 f"({wanted}), or has a dim of samples before these{self._explain_staggered(array.shape, cells)}"
-                f"{self._explain_changed_output_size(parts)}"
+                f"{self._explain_changed_output_size(parts)}{self._explain_whole_field(array, parts)}"
             )
         whole = array if array.ndim > len(letters) else array[None]
         if "c" not in letters:
@@ -759,6 +761,16 @@ class Grid(Domain):
             "padding=1, also next to ghost cells, which replace the padded values"
         )
 
+    def _explain_whole_field(self, array: Any, parts: FieldPartition) -> str:
+        """Return a sentence for error messages if an array has the cells of the whole field `parts`, otherwise ""."""
+        joined = parts.make_single_rank_partition()
+        around = [sum(side) for (side,) in joined.ghosts] if joined.ghosts else [0] * len(joined.shape)
+        with_ghosts = [n + more for n, more in zip(joined.shape, around, strict=True)]
+        if not self._has_cells(array, joined.shape) and not self._has_cells(array, with_ghosts):
+            return ""
+        ghosts = ", surrounded by its ghost cells" if parts.ghosts else ""
+        return f". This is the whole field: give this rank's part, grid.take_local(array){ghosts}"
+
     def _explain_staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
         """Return advice for error messages if an array has one more value than there are cells along some dims, as on a
         staggered grid; otherwise return ""."""
@@ -816,17 +828,20 @@ class FieldSamples(SplitSamples):
         must be equal. Numbers of samples and cells are left out, because they may differ between ranks."""
         return f"{array.dtype} of {array.shape[1] if array.ndim > 1 else 'no'} channels"
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
-        """Return a warning if the ranks of a field pass different scalars, if the parts of neighboring ranks seem to
-        overlap, or if a layer's padding conflicts with the grid's periodicity; otherwise return "". Collective."""
+    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
+        """Return a warning if the ranks of a field pass different scalars, if all pass the same array, if the parts of
+        neighboring ranks seem to overlap, or if a layer's padding conflicts with the grid's periodicity; otherwise
+        return "". Raise DataError if these ranks pass different samples. Collective."""
         grid, x = self.grid, self.get_first_split_input(inputs)
         if getattr(x, "holds_no_data", False):
             return ""
         parts = next(kind for kind in self.input_kinds if isinstance(kind, FieldPartition))
         mine = hash_edge_rows_of_part(parts.local_shape(grid.coords), grid._get_ghosts_of(parts), x)
-        ends, text = self.all_gather_checks(inputs, targets, mine)
+        ends, text = self.all_gather_checks(inputs, targets, samples, mine)
         if text:
             return text
+        if are_equal_parts(ends):
+            return make_equal_parts_warning(grid.local_shape, len(ends), grid.shape)
         letters = grid.layout.replace("c", "")
         shared = find_overlaps(grid.dims, letters, grid.periods, ends)
         return make_overlapping_parts_warning(shared) if shared else self.padding_mistake

@@ -1,5 +1,5 @@
 """Warnings about likely mistakes in a `Grid`: parts that overlap, for example because ghost cells were not declared in
-`ghosts`, and layers whose padding conflicts with the grid's periodicity."""
+`ghosts`, whole fields in place of parts, and layers whose padding conflicts with the grid's periodicity."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from fsdpx.nn.layer import Layer
 from fsdpx.nn.shard_specs import GhostWidths
 
 __all__ = [
+    "are_equal_parts",
     "describe_padding_periodicity_conflict",
     "find_overlaps",
     "hash_edge_rows_of_part",
+    "make_equal_parts_warning",
     "make_overlapping_parts_warning",
 ]
 
@@ -88,6 +90,24 @@ def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], en
             if told and all(last == first for last, first in told):
                 found.setdefault(letter, width)
     return found
+
+
+def are_equal_parts(ends: Sequence[Ends]) -> bool:
+    """Return whether several ranks have parts, and all of them begin and end with the same rows along each dim. `ends`
+    holds the hashes from all ranks of the field."""
+    hashes = [one for of_dim in ends[0] for pair in of_dim for one in pair]
+    return len(ends) > 1 and all(one == ends[0] for one in ends) and any(hashes)
+
+
+def make_equal_parts_warning(cells: Sequence[int], ranks: int, whole: Sequence[int]) -> str:
+    """Return a warning that all `ranks` pass the same array of `cells` cells, of which the grid makes a field of
+    `whole` cells."""
+    own, field = (" x ".join(map(str, sizes)) for sizes in (cells, whole))
+    return (
+        f"fsdpx: all {ranks} ranks of the grid pass the same array of {own} cells, of which it makes a field of "
+        f"{field} cells: it seems that each rank gave the whole field. Give the shape of the part to fsdpx.Grid, and "
+        "arrays of the shape grid.local_shape, as grid.take_local(array) cuts them"
+    )
 
 
 def make_overlapping_parts_warning(shared: dict[str, int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -67,10 +68,12 @@ class SplitSamples(ABC):
         """Whether any input or output of the model consists of scalars."""
         return not all(isinstance(kind, FieldPartition) for kind in (*self.input_kinds, *self.output_kinds))
 
-    def all_gather_checks(self, inputs: Sequence[Any], targets: Sequence[Any], mine: Any) -> tuple[list[Any], str]:
+    def all_gather_checks(
+        self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None, mine: Any
+    ) -> tuple[list[Any], str]:
         """All-gather `mine` among the ranks that hold parts of the same samples. Return the gathered values in the
         order of the parts, and a warning ("" if none is needed) that these ranks pass different scalars as inputs or
-        targets."""
+        targets. Raise DataError if the digests `samples` of these ranks show that they pass different samples."""
         groups = self.axes.groups
         assert groups is not None
         rows = [("scalars", *pair) for pair in zip(inputs, self.input_kinds, strict=True)]
@@ -81,8 +84,17 @@ class SplitSamples(ABC):
             for what, array, kind in rows
             if not isinstance(kind, FieldPartition)
         ]
-        everyone = self.axes.uncounted_world.all_gather_data((mine, scalars))
-        values, found = zip(*(everyone[rank] for rank in groups.own_ranks), strict=True)
+        everyone = self.axes.uncounted_world.all_gather_data((mine, scalars, samples))
+        for member in groups.members:
+            known = {rank: everyone[rank][2] for rank in member if everyone[rank][2] is not None}
+            if len(set(known.values())) > 1:
+                first, other = next((a, b) for a, b in pairwise(known) if known[a] != known[b])
+                raise DataError(
+                    f"the DataLoader of rank {other} gives other samples than that of rank {first}, which has another "
+                    f"part of the same {self.whole}: DataLoader(..., comm=trainer.data_group), with the same seed and "
+                    "batch_size on all ranks"
+                )
+        values, found, _ = zip(*(everyone[rank] for rank in groups.own_ranks), strict=True)
         text = ""
         if odd := next((i for i, theirs in enumerate(found) if theirs != found[0]), 0):
             what = next(one[0] for one, first in zip(found[odd], found[0], strict=True) if one != first)

@@ -76,12 +76,12 @@ class NodeSamples(SplitSamples):
         must be equal."""
         return f"{array.dtype} of {list(array.shape[2:])} features"
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
-        """Return a warning if the ranks of a mesh pass different scalars, otherwise "". Collective if there are
-        scalars."""
-        if not self.has_scalars or getattr(inputs[0], "holds_no_data", False):
+    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
+        """Return a warning if the ranks of a mesh pass different scalars, otherwise "". Raise DataError if these ranks
+        pass different samples. Collective."""
+        if getattr(inputs[0], "holds_no_data", False):
             return ""
-        return self.all_gather_checks(inputs, targets, None)[1]
+        return self.all_gather_checks(inputs, targets, samples, None)[1]
 
     def compute_full_input_shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
         kind = self.input_kinds[index]
@@ -166,6 +166,11 @@ class NodeSamples(SplitSamples):
             return DataError(
                 f"{name} has shape {tuple(array.shape)}, but this rank has {self.partition.graph.edges} edges: give "
                 "(edges, features) or (samples, edges, features), as Partition.exchange_edges returns them"
+            )
+        if array.shape[-2:][:1] == kind.shape and kind.graph is self.partition.graph:
+            return DataError(
+                f"{name} has shape {tuple(array.shape)}: these are all {kind.shape[0]} nodes of the mesh, of which "
+                f"this rank has {owned}: give its part, Partition.take_local(array)"
             )
         ghosts = f", or {both} with the ghosts" if both != owned else ""
         per_node = next((array.size // n for n in (both, owned) if array.ndim == 1 and n and array.size % n == 0), 0)

@@ -9,7 +9,7 @@ import pytest
 from grids import bounds, even, place_of
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import data, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError
 from fsdpx.ext.fields.overlaps import describe_padding_periodicity_conflict
@@ -171,3 +171,94 @@ def test_ghost_cells_that_the_grid_knows_are_not_told_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         spawn(run, 2)
+
+
+@pytest.mark.parametrize(("dims", "ghosts"), [((2, 2), 0), ((1, 2), 1)])
+def test_a_whole_field_in_place_of_a_part_is_refused(dims: tuple[int, int], ghosts: int) -> None:
+    def run(comm: Communicator) -> list[str]:
+        cells = [n // width for n, width in zip(SHAPE, dims, strict=True)]
+        grid = fsdpx.Grid(comm, cells, dims=dims, layout="yx", ghosts=ghosts)
+        trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(comm=comm, domain=grid)
+        texts = []
+        for field in (waves(), waves()[None], np.pad(waves(), ghosts)):
+            with pytest.raises(DataError) as error:
+                trainer.predict(field)
+            texts.append(str(error.value))
+        return texts
+
+    for texts in spawn(run, dims[0] * dims[1]):
+        for text in texts:
+            assert "This is the whole field: give this rank's part, grid.take_local(array)" in text, text
+
+
+@pytest.mark.parametrize("dims", [(2, 1), (2, 2)])
+def test_a_whole_field_given_to_the_grid_by_each_rank_is_told_of(dims: tuple[int, int]) -> None:
+    def train_on(field: np.ndarray) -> None:
+        def run(comm: Communicator) -> None:
+            grid = fsdpx.Grid(comm, field.shape, dims=dims, layout="yx")
+            trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(
+                loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid
+            )
+            trainer.step(field, field)
+
+        spawn(run, dims[0] * dims[1])
+
+    with pytest.warns(RuntimeWarning, match=r"pass the same array of 24 x 32 cells, .* each rank gave the whole field"):
+        train_on(waves())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_on(np.ones(SHAPE))  # parts may be equal where nothing varies
+
+
+def samples_of(comm: Communicator, grid: fsdpx.Grid) -> data.ArrayDataset:
+    fields = np.random.default_rng(1).standard_normal((12, *SHAPE, 1))
+    return data.ArrayDataset(grid.take_local(fields), grid.take_local(fields))
+
+
+def make_trainer(comm: Communicator, dims: tuple[int, int] = (2, 1), **more: Any) -> tuple[Any, fsdpx.Grid]:
+    cells = [n // width for n, width in zip(SHAPE, dims, strict=True)]
+    grid = fsdpx.Grid(comm, cells, dims=dims, layout="yxc")
+    sgd = optim.SGD(lr=0.1)
+    return nn.Conv2d(1, 1, 3, padding=1).as_distributed(
+        loss=nn.MSELoss(), optimizer=sgd, comm=comm, domain=grid, **more
+    ), grid
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        (lambda c: {}, lambda a: a),
+        (lambda c: {"shuffle": True}, lambda a: a[..., :]),
+        (lambda c: {"comm": c}, lambda a: a.transpose(0, 2, 1, 3)[::1].transpose(0, 2, 1, 3)),
+        (lambda c: {"rank": 0, "size": 1, "shuffle": True, "seed": c.rank}, lambda a: a),
+    ],
+)
+def test_loaders_that_give_the_ranks_of_a_grid_different_samples_are_refused(options: Any, change: Any) -> None:
+    def run(comm: Communicator) -> None:
+        trainer, grid = make_trainer(comm)
+        loader = data.DataLoader(samples_of(comm, grid), 4, **options(comm))
+        for _ in range(2):
+            for x, y in loader:
+                with pytest.raises(DataError, match="the DataLoader of rank 1 gives other samples than that of rank 0"):
+                    trainer.step(change(x), change(y))
+        loader = data.DataLoader(samples_of(comm, grid), 4, comm=trainer.data_group, shuffle=True)
+        for x, y in loader:
+            trainer.step(change(x), change(y))
+
+    spawn(run, 2)
+
+
+def test_loaders_of_members_may_give_different_samples() -> None:
+    """Two members of an ensemble, each on two ranks; within a member, orders must be equal."""
+
+    def run(comm: Communicator) -> None:
+        trainer, grid = make_trainer(comm, mesh=fsdpx.Mesh(replica=2, domain=(2, 1)))
+        member = trainer.data_group.rank
+        loader = data.DataLoader(samples_of(comm, grid), 4, rank=0, size=1, shuffle=True, seed=member)
+        trainer.fit(loader, epochs=1, progress=False)
+        trainer, grid = make_trainer(comm, mesh=fsdpx.Mesh(replica=2, domain=(2, 1)))
+        loader = data.DataLoader(samples_of(comm, grid), 4, rank=0, size=1, shuffle=True, seed=comm.rank)
+        with pytest.raises(DataError, match="gives other samples than that of rank"):
+            trainer.fit(loader, epochs=1, progress=False)
+
+    spawn(run, 4)

@@ -12,7 +12,7 @@ import pytest
 from mesh_graphs import WAYS, Graph, make_partition
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import data, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 
@@ -302,6 +302,9 @@ def test_arrays_have_the_rows_of_owned_nodes_or_of_all_nodes_of_a_rank() -> None
         assert trainer.predict(wide[None]).shape == (1, *y.shape)
         with pytest.raises(DataError, match=r"has shape \(2, 3\), but this rank has \d+ nodes"):
             trainer.predict(np.zeros((2, 3)))
+        if comm.size > 1:
+            with pytest.raises(DataError, match=r"these are all 23 nodes of the mesh, .*: give its part, Pa"):
+                trainer.predict(values)
         with pytest.raises(DataError, match=r"of 3 values for each node in turn, as array\.reshape\(-1, 3\)"):
             trainer.predict(wide.reshape(-1))
         with pytest.raises(DataError, match="does not have 23 nodes"):
@@ -424,3 +427,20 @@ def test_members_of_an_ensemble_have_a_partition_each() -> None:
     wanted = spawn(one, 2, 1)[0]
     for losses in spawn(one, 4, 2):
         np.testing.assert_allclose(losses, wanted, rtol=1e-12)
+
+
+def test_loaders_that_give_the_ranks_of_a_mesh_different_samples_are_refused() -> None:
+    def run(comm: Communicator) -> None:
+        mesh = make_partition(comm, Graph.random(1, comm.size), "anywhere")
+        trainer = nn.GraphConv(3, 2).as_distributed(
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=mesh
+        )
+        fields = np.zeros((8, mesh.local_shape[0], 5), np.float32)
+        samples = data.ArrayDataset(fields[..., :3], fields[..., 3:])
+        for x, y in data.DataLoader(samples, 4, comm=comm):
+            with pytest.raises(DataError, match="the DataLoader of rank 1 gives other samples than that of rank 0"):
+                trainer.step(x, y)
+        for x, y in data.DataLoader(samples, 4, comm=trainer.data_group):
+            trainer.step(x, y)
+
+    spawn(run, 2)
