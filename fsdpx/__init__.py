@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fsdpx.core.trainer.distribute import distribute as distribute
     from fsdpx.plan import CallablePackage
     from fsdpx.plan.dry_run import dry_run as dry_run
-    from fsdpx.core.trainer.functional import (
+    from fsdpx.core.trainer.array_collectives import (
         all_gather as all_gather, all_reduce as all_reduce, all_to_all as all_to_all, barrier as barrier,
         broadcast as broadcast, gather as gather, recv as recv, reduce as reduce, reduce_scatter as reduce_scatter,
         scatter as scatter, send as send,

@@ -57,7 +57,7 @@ OTHER_SENSES = {
 """Where a word of an extension's list means something else in the core, in a line that begins with its place."""
 SPINE = (
     *("core/state", "core/engine", "core/trainer", "core/program", "optim", "nn/layer.py", "nn/container.py"),
-    *("nn/linearize.py", *(f"core/comm/{name}.py" for name in ("calls", "communicator", "backend", "mesh"))),
+    *("nn/layer_list.py", *(f"core/comm/{name}.py" for name in ("calls", "communicator", "backend", "mesh"))),
 )
 """Where a path inside the package begins that belongs to the spine."""
 BRANCH = re.compile(r"\b(if|elif|else|and|or)\b")

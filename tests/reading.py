@@ -95,8 +95,9 @@ class Package:
         return found
 
     def opened(self, file: str) -> dict[str, str]:
-        """Where a file opens files by itself, "ext/observe/page.py page open": the line of the first. What is read from
-        a file that `files.open_file` has opened, `with open_file(path) as name: np.load(name)`, is none of these."""
+        """Where a file opens files by itself, "ext/observe/html_page.py page open": the line of the first. What is read
+        from a file that `files.open_file` has opened, `with open_file(path) as name: np.load(name)`, is none of
+        these."""
         nodes, found = self.nodes(file), dict[str, str]()
         items = [item for n in nodes if isinstance(n, ast.With) for item in n.items]
         safe = set[str]()

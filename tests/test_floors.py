@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OPENED_ELSEWHERE = {
     "the kernel's own files, such as those of /proc": (
         "ext/gpu/visible_devices.py find_mpi_library_path read_text",
-        "core/comm/mpi/start_watchdog.py get_process_start_time open",
+        "core/comm/mpi/mpi_init_watchdog.py get_process_start_time open",
         "core/comm/node/shared_windows.py get_shared_memory_id read_text",
         "core/comm/mpi/start.py _identify_job read_bytes", "core/comm/mpi/start.py _identify_job read_text",
         "core/comm/mpi/start.py _find_mapped_files read_text", "core/base/processor.py read_cpuinfo_field read_text",
@@ -38,11 +38,11 @@ OPENED_ELSEWHERE = {
         "core/comm/node/shared_file.py _open_descriptor_of_process open",
         "launch/rank_status.py create_and_hold_lifeline mkfifo", "launch/rank_status.py create_and_hold_lifeline open",
         "launch/rank_status.py open_and_unlink_lifeline open", "examples/finetune.py write_conversations open",
-        "core/checkpoint/save.py _write_checksum_file touch", "core/checkpoint/format.py create_file open",
+        "core/checkpoint/save.py _write_checksum_file touch", "core/checkpoint/format.py create_zero_filled_file open",
     ),
     "they look at the open file or folder themselves": (
         "core/checkpoint/format.py open_regular_file open", "core/checkpoint/format.py sync_folder open",
-        "core/comm/mpi/start_watchdog.py _list_folder_if_private open",
+        "core/comm/mpi/mpi_init_watchdog.py _list_folder_if_private open",
     ),
     "output that the user names, which may well be a pipe, as /dev/stdout is": (
         "launch/bench.py _print_and_write_on_rank0 write_text", "launch/bench.py _require_writable_on_rank0 open",

@@ -26,15 +26,15 @@ from fsdpx.core.base.environment import Environment, LauncherInfo
 from fsdpx.core.base.messages import format_table
 from fsdpx.core.checkpoint.atomic_commit import _lock_checkpoint
 from fsdpx.core.checkpoint.read import open_weights
-from fsdpx.core.comm.mpi import start, start_watchdog
+from fsdpx.core.comm.mpi import mpi_init_watchdog, start
 from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import CheckpointError, ConfigError, LaunchError, OffloadError
 from fsdpx.ext.observe import chrome
 from fsdpx.ext.observe.chrome import TraceHeader, merge_traces
 from fsdpx.ext.observe.folder import RunFolder
+from fsdpx.ext.observe.html_page import write_report_page
 from fsdpx.ext.observe.log import TrainingLog
 from fsdpx.ext.observe.measure import ClockReading
-from fsdpx.ext.observe.page import write_report_page
 from fsdpx.ext.offload.disk import lock_folder
 from fsdpx.ext.watch.flight_recorder import FlightRecorder, read_all_records, read_record
 from fsdpx.launch import python_api
@@ -96,39 +96,41 @@ def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
 def test_a_clock_kills_only_the_very_process_that_a_mark_of_a_private_folder_names(
     tmp_path: Path, innocent: subprocess.Popen[bytes]
 ) -> None:
-    folder, birth = tmp_path / "start", start_watchdog.get_process_start_time(innocent.pid)
+    folder, birth = tmp_path / "start", mpi_init_watchdog.get_process_start_time(innocent.pid)
     folder.mkdir(mode=0o700)
     names = [f"came-00001.{innocent.pid}-1.0", f"came-1.{innocent.pid}.0", "came-x", f"came-00002.-{birth}.0", "came-"]
     for name in names:
         (folder / name).touch()
     os.mkfifo(folder / "came-00003")
     (folder / "came-00004").symlink_to("/dev/zero")
-    assert start_watchdog.find_waiting_ranks(str(folder)) == {}
+    assert mpi_init_watchdog.find_waiting_ranks(str(folder)) == {}
     (folder / f"came-00005.{innocent.pid}-{birth}.0").touch()
-    assert start_watchdog.find_waiting_ranks(str(folder)) == {5: (f"{innocent.pid}-{birth}", "0")}
+    assert mpi_init_watchdog.find_waiting_ranks(str(folder)) == {5: (f"{innocent.pid}-{birth}", "0")}
     (tmp_path / "link").symlink_to(folder)
-    assert start_watchdog.find_waiting_ranks(str(tmp_path / "link")) == {}
+    assert mpi_init_watchdog.find_waiting_ranks(str(tmp_path / "link")) == {}
     folder.chmod(0o711)
-    assert start_watchdog.find_waiting_ranks(str(folder)) == {}
-    start_watchdog.kill_waiting_ranks({1: (f"{innocent.pid}-1", "0")}, f"{innocent.pid}-1")
-    start_watchdog._send_signal_if_alive(f"{innocent.pid}-", signal.SIGKILL)
+    assert mpi_init_watchdog.find_waiting_ranks(str(folder)) == {}
+    mpi_init_watchdog.kill_waiting_ranks({1: (f"{innocent.pid}-1", "0")}, f"{innocent.pid}-1")
+    mpi_init_watchdog._send_signal_if_alive(f"{innocent.pid}-", signal.SIGKILL)
 
 
 @as_root
 def test_a_clock_believes_no_folder_of_another_user(tmp_path: Path, innocent: subprocess.Popen[bytes]) -> None:
     (tmp_path / "start").mkdir(mode=0o700)
-    (tmp_path / "start" / f"came-00001.{innocent.pid}-{start_watchdog.get_process_start_time(innocent.pid)}.0").touch()
+    (
+        tmp_path / "start" / f"came-00001.{innocent.pid}-{mpi_init_watchdog.get_process_start_time(innocent.pid)}.0"
+    ).touch()
     os.chown(tmp_path / "start", OTHER, OTHER)
-    assert start_watchdog.find_waiting_ranks(str(tmp_path / "start")) == {}
+    assert mpi_init_watchdog.find_waiting_ranks(str(tmp_path / "start")) == {}
 
 
 def test_the_mark_of_a_start_that_was_ended_follows_no_link(tmp_path: Path, victim: Path) -> None:
     folder = tmp_path / "start-host"
     folder.mkdir(mode=0o700)
-    (folder / start_watchdog.TIMED_OUT_MARK).symlink_to(tmp_path / "new")
+    (folder / mpi_init_watchdog.TIMED_OUT_MARK).symlink_to(tmp_path / "new")
     waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    (folder / f"came-00000.{waiting.pid}-{start_watchdog.get_process_start_time(waiting.pid)}.0").touch()
-    command = [sys.executable, "-I", "-S", start_watchdog.__file__, str(folder), "0", "0", "2", "2", "keep"]
+    (folder / f"came-00000.{waiting.pid}-{mpi_init_watchdog.get_process_start_time(waiting.pid)}.0").touch()
+    command = [sys.executable, "-I", "-S", mpi_init_watchdog.__file__, str(folder), "0", "0", "2", "2", "keep"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert "rank 1 of 2 has not come to the start of MPI within 0 s" in done.stderr or "not all ranks" in done.stderr
     waiting.communicate(timeout=60)
@@ -216,7 +218,7 @@ def test_logs_follow_no_link_and_nothing_in_their_folder_holds_the_launcher(
     safe_files.write_file(tmp_path / "rank-0003.log", "a line\n")
     with pytest.warns(RuntimeWarning, match="it is ignored"):
         follower._print_new_lines()
-    follower.close({2: "{}"})
+    follower.stop_and_write_rank_statuses({2: "{}"})
     assert "[3] a line\n" in capsys.readouterr().out
 
 

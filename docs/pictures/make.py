@@ -28,7 +28,7 @@ from fsdpx.core.program import StageCosts, compute_bubble, count_in_flight, make
 from fsdpx.examples import models
 from fsdpx.ext.fields.halo import make_halo_specs
 from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, get_color, make_figure, save_figure
-from fsdpx.launch.show import make_step_lanes, write_trace
+from fsdpx.launch.show import make_step_lanes, write_trace_of_dry_run
 from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.plan import Machine
 from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
@@ -393,7 +393,7 @@ def trace(theme: str) -> Any:
     options = {"strategy": "ddp", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 4}
     dry = dry_run_one_rank_per_group(models.make_mlp(2, 1024, True), (batch, batch), 2, gpu=False, **options)
     with TemporaryDirectory() as folder:
-        write_trace(dry, predict_from_dry_runs(dry, machine), f"{folder}/step.json")
+        write_trace_of_dry_run(dry, predict_from_dry_runs(dry, machine), f"{folder}/step.json")
         events = json.loads(Path(folder, "step.json").read_text())["traceEvents"]
     tracks = _tracks(events)
     drawn = _empty(9.25, TRACK * len(tracks) + 0.4, theme)
@@ -564,7 +564,7 @@ def heat(theme: str) -> Any:
     for state in range(301):
         if state in (0, 10, 300):
             panels["initial state" if state == 0 else f"after {state} states"] = u[1:-1, 1:-1].copy()
-        u = example.step_explicitly(u)
+        u = example.take_small_explicit_steps(u)
     borders = [([0, example.COLUMNS], [example.ROWS / 2] * 2), ([example.COLUMNS / 2] * 2, [0, example.ROWS])]
     title = "Training data: temperature of a plate on 2 x 2 ranks with one warm wall"
     return _draw_fields(panels, [borders] * 3, title, "inferno", theme)

@@ -88,18 +88,20 @@ class DistributedSampler:
         self.presharded, self.uneven = comm is None and (rank, size) == (0, 1), False
         rank, size = _get_rank_and_size(comm, rank, size)
         self.n, self.rank, self.size = (
-            _require_int("n", n, 0),
-            _require_int("rank", rank, 0),
-            _require_int("size", size, 1),
+            _require_int_at_least("n", n, 0),
+            _require_int_at_least("rank", rank, 0),
+            _require_int_at_least("size", size, 1),
         )
         if self.n == 0:
             raise DataError("DistributedSampler(n=0): the dataset is empty")
         if self.rank >= self.size:
             raise ConfigError(f"DistributedSampler(rank={rank}, size={size}): ranks count from 0 to size - 1")
-        self.shuffle, self.seed, self.drop_last = bool(shuffle), _require_int("seed", seed, 0), bool(drop_last)
-        self.batch = self.size if batch is None else _require_int("batch", batch, 1)
+        self.shuffle, self.seed, self.drop_last = bool(shuffle), _require_int_at_least("seed", seed, 0), bool(drop_last)
+        self.batch = self.size if batch is None else _require_int_at_least("batch", batch, 1)
         self.reproducible_chunks = (
-            None if reproducible_chunks is None else _require_int("reproducible_chunks", reproducible_chunks, 1)
+            None
+            if reproducible_chunks is None
+            else _require_int_at_least("reproducible_chunks", reproducible_chunks, 1)
         )
         if self.reproducible_chunks and self.batch % self.reproducible_chunks:
             raise ConfigError(
@@ -123,7 +125,7 @@ class DistributedSampler:
         ----------
         epoch : number of the epoch, counted from 0
         """
-        if _require_int("epoch", epoch, 0) != self.epoch:
+        if _require_int_at_least("epoch", epoch, 0) != self.epoch:
             self.epoch, self.position, self._resume, self._pass = index(epoch), 0, False, None
 
     def get_global_order(self, epoch: int) -> np.ndarray:
@@ -233,7 +235,10 @@ class DistributedSampler:
         missing = [name for name in ("epoch", "position") if name not in state]
         if missing:
             raise DataError(f"this is not the state of a sampler: {' and '.join(missing)} missing, got {sorted(state)}")
-        epoch, position = _require_int("epoch", state["epoch"], 0), _require_int("position", state["position"], 0)
+        epoch, position = (
+            _require_int_at_least("epoch", state["epoch"], 0),
+            _require_int_at_least("position", state["position"], 0),
+        )
         if position > self.n:
             raise DataError(f"position {position} lies behind the {self.n} samples of an epoch")
         self.epoch, self.position, self._resume, self._pass = epoch, position, True, None
@@ -306,7 +311,7 @@ def _get_rank_and_size(comm: Any, rank: int | None, size: int | None) -> tuple[i
     return rank, size
 
 
-def _require_int(name: str, value: Any, minimum: int) -> int:
+def _require_int_at_least(name: str, value: Any, minimum: int) -> int:
     try:
         number = index(value)
     except TypeError:

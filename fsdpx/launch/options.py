@@ -246,7 +246,7 @@ class NodeRank:
         launcher. `ranks` is the number of ranks per host."""
         return ["--first", str(self.number * ranks), "--of", str(self.nodes * ranks)]
 
-    def make_environment(self, start: int, ranks: int) -> dict[str, str]:
+    def make_rendezvous_environment(self, start: int, ranks: int) -> dict[str, str]:
         """Return the environment variables through which the ranks of all hosts find each other.
 
         `start` is the number of restarts so far, and `ranks` the number of ranks per host."""

@@ -56,7 +56,8 @@ def redirect_output_to_log(folder: Path, rank: int) -> None:
 
 
 class LogFollower:
-    """Background thread that prints new lines of all ranks' log files, like `tail -f`, until `close` is called."""
+    """Background thread that prints new lines of all ranks' log files, like `tail -f`, until
+    `stop_and_write_rank_statuses` is called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,7 +66,7 @@ class LogFollower:
         self._thread = threading.Thread(target=self._follow_logs, name="fsdpx run logs", daemon=True)
         self._thread.start()
 
-    def close(self, ends: Mapping[int, str]) -> None:
+    def stop_and_write_rank_statuses(self, ends: Mapping[int, str]) -> None:
         """Stop the thread, print all remaining output, and write, for each rank, a file that tells how the rank ended.
         `ends` maps ranks to the JSON texts of these files."""
         self._stop.set()

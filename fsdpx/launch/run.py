@@ -202,7 +202,7 @@ class LaunchedJob:
         """Return the environment variables of the ranks. `folder` is where the ranks leave their records, and `start`
         is the number of restarts so far."""
         own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
-        meet = {} if self.node is None else self.node.make_environment(start, ranks)
+        meet = {} if self.node is None else self.node.make_rendezvous_environment(start, ranks)
         return {**own, **self.config.make_environment(), **self.more, **meet}
 
     def make_command(self, ranks: int) -> list[str]:
@@ -305,7 +305,7 @@ def _run_job_once(
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     notes = read_rank_statuses(own)
     if logs is not None:
-        logs.close({note.rank: note.to_json() for note in notes.values()})
+        logs.stop_and_write_rank_statuses({note.rank: note.to_json() for note in notes.values()})
     flights = _read_flight_records(own, notes)
     waited = find_waiting_ranks(own) if status or deaths.in_vain.is_set() else set()
     asked = signals.received or deaths.in_vain.is_set()
@@ -356,7 +356,7 @@ class _SignalForwarder:
 
     def __exit__(self, *_: object) -> None:
         while self._before:
-            self._before.pop().restore(self._record_signal)
+            self._before.pop().reinstall_unless_replaced(self._record_signal)
 
     def sleep_until_signal_or_timeout(self, seconds: float) -> bool:
         """Sleep until a signal is received, but at most `seconds` seconds. Return whether one was received."""

@@ -8,7 +8,7 @@ from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import install_hint
 from fsdpx.ext.observe.folder import RunFolder
-from fsdpx.ext.observe.page import write_report_page
+from fsdpx.ext.observe.html_page import write_report_page
 from fsdpx.ext.observe.report import ReportSummary
 
 __all__ = ["format_summary_line", "save_and_print_results"]

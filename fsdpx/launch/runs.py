@@ -13,7 +13,7 @@ from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.chrome import merge_traces
 from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder, reporting_unreadable_files
-from fsdpx.ext.observe.page import write_report_page
+from fsdpx.ext.observe.html_page import write_report_page
 from fsdpx.ext.observe.plots import explain_missing_matplotlib
 from fsdpx.launch.builder import ModelBuilder
 from fsdpx.launch.ckpt import iterate_flat_items

@@ -61,7 +61,7 @@ __all__ = [
     "parse_recompute",
     "require_axes_for_options",
     "show",
-    "write_trace",
+    "write_trace_of_dry_run",
 ]  # fmt: skip
 
 
@@ -387,7 +387,7 @@ def _write_step_picture_and_trace(
         title = f"{args.strategy}{where}: {args.example}, batch {example.batch}, on {machine.name}"
         yield draw_step_to_file(dry, found, title, args.png)
     if args.trace:
-        yield write_trace(dry, found, args.trace)
+        yield write_trace_of_dry_run(dry, found, args.trace)
 
 
 MAX_RANKS_SHOWN = 4
@@ -441,7 +441,7 @@ def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str
     return f"drawn: {path}, a step of {ranks} of {found.machine.name}{of}: {found}"
 
 
-def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
+def write_trace_of_dry_run(dry: StepDryRuns, found: Prediction, path: str) -> str:
     """Write the simulated step as a trace for Perfetto that shows one rank per pipeline stage. Return a message about
     the file."""
     ranks = []

@@ -23,7 +23,7 @@ from fsdpx.models.fields import shorten_value
 from fsdpx.models.tokenizer_files import find_largest_token, read_json_object
 from fsdpx.nn.container import Container
 from fsdpx.nn.layer import ParameterSpec
-from fsdpx.nn.linearize import linearize, parameter_specs
+from fsdpx.nn.layer_list import linearize, parameter_specs
 
 __all__ = [
     "CONFIG_NAME",
@@ -144,7 +144,7 @@ class TensorSource:
             ]
         return _widen_float(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
-    def read_into(self, target: Any, start: int) -> bool:
+    def try_read_into(self, target: Any, start: int) -> bool:
         """Read elements of the parameter, starting at flat index `start`, directly into `target`, without an
         intermediate copy. Return whether this was possible.
 
@@ -155,10 +155,10 @@ class TensorSource:
         formats = {code_to_dtype(self.source.locations[other][1].code) for other in self.names}
         if not all(target.dtype == f or (target.dtype == np.float32 and f.itemsize == 2) for f in formats):
             return False
-        read_shards(self.source, self.iterate_shards(target, start), np)
+        read_shards(self.source, self.split_array_by_file_tensor(target, start), np)
         return True
 
-    def iterate_shards(self, array: Any, start: int) -> Iterator[LocalShard]:
+    def split_array_by_file_tensor(self, array: Any, start: int) -> Iterator[LocalShard]:
         """Split `array`, which contains the parameter's elements beginning at flat index `start`, into one view per
         tensor in the files."""
         at = 0

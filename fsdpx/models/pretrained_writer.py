@@ -29,7 +29,7 @@ from fsdpx.core.checkpoint.atomic_commit import (
 from fsdpx.core.checkpoint.format import (
     INDEX_FILE_NAME,
     FileLayout,
-    create_file,
+    create_zero_filled_file,
     dtype_to_code,
     make_file_header,
     make_index_json,
@@ -163,7 +163,7 @@ def _split_shard_by_tensor(piece: LocalShard, one: TensorSource) -> Iterator[Loc
     for block in piece.iterate_blocks(BLOCK_BYTES // piece.array.dtype.itemsize):
         at = 0
         for start, stop in block.runs:
-            yield from one.iterate_shards(block.array[at : at + stop - start], start)
+            yield from one.split_array_by_file_tensor(block.array[at : at + stop - start], start)
             at += stop - start
 
 
@@ -174,7 +174,7 @@ def _create_partial_folder(path: Path, plan: FileLayout) -> Path:
     partial = make_sibling_path(path, PARTIAL + secrets.token_hex(4))
     partial.mkdir(parents=True)
     for name, contents in plan.files.items():
-        create_file(partial / name, contents.size)
+        create_zero_filled_file(partial / name, contents.size)
     return partial
 
 
@@ -184,7 +184,7 @@ def _write_headers_and_commit(
     for name, contents in plan.files.items():
         write_header_and_sync(partial / name, contents.header)
     for name, text in {**plan.texts, CONFIG_NAME: _make_config(source, dtype)}.items():
-        create_file(partial / name, len(text))
+        create_zero_filled_file(partial / name, len(text))
         write_header_and_sync(partial / name, text)
     for pattern in COPIED_PATTERNS:
         for file in source.folder.glob(pattern):

@@ -76,7 +76,7 @@ class AttentionHeads:
             o, lse = kernels.attention(env.xp, q, k, v, self.causal, self.scale, self.window, segments)
             rest = (lse,)
         else:
-            keep = self._make_keep_mask(env, (*q.shape[:3], k.shape[2]))
+            keep = self._make_dropout_keep_mask(env, (*q.shape[:3], k.shape[2]))
             weights = self._compute_attention_weights(env.xp, q, k)
             dropped, multiply = (
                 apply_dropout_mask(weights, keep, self.dropout),
@@ -123,7 +123,7 @@ class AttentionHeads:
         scores = compute_scores(xp, q, k, self.causal, self.scale)
         return kernels.softmax(xp, scores.reshape(-1, scores.shape[-1])).reshape(scores.shape)
 
-    def _make_keep_mask(self, env: LayerContext, shape: tuple[int, ...]) -> Array:
+    def _make_dropout_keep_mask(self, env: LayerContext, shape: tuple[int, ...]) -> Array:
         if shape[1] == self.n_heads:
             return make_keep_mask(env.child("dropout"), shape, self.dropout)
         start, stop = shard_bounds(self.n_heads, env.mesh.tensor.rank, env.mesh.tensor.size)

@@ -48,7 +48,7 @@ __all__ = [
     "iterate_layers",
     "join_path",
     "list_kernels",
-    "require_finite",
+    "require_finite_arguments",
     "require_fraction",
     "require_last_dim",
     "require_pair",
@@ -74,7 +74,7 @@ def require_fraction(owner: object, **values: Any) -> None:
             raise ConfigError(f"{type(owner).__name__}: {name} must be between 0 and 1, got {value!r}")
 
 
-def require_finite(owner: object, **values: float) -> None:
+def require_finite_arguments(owner: object, **values: float) -> None:
     """Raise ConfigError unless each keyword argument is a finite number. The message contains the keywords, which are
     names of constructor arguments of `owner`."""
     for name, value in values.items():

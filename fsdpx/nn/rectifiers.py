@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_finite
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_finite_arguments
 
 __all__ = ["ELU", "LeakyReLU", "Softplus"]
 
@@ -23,7 +23,7 @@ class LeakyReLU(Layer):
     kernel_names = ("leaky_relu", "leaky_relu_backward")
 
     def __init__(self, negative_slope: float = 0.01) -> None:
-        require_finite(self, negative_slope=negative_slope)
+        require_finite_arguments(self, negative_slope=negative_slope)
         self.negative_slope = float(negative_slope)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -45,7 +45,7 @@ class ELU(Layer):
     kernel_names = ("elu", "elu_backward")
 
     def __init__(self, alpha: float = 1.0) -> None:
-        require_finite(self, alpha=alpha)
+        require_finite_arguments(self, alpha=alpha)
         self.alpha = float(alpha)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -68,7 +68,7 @@ class Softplus(Layer):
     kernel_names = ("softplus", "softplus_backward")
 
     def __init__(self, beta: float = 1.0, threshold: float = 20.0) -> None:
-        require_finite(self, beta=beta)
+        require_finite_arguments(self, beta=beta)
         if not beta > 0:
             raise ConfigError(f"Softplus: beta must be above 0, got {beta!r}")
         self.beta, self.threshold = float(beta), float(threshold)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Array, require_finite
+from fsdpx.nn.layer import Array, require_finite_arguments
 from fsdpx.nn.losses import WeightedElementwiseLoss
 
 __all__ = ["HuberLoss", "L1Loss", "SmoothL1Loss"]
@@ -37,7 +37,7 @@ class HuberLoss(WeightedElementwiseLoss):
 
     def __init__(self, delta: float = 1.0, weights: Any = None, skipna: bool = False) -> None:
         super().__init__(weights, skipna)
-        require_finite(self, delta=delta)
+        require_finite_arguments(self, delta=delta)
         if not delta > 0:
             raise ConfigError(f"HuberLoss: delta must be above 0, got {delta!r}")
         self.delta = float(delta)
@@ -62,7 +62,7 @@ class SmoothL1Loss(WeightedElementwiseLoss):
 
     def __init__(self, beta: float = 1.0, weights: Any = None, skipna: bool = False) -> None:
         super().__init__(weights, skipna)
-        require_finite(self, beta=beta)
+        require_finite_arguments(self, beta=beta)
         if not beta >= 0:
             raise ConfigError(f"SmoothL1Loss: beta must be at least 0, got {beta!r}")
         self.beta = float(beta)

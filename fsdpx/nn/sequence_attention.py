@@ -171,7 +171,7 @@ class RingAttention:
         total = env.xp.sum(weights, axis=-1, keepdims=True)
         lse = (top + env.xp.log(total))[..., 0]
         weights /= total
-        dropped = apply_dropout_mask(weights, self._make_keep_mask(env, weights.shape, block), heads.dropout)
+        dropped = apply_dropout_mask(weights, self._make_dropout_keep_mask(env, weights.shape, block), heads.dropout)
         dropped, multiply = dropped.astype(q.dtype, copy=False), partial(matmul_in_dtype_of_first, env.xp)
         form = partial(multiply_without_hidden_rows, dropped, v, multiply=multiply)
         return compute_masked_if_not_finite(env.xp, form, make_causal_mask(env.xp, q, causal)), lse
@@ -194,7 +194,7 @@ class RingAttention:
         """Return one block's contribution to the gradients of q, k and v, for attention weights with dropout."""
         (q, k, v, o, do), xp, drop = heads, env.xp, self.heads.dropout
         multiply, seeing = partial(matmul_in_dtype_of_first, xp), None if seen is None else seen.T
-        weights, keep = zero_hidden_weights(weights, seen), self._make_keep_mask(env, weights.shape, block)
+        weights, keep = zero_hidden_weights(weights, seen), self._make_dropout_keep_mask(env, weights.shape, block)
         dropped = apply_dropout_mask(weights, keep, drop).astype(q.dtype, copy=False)
         dv = multiply_without_hidden_rows(dropped.swapaxes(-1, -2), do, seeing, multiply)
         dweights = apply_dropout_mask(multiply(do, v.swapaxes(-1, -2)), keep, drop)
@@ -207,7 +207,7 @@ class RingAttention:
     def _is_dropping(self, env: LayerContext) -> bool:
         return env.training and self.heads.dropout > 0.0
 
-    def _make_keep_mask(self, env: LayerContext, shape: tuple[int, ...], block: int) -> Array:
+    def _make_dropout_keep_mask(self, env: LayerContext, shape: tuple[int, ...], block: int) -> Array:
         """Return the slice of the dropout mask (samples, heads, time, time) for this rank's queries and the keys of
         `block`."""
         own_position = _, time = env.sequence_offset(shape[2])

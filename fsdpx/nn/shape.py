@@ -6,7 +6,7 @@ from typing import Any
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import concatenate_on_device
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_finite, require_positive
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_finite_arguments, require_positive
 
 __all__ = ["Add", "Concat", "FirstToken", "Flatten", "Multiply", "Scale", "require_equal_shapes"]
 
@@ -81,7 +81,7 @@ class Scale(Layer):
     cheap = True
 
     def __init__(self, factor: float) -> None:
-        require_finite(self, factor=factor)
+        require_finite_arguments(self, factor=factor)
         self.factor = float(factor)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:

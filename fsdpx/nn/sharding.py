@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     )
     from fsdpx.nn.layer import ShardedLayer as ShardedLayer
     from fsdpx.nn.linear import ColumnParallelLinear as ColumnParallelLinear, RowParallelLinear as RowParallelLinear
-    from fsdpx.nn.linearize import (
+    from fsdpx.nn.layer_list import (
         LayerList as LayerList,
         Node as Node,
         linearize as linearize,

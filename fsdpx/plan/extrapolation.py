@@ -9,7 +9,7 @@ from typing import cast
 
 from fsdpx.core.array.arena import BufferLifetime
 from fsdpx.core.base.dataclass import dataclass, replace
-from fsdpx.core.engine.slab_plan import find_buffer_lifetimes
+from fsdpx.core.engine.temporary_memory_plan import find_buffer_lifetimes
 from fsdpx.core.program import SLOTS, VERBS, ActionEvent, Slot
 from fsdpx.core.program.simulator import group_events_by_rank
 from fsdpx.core.program.traffic import iterate_buffer_lifetimes

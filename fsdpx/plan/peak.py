@@ -17,7 +17,7 @@ from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.operations import describe_action_target
-from fsdpx.core.engine.slab_plan import find_buffer_lifetimes
+from fsdpx.core.engine.temporary_memory_plan import find_buffer_lifetimes
 from fsdpx.core.program import SCHEDULES, SLOTS, Slot
 from fsdpx.core.state.ledger import LEDGER_KINDS
 from fsdpx.core.state.sample_layout import Domain

@@ -190,7 +190,7 @@ class WorldStep:
         return words if most < m else ""
 
     @property
-    def _steady(self) -> int | None:
+    def _steady_microbatch_count(self) -> int | None:
         """`NamedSchedule.steady` of the pipeline schedule: the number of microbatches per pipeline rank beyond which
         each additional one takes the same time. None if it is unknown, or if the schedule has no name."""
         chosen = self.options["schedule"]
@@ -200,7 +200,7 @@ class WorldStep:
     @property
     def has_equally_long_microbatches(self) -> bool:
         """Whether all microbatches take the same time, except for the first and last ones of a pipeline."""
-        known = self.mesh.width_of("pipe") == 1 or self._steady is not None
+        known = self.mesh.width_of("pipe") == 1 or self._steady_microbatch_count is not None
         rows, rest = divmod(self.sample_count, self.sample_group_count)
         equal = rest == 0 and rows % self.microbatches == 0
         return known and equal and self.options.get("reproducible_chunks") is None
@@ -214,8 +214,8 @@ class WorldStep:
         number of all microbatches, and `period` is 0."""
         m, pipe = self.microbatches, self.mesh.width_of("pipe")
         enough = (
-            self._steady * pipe + 1
-            if pipe > 1 and self._steady is not None and self.has_equally_long_microbatches
+            self._steady_microbatch_count * pipe + 1
+            if pipe > 1 and self._steady_microbatch_count is not None and self.has_equally_long_microbatches
             else 2
         )
         return (
@@ -270,7 +270,7 @@ class WorldStep:
             calls = [(axis, call, n, sent + more * (axis == CONTROL)) for axis, call, n, sent in costs[action].calls]
             costs[action] = replace(costs[action], calls=tuple(calls))
 
-    def _make_trainer(self, rank: int, microbatches: int, representative_index: int) -> Trainer:
+    def _make_dry_run_trainer(self, rank: int, microbatches: int, representative_index: int) -> Trainer:
         """Return a trainer that runs one rank on shape-only arrays. If ranks share samples, `representative_index`
         selects the rank that computes most (0) or that communicates most (1)."""
         options = self.options | {"microbatches": microbatches, "device": "shape"}
@@ -285,7 +285,7 @@ class WorldStep:
         the rank."""
         costing = ActionCostRecorder()
         with counting_work() as costing.work, measuring_memory() as meter:
-            trainer = self._make_trainer(self.mesh.rank_of(coordinates), microbatches, representative_index)
+            trainer = self._make_dry_run_trainer(self.mesh.rank_of(coordinates), microbatches, representative_index)
             trainer.inspect.reset_counters()
             costing.watch_trainer(trainer, meter)
             watch = HeapRecorder(trainer.inspect.engine, meter)

@@ -11,7 +11,7 @@ from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.nn.container import unwrap_single
 from fsdpx.nn.init import make_initial_values
 from fsdpx.nn.layer import Layer, LayerContext
-from fsdpx.nn.linearize import find_dtypes_read_by_inputs
+from fsdpx.nn.layer_list import find_dtypes_read_by_inputs
 from fsdpx.nn.losses import Loss
 from fsdpx.testing.threads import run_interleaved
 

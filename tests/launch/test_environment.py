@@ -271,9 +271,9 @@ def test_the_secret_must_be_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_ranks_meet_is_a_port_of_its_own_for_each_start() -> None:
     node = NodeRank(3, 1, "n1", 65534)
     assert node.make_local_launcher_options(4) == ["--first", "4", "--of", "12"]
-    assert node.make_environment(1, 4) == {"FSDPX_STORE": "tcp://n1:65535", "FSDPX_EXPECT_SIZE": "12"}
+    assert node.make_rendezvous_environment(1, 4) == {"FSDPX_STORE": "tcp://n1:65535", "FSDPX_EXPECT_SIZE": "12"}
     with pytest.raises(LaunchError, match=r"restart 2 would meet at port 65536; take a lower one"):
-        node.make_environment(2, 4)
+        node.make_rendezvous_environment(2, 4)
 
 
 def test_a_port_of_a_host_is_a_place_to_meet() -> None:

@@ -15,7 +15,7 @@ from amount import pairs
 from trials import Done, alive_in, environment, job, none_left
 
 from fsdpx.core.base.environment import LauncherInfo
-from fsdpx.core.comm.mpi.start_watchdog import describe_missing_ranks
+from fsdpx.core.comm.mpi.mpi_init_watchdog import describe_missing_ranks
 from fsdpx.launch.exit_status import Evidence, JobEnding
 from fsdpx.launch.rank_status import RankStatus
 
@@ -27,7 +27,7 @@ if rank == 1:
     while len([n for n in os.listdir() if n.startswith("began-")]) < 3: time.sleep(0.01)
     time.sleep(float(sys.argv[1])); exec(sys.argv[2])
 else:
-    import fsdpx.core.trainer.functional  # the others come together, however busy the machine is
+    import fsdpx.core.trainer.array_collectives  # the others come together, however busy the machine is
     open(f"ready-{rank}", "w").close()
     while len([n for n in os.listdir() if n.startswith("ready-")]) < 2: time.sleep(0.01)
 """

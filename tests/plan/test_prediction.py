@@ -24,7 +24,7 @@ from fsdpx.core.program import VERBS, Action, compile_and_check_pipe, compiler, 
 from fsdpx.core.program.pipeline import Stage
 from fsdpx.core.state.gradients import count_samples_of_rank
 from fsdpx.errors import ConfigError
-from fsdpx.nn.linearize import get_or_memoize
+from fsdpx.nn.layer_list import get_or_memoize
 from fsdpx.plan import Compute, Machine, NetworkLevel, costing, predict
 from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
 from fsdpx.plan.time_model import MeshOnMachine, StepTimes
@@ -490,7 +490,7 @@ def test_layers_that_compute_the_same_are_followed_once(make: Any) -> None:
 def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers are put in order twice, as given and as it is cut, and its shapes are found once for each size: by
     all four ranks together. Outside of a prediction nothing is kept."""
-    sort = import_module("fsdpx.nn.linearize")
+    sort = import_module("fsdpx.nn.layer_list")
     calls: list[str] = []
     for module, name in ((import_module("fsdpx.core.trainer.assemble"), "linearize"), (sort, "_infer_shapes")):
         real = getattr(module, name)

@@ -255,7 +255,7 @@ class SignalHandler:
         if callable(self.function) and self.function is not signal.default_int_handler:
             self.function(int(self.number), frame)
 
-    def restore(self, ours: Any) -> None:
+    def reinstall_unless_replaced(self, ours: Any) -> None:
         """Install this handler again, unless the program has meanwhile replaced `ours`, the handler of fsdpx, with
         another function."""
         if signal.getsignal(self.number) != ours:

@@ -19,7 +19,7 @@ from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.checkpoint.format import (
     NOTE_FILE_NAME,
     FileLayout,
-    create_file,
+    create_zero_filled_file,
     open_regular_file,
     sync_file,
     sync_folder,
@@ -164,7 +164,7 @@ class SaveTarget:
                     remove_checkpoint(left)
             target.partial.mkdir()
             for name, contents in layout.files.items():
-                create_file(target.partial / name, contents.size)
+                create_zero_filled_file(target.partial / name, contents.size)
         except BaseException:
             target.abandon()
             raise
@@ -179,7 +179,7 @@ class SaveTarget:
             write_header_and_sync(self.partial / name, contents.header)
         note = {} if layout.note is None else {NOTE_FILE_NAME: layout.note}
         for name, text in {**layout.texts, **note, MANIFEST_NAME: manifest.to_json()}.items():
-            create_file(self.partial / name, len(text))
+            create_zero_filled_file(self.partial / name, len(text))
             write_header_and_sync(self.partial / name, text)
         sync_folder(self.partial)
         previous = make_sibling_path(self.path, PREVIOUS)

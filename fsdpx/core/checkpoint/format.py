@@ -37,7 +37,7 @@ __all__ = [
     "cast_array",
     "code_to_dtype",
     "compute_crc_from_xor",
-    "create_file",
+    "create_zero_filled_file",
     "dtype_to_code",
     "identify_other_format",
     "lay_out_files",
@@ -408,7 +408,7 @@ def _require_regular_file(path: Path, status: os.stat_result) -> None:
         raise CheckpointError(f"{path}: this is a folder, a pipe or a device where a file should be")
 
 
-def create_file(path: Path, size: int) -> None:
+def create_zero_filled_file(path: Path, size: int) -> None:
     """Create a file of `size` zero bytes. Raise FileExistsError if the file already exists."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
     try:

@@ -95,7 +95,7 @@ def load(
     run_on_all_ranks(world, where, lambda: require_device_holds_data(state))
     if STATE_FILE_NAME not in source.files:
         raise CheckpointError(f"{where}: it holds only weights; use load_parameters")
-    scalars = CheckpointScalars.parse(
+    scalars = CheckpointScalars.from_json(
         source.files[STATE_FILE_NAME].metadata.get(STATE_KEY), str(source.folder / STATE_FILE_NAME)
     )
     _require_same_tensors(

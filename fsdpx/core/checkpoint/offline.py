@@ -78,7 +78,7 @@ def read_state(source: CheckpointSource) -> dict[str, Any]:
     """Return the scalar training state as a dict of the fields of `CheckpointScalars`, or an empty dict if there are
     only weights. Raise CheckpointError if the state cannot be parsed."""
     text = read_state_text(source)
-    return {} if text is None else vars(CheckpointScalars.parse(text, str(source.folder / STATE_FILE_NAME)))
+    return {} if text is None else vars(CheckpointScalars.from_json(text, str(source.folder / STATE_FILE_NAME)))
 
 
 def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[str]]:

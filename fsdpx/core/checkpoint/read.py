@@ -40,7 +40,7 @@ from fsdpx.core.checkpoint.format import (
 from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, ByteCounter, LocalShard, ShardBlock, iterate_blocks
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.core.checkpoint.write import MANIFEST_NAME, Manifest, is_checkpoint
-from fsdpx.core.state.flat_parameters import ElementRange, Interval, coalesce_runs, find_overlaps
+from fsdpx.core.state.flat_parameters import ElementRange, Interval, coalesce_runs, intersect_ranges
 from fsdpx.errors import CheckpointError
 
 __all__ = [
@@ -253,7 +253,7 @@ def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> 
     ends = np.cumsum([0, *sizes]).tolist()
     everything = [ElementRange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
     own_range = ElementRange(ends[-1] * rank // ranks, ends[-1] * (rank + 1) // ranks)
-    for piece in find_overlaps(everything, [own_range]):
+    for piece in intersect_ranges(everything, [own_range]):
         for offset in range(piece.start, piece.stop, BLOCK_BYTES):
             yield piece.have, offset - ends[piece.have], min(BLOCK_BYTES, piece.stop - offset)
 

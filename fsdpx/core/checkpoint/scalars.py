@@ -79,7 +79,7 @@ class CheckpointScalars:
             raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
 
     @classmethod
-    def parse(cls, text: str | None, where: str) -> CheckpointScalars:
+    def from_json(cls, text: str | None, where: str) -> CheckpointScalars:
         try:
             table = parse_json((text or "").encode())
             scalars = cls(**{**table, "slots": tuple(table["slots"])})

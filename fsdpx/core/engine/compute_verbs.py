@@ -18,7 +18,7 @@ from fsdpx.core.state.units import Unit
 from fsdpx.errors import ConfigError
 from fsdpx.nn.gradient_accumulation import GradientEntries
 from fsdpx.nn.layer import LayerContext, require_pair
-from fsdpx.nn.linearize import CALLS_NUMPY, UNKNOWN, Node, is_missing_function_error, is_numpy_call_error
+from fsdpx.nn.layer_list import CALLS_NUMPY, UNKNOWN, Node, is_missing_function_error, is_numpy_call_error
 
 __all__ = [
     "UNIT_FUNCTIONS", "backward_unit", "backward_unit_input", "backward_unit_params", "compute_loss_and_gradients",

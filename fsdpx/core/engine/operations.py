@@ -59,7 +59,7 @@ __all__ = [
 
 def update_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, scale, (master, slots) = get_action_target(action), read[0], added
-    own = run.placement.segments[p]
+    own = run.placement.shard_segments_by_page[p]
     if not scale.skip and not run_optimizer_on_page(
         run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor
     ):

@@ -15,12 +15,12 @@ from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import format_calls_by_rank
 from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA
-from fsdpx.core.engine.slab_plan import (
+from fsdpx.core.engine.stage_messages import StageMessages
+from fsdpx.core.engine.temporary_memory_plan import (
     agree_on_temporary_memory_plan,
-    count_scratch_bytes,
+    count_action_scratch_bytes,
     plan_temporary_buffer_offsets,
 )
-from fsdpx.core.engine.stage_messages import StageMessages
 from fsdpx.core.program import PROGRAM_KINDS, SLOTS, Action, Program, Slot, Stage
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.core.state.gradients import Gradient
@@ -269,7 +269,7 @@ class Workspace:
             return kept
         nbytes = self._scratch.get((kind, page))
         if nbytes is None:
-            nbytes = self._scratch[kind, page] = count_scratch_bytes(self.state, Slot(kind, page))
+            nbytes = self._scratch[kind, page] = count_action_scratch_bytes(self.state, Slot(kind, page))
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
             return self.take_next_temporary_buffer(kind, page, nbytes // dtype.itemsize, dtype)

@@ -188,7 +188,7 @@ def initialize_parameters(state: TrainState) -> None:
         """Read initial values from a file directly into `target`, and return True. If the parameter is not initialized
         from a file, or only part of it is needed because of tensor parallelism, do nothing and return False."""
         spec = layout.specs[name]
-        into = getattr(spec.init, "read_into", None) if spec.cut is None or spread.width == 1 else None
+        into = getattr(spec.init, "try_read_into", None) if spec.cut is None or spread.width == 1 else None
         return into is not None and into(target, start)
 
     fill_parameter_shards(state, draw_values, BLOCK_ELEMENTS, read_values_into)

@@ -21,7 +21,7 @@ __all__ = [
     "PageField",
     "ShardedPage",
     "coalesce_runs",
-    "find_overlaps",
+    "intersect_ranges",
     "shard_page",
 ]
 
@@ -52,7 +52,7 @@ class OverlapPiece:
     stop: int
 
 
-def find_overlaps(have: Sequence[ElementRange], want: Sequence[ElementRange]) -> list[OverlapPiece]:
+def intersect_ranges(have: Sequence[ElementRange], want: Sequence[ElementRange]) -> list[OverlapPiece]:
     """Return all non-empty overlaps between a range in `have` and a range in `want`. Within each list, ranges must be
     sorted and disjoint. For lists of n and m ranges, this takes O(n + m) time.
 
@@ -148,7 +148,7 @@ class Page:
     def find_field_overlaps(self, shard: ElementRange) -> list[OverlapPiece]:
         """Return one `OverlapPiece` for each parameter that overlaps a shard of this page (flat parameter buffer). The
         attribute `have` of each piece is the index of its parameter in `fields`."""
-        return find_overlaps([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
+        return intersect_ranges([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def list_tensor_shapes_in_range(self, elements: ElementRange) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors in a range of elements, in order. A tensor that lies only partly in the

@@ -38,7 +38,7 @@ from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.state.units import ModelLayout, Unit
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import ParameterSpec, join_path
-from fsdpx.nn.linearize import LayerList
+from fsdpx.nn.layer_list import LayerList
 from fsdpx.nn.shard_specs import shard_bounds
 from fsdpx.optim import ShardSegment, ShardSegments
 from fsdpx.optim.optimizer import SlotFormat, get_slot_formats, unwrap_optimizer
@@ -51,7 +51,7 @@ __all__ = [
     "RecomputeChoice",
     "StepOptions",
     "list_unit_statistics",
-    "make_segments",
+    "make_optimizer_segments",
     "parse_recompute",
 ]
 
@@ -316,7 +316,7 @@ class Placement:
         return shard_bounds(batch.inputs[0].shape[0], tensor.rank, tensor.size)[0] if self.output_dim == 0 else 0
 
     @cached_property
-    def statistics(self) -> dict[int, tuple[str, ...]]:
+    def running_statistics_by_unit(self) -> dict[int, tuple[str, ...]]:
         """Names of the running statistics that the layers in each unit (group of layers) update, by unit number. Only
         units that this rank runs and that have running statistics are included."""
         units = (self.layout.units[u] for u in self.stage.own_units)
@@ -350,7 +350,7 @@ class Placement:
         return routes
 
     @cached_property
-    def segments(self) -> dict[int, ShardSegments]:
+    def shard_segments_by_page(self) -> dict[int, ShardSegments]:
         """The segments that the optimizer updates in each page (flat parameter buffer), by page number: one for each
         parameter in this rank's shard. Only trained pages are included."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
@@ -371,8 +371,10 @@ class Placement:
         def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
             comm.all_to_all(send, recv, outgoing, incoming, what=f"UPDATE{page} ({self.format_page_name(page)})").wait()
 
-        peers = ShardPeers(lambda: [make_segments(of, part, specs) for part in parts], comm.rank, all_to_all)
-        return ShardSegments(make_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
+        peers = ShardPeers(lambda: [make_optimizer_segments(of, part, specs) for part in parts], comm.rank, all_to_all)
+        return ShardSegments(
+            make_optimizer_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers
+        )
 
     def list_optimizer_collectives(self, page: int) -> tuple[tuple[str, str, int], ...]:
         """Return the collectives that the optimizer needs to update this rank's shard of a page (flat parameter
@@ -387,7 +389,7 @@ class Placement:
             sent = {"shard": nbytes * (shard - 1), "tensor": nbytes * shard * (tensor - 1)}
             return tuple((axis, "all_gather", moved) for axis, moved in sent.items() if moved)
         sends = getattr(optimizer, "count_sent_elements", None)
-        count = None if sends is None else self.segments[page].count_sent_elements(sends)
+        count = None if sends is None else self.shard_segments_by_page[page].count_sent_elements(sends)
         return () if count is None else (("shard", "all_to_all", count * self.formats.gradients.itemsize),)
 
     @cached_property
@@ -455,7 +457,9 @@ def list_unit_statistics(layout: ModelLayout, unit: Unit) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name in layout.statistic_specs))
 
 
-def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
+def make_optimizer_segments(
+    page: Page, span: ElementRange, specs: Mapping[str, ParameterSpec]
+) -> tuple[ShardSegment, ...]:
     """Return the segments that the optimizer updates, one for each parameter in the elements `span` of a page (flat
     parameter buffer)."""
     items, start = [], span.start

@@ -14,7 +14,7 @@ from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import MeshAxes, connect_axes
 from fsdpx.nn.cache import KeyValueCache
-from fsdpx.nn.linearize import LayerList, value_shapes
+from fsdpx.nn.layer_list import LayerList, value_shapes
 
 __all__ = ["Microbatch", "StepInputs", "ValueShape", "ValueShapes", "list_targets"]
 

@@ -203,7 +203,7 @@ class TrainState:
                     store.setdefault(slot, {})[name] = array
                 else:
                     store[slot] = array
-        for unit, names in place.statistics.items():
+        for unit, names in place.running_statistics_by_unit.items():
             store[Slot("stats", unit)] = {name: self.view_running_statistic(name) for name in names}
         place.sync_policy.on_created(self)
         self.storage.fill_slots_with_placeholders(self)
@@ -215,7 +215,7 @@ class TrainState:
     def back_up_running_statistics(self) -> list[tuple[Any, Any]]:
         """Copy the running statistics that this rank updates. Return a list of (array, copy) pairs that can be passed
         to `restore_from_copies` to undo a failed step."""
-        names = {name for names in self.placement.statistics.values() for name in names}
+        names = {name for names in self.placement.running_statistics_by_unit.values() for name in names}
         arrays = [self.ledger.get_array("statistic", None, name) for name in sorted(names)]
         return [(array, array.copy()) for array in arrays]
 

@@ -18,7 +18,7 @@ from fsdpx.core.program import find_values_without_gradient
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import ParameterSpec, join_path
-from fsdpx.nn.linearize import LayerList, Node, parameter_specs
+from fsdpx.nn.layer_list import LayerList, Node, parameter_specs
 
 __all__ = [
     "GROUP_BYTES",

@@ -20,7 +20,7 @@ from fsdpx.core.trainer.batch import checksum_arrays
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
-from fsdpx.nn.linearize import LayerList
+from fsdpx.nn.layer_list import LayerList
 from fsdpx.nn.losses import Loss
 from fsdpx.optim.optimizer import get_scheduled_values
 

@@ -61,7 +61,7 @@ from fsdpx.core.trainer.recipe import DistributionChoices, NoOptimizer, Recipe, 
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import ConfigError, warn
 from fsdpx.nn.layer import Layer, list_kernels
-from fsdpx.nn.linearize import LayerList, get_or_memoize, insert_integer_casts, linearize
+from fsdpx.nn.layer_list import LayerList, get_or_memoize, insert_integer_casts, linearize
 from fsdpx.nn.losses import TensorParallelModel
 from fsdpx.optim import no_decay
 

@@ -214,7 +214,7 @@ class CheckpointConfig:
         history.epochs = max(loader.epoch - begun.first_epoch, 0)
         return begun
 
-    def save(
+    def save_checkpoint(
         self, call_runner: CallRunner, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None
     ) -> Path:
         """Write the checkpoint of the current step and return its path. Collective.
@@ -348,7 +348,9 @@ class FitCheckpointer:
         assert self.checkpoints is not None
         step = self.history.best_step if self.best else None
         best = None if step is None else self.checkpoints.path_of(step)
-        self.history.checkpoint = self.checkpoints.save(self.trainer.call_runner, self.loader, state, background, best)
+        self.history.checkpoint = self.checkpoints.save_checkpoint(
+            self.trainer.call_runner, self.loader, state, background, best
+        )
         self._written = state
 
 

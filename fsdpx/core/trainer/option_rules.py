@@ -19,7 +19,7 @@ from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, page_hint
 from fsdpx.nn import losses
 from fsdpx.nn.layer import Layer
-from fsdpx.nn.linearize import LayerList
+from fsdpx.nn.layer_list import LayerList
 from fsdpx.optim.optimizer import needs_full_parameters
 
 __all__ = [

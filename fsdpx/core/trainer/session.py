@@ -40,7 +40,7 @@ from fsdpx.core.trainer.uncoordinated_predict import UncoordinatedPrediction
 from fsdpx.errors import ConfigError, FsdpxError, warn
 from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.gradient_accumulation import has_integer_dtype
-from fsdpx.nn.linearize import LayerList, output_shapes
+from fsdpx.nn.layer_list import LayerList, output_shapes
 
 __all__ = ["Session"]
 

@@ -4,7 +4,7 @@ SGD and gossip."""
 from fsdpx.optim.sgd import SGD
 from fsdpx.ext.asynchronous import exclusions as exclusions
 from fsdpx.ext.asynchronous.local import LocalSGD
-from fsdpx.ext.asynchronous.own_speed import AsyncSGD, GossipSGD
+from fsdpx.ext.asynchronous.asynchronous_sgd import AsyncSGD, GossipSGD
 
 __all__ = ["AsyncSGD", "GossipSGD", "LocalSGD", "make_local_sgd"]
 

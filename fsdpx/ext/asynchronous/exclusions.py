@@ -18,8 +18,8 @@ from fsdpx.core.trainer.option_rules import (
     make_given_option_finder,
     make_multi_rank_axis_finder,
 )  # fmt: skip
+from fsdpx.ext.asynchronous.asynchronous_sgd import AsyncSGD
 from fsdpx.ext.asynchronous.local import LocalSGD
-from fsdpx.ext.asynchronous.own_speed import AsyncSGD
 
 __all__ = ["LOCAL", "OWN"]
 

@@ -296,7 +296,7 @@ class LocalSyncPolicy(SyncPolicy):
         self.outer, self.about = choice.outer_optimizer, f"rounds of {choice.sync_every} steps"
 
     @cached_property
-    def rounds(self) -> RoundSchedule:
+    def round_schedule(self) -> RoundSchedule:
         """Schedule that says which parameters are synchronized in which round.
 
         Pages are assigned to fragments round-robin, but all copies of a tied parameter go to the same fragment."""
@@ -316,16 +316,16 @@ class LocalSyncPolicy(SyncPolicy):
         return RoundSchedule(choice.sync_every, tuple(fragments), choice.delay)
 
     def get_sync_rules(self, step: int) -> SyncRules:
-        return self.rounds.get_replica_communication(step).sync_rules
+        return self.round_schedule.get_replica_communication(step).sync_rules
 
     def count_steps_per_sync_rules(self) -> list[tuple[SyncRules, int]]:
-        every = self.rounds.every
-        steps = Counter(self.rounds.get_replica_communication(step) for step in range(2 * every, 3 * every))
-        last = self.rounds.get_replica_communication(3 * every)
+        every = self.round_schedule.every
+        steps = Counter(self.round_schedule.get_replica_communication(step) for step in range(2 * every, 3 * every))
+        last = self.round_schedule.get_replica_communication(3 * every)
         return [(outer.sync_rules, steps[outer]) for outer in (*(one for one in steps if one != last), last)]
 
     def is_sync_step(self, step: int) -> bool:
-        return bool(self.rounds.get_replica_communication(step).deltas)
+        return bool(self.round_schedule.get_replica_communication(step).deltas)
 
     def get_loss(self, results: Mapping[Slot, Any]) -> float:
         found = results.get(SHARE)
@@ -363,7 +363,7 @@ class LocalSyncPolicy(SyncPolicy):
         yield LedgerRow(LedgerKey("outer", p), dtype, page.own_range)
         for name in self.outer.slots:
             yield LedgerRow(LedgerKey("velocity", p, name), dtype, part, "data")
-        inside = LedgerKey("part", p) if self.rounds.outer_gradient_delay_steps == 0 else None
+        inside = LedgerKey("part", p) if self.round_schedule.outer_gradient_delay_steps == 0 else None
         yield (delta := LedgerRow(LedgerKey("delta", p), dtype, page.own_range, "private", "step", inside=inside))
         if inside is None:
             yield LedgerRow(LedgerKey("sum", p), dtype, part, "data", inside=delta.key)
@@ -376,12 +376,12 @@ class LocalSyncPolicy(SyncPolicy):
         width = self.placement.axes.replica.size if replicas is None else replicas
         found = [add_replica_prefix(slot, r) for r in range(width) for slot in ("", *self.placement.slot_formats)]
         found += [LEDGER_KINDS["velocity"].prefix + name for name in self.outer.slots]
-        return found + [LEDGER_KINDS["sum"].prefix] * bool(self.rounds.outer_gradient_delay_steps)
+        return found + [LEDGER_KINDS["sum"].prefix] * bool(self.round_schedule.outer_gradient_delay_steps)
 
     def on_created(self, state: TrainState) -> None:
         for p in self.placement.stage.trained_pages:
             state.store.setdefault(Slot("velocity", p), {})
-        state.store[TRAINED] = [0.0] * len(self.rounds.fragments)
+        state.store[TRAINED] = [0.0] * len(self.round_schedule.fragments)
 
     def on_initialized(self, state: TrainState) -> None:
         for page, array in _iterate_outer_parameters(state):
@@ -395,11 +395,11 @@ class LocalSyncPolicy(SyncPolicy):
         for row, array in state.ledger.iterate_saved_rows():
             if row.key.kind == "sum":
                 array[...] = 0
-        state.store[TRAINED] = [0.0] * len(self.rounds.fragments)
+        state.store[TRAINED] = [0.0] * len(self.round_schedule.fragments)
 
     def on_step(self, state: TrainState, weight: float) -> None:
-        gone = self.rounds.get_replica_communication(state.steps).deltas
-        known = zip(state.store[TRAINED], self.rounds.fragments, strict=True)
+        gone = self.round_schedule.get_replica_communication(state.steps).deltas
+        known = zip(state.store[TRAINED], self.round_schedule.fragments, strict=True)
         state.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
 
     def on_resume(self, state: TrainState, saved: Mapping[str, Any] | None) -> None:
@@ -408,7 +408,7 @@ class LocalSyncPolicy(SyncPolicy):
         if saved is not None:
             weights = saved["weights"]
             state.store[TRAINED] = list(weights[self.placement.axes.replica.rank % len(weights)])
-        outer, here = self.rounds.get_replica_communication(state.steps + 1), self.placement.stage.trained_pages
+        outer, here = self.round_schedule.get_replica_communication(state.steps + 1), self.placement.stage.trained_pages
         state.clear_slots(["delta", "next"])
         state.store |= {Slot("delta", p): state.ledger.get_array("sum", p) for p in here if p in outer.summing}
         state.store |= {Slot("next", p): state.ledger.get_array("outer", p) for p in here if p in outer.coming}
@@ -416,7 +416,11 @@ class LocalSyncPolicy(SyncPolicy):
     @property
     def _saved_rounds(self) -> dict[str, int]:
         """The synchronization schedule, as a dict that is stored in checkpoints."""
-        return {"every": self.rounds.every, "fragments": len(self.rounds.fragments), "delay": self.rounds.delay}
+        return {
+            "every": self.round_schedule.every,
+            "fragments": len(self.round_schedule.fragments),
+            "delay": self.round_schedule.delay,
+        }
 
     def gather_checkpoint_counters(self, state: TrainState) -> dict[str, Any]:
         """Return the information about local training that a checkpoint stores. Collective.
@@ -435,7 +439,7 @@ class LocalSyncPolicy(SyncPolicy):
             raise CheckpointError(f"{where}: the rounds of local training differ: {', '.join(other)}")
 
     def require_synchronized_replicas(self, steps: int) -> None:
-        rounds = self.rounds
+        rounds = self.round_schedule
         if len(rounds.fragments) > 1 or rounds.delay or steps % rounds.every:
             raise ConfigError(
                 f"freeze: replicas have different parameters after step {steps}; call it at the end of a round of "
@@ -476,7 +480,7 @@ def _get_policy_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundS
     """Return the policy of local training, its round schedule, and what the current step communicates."""
     policy = run.placement.sync_policy
     assert isinstance(policy, LocalSyncPolicy)
-    return policy, policy.rounds, policy.rounds.get_replica_communication(run.step + 1)
+    return policy, policy.round_schedule, policy.round_schedule.get_replica_communication(run.step + 1)
 
 
 def start_all_gather_data_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:

@@ -96,7 +96,7 @@ class Bridge:
         mode: Literal["lockstep", "queue", "latest"] = "queue", depth: int | None = None,
     ) -> None:  # fmt: skip
         self._comm: Communicator = open_fault_tolerant_communicator(comm)
-        error = _find_argument_error(solver, trainer, mode, depth)
+        error = _explain_argument_error(solver, trainer, mode, depth)
         side, grid = ("solver", solver) if trainer is None else ("trainer", trainer)
         mine = (error, "", None, "", ()) if error or grid is None else ("", mode, depth, side, _list_part_facts(grid))
         everyone = self._comm.all_gather_data(mine)
@@ -358,7 +358,7 @@ def _list_part_facts(grid: Grid) -> tuple[Any, ...]:
     return grid.layout, grid.shape, grid.offsets, grid.local_shape
 
 
-def _find_argument_error(solver: Any, trainer: Any, mode: Any, depth: Any) -> str:
+def _explain_argument_error(solver: Any, trainer: Any, mode: Any, depth: Any) -> str:
     """Return an error message if this rank's arguments are invalid, or "" if they are valid."""
     if (solver is None) == (trainer is None):
         return "pass solver= on solver ranks and trainer= on training ranks, and only one of them on each rank"

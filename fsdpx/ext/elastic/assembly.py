@@ -217,7 +217,7 @@ class Assembler:
             if target is not None:
                 target += part.array
         report("recovery: state has moved")
-        restore_scalars(state, CheckpointScalars.parse(text, f"the state of step {step}"))
+        restore_scalars(state, CheckpointScalars.from_json(text, f"the state of step {step}"))
         if built.copies.needed:
             built.copies.start_copying_to_buddies(collect_checkpoint_scalars(state, None, None), step)
             built.copies.wait_for_copies()

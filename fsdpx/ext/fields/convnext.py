@@ -11,7 +11,7 @@ from fsdpx.ext.fields.halo import PaddingMode
 from fsdpx.ext.fields.spectral import ChannelScale
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Composite
-from fsdpx.nn.layer import format_constructor, require_finite, require_positive
+from fsdpx.nn.layer import format_constructor, require_finite_arguments, require_positive
 
 __all__ = ["ConvNeXtBlock"]
 
@@ -44,7 +44,7 @@ class ConvNeXtBlock(Composite):
         padding: PaddingMode = "zeros",
     ) -> None:
         require_positive(self, channels=channels, kernel_size=kernel_size, expansion=expansion)
-        require_finite(self, layer_scale=layer_scale or 0.0)
+        require_finite_arguments(self, layer_scale=layer_scale or 0.0)
         if dims not in (1, 2, 3):
             raise ConfigError(f"ConvNeXtBlock: dims={dims!r}: a field has 1 to 3 dims of cells")
         if kernel_size % 2 == 0:

@@ -29,16 +29,16 @@ from fsdpx.ext.fields.multi_output import adapt_loss_to_output_kinds
 from fsdpx.ext.fields.over_parts import PartitionedModel, partition_model_of_fields
 from fsdpx.ext.fields.overlaps import (
     are_equal_parts,
+    count_overlap_rows_by_dim,
     describe_padding_periodicity_conflict,
-    find_overlaps,
     hash_edge_rows_of_part,
     make_equal_parts_warning,
     make_overlapping_parts_warning,
 )
+from fsdpx.ext.fields.rank_grid import find_rank_grid
 from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.ext.fields.split_samples import SplitSamples
 from fsdpx.ext.fields.staggered import compute_ghost_widths_of_faces, find_face_cuts, list_cell_and_face_partitions
-from fsdpx.ext.fields.tiling import find_rank_grid
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.shard_specs import FieldPartition, GhostWidths, Kind
@@ -843,7 +843,7 @@ class FieldSamples(SplitSamples):
         if are_equal_parts(ends):
             return make_equal_parts_warning(grid.local_shape, len(ends), grid.shape)
         letters = grid.layout.replace("c", "")
-        shared = find_overlaps(grid.dims, letters, grid.periods, ends)
+        shared = count_overlap_rows_by_dim(grid.dims, letters, grid.periods, ends)
         return make_overlapping_parts_warning(shared) if shared else self.padding_mistake
 
     def compute_full_input_shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:

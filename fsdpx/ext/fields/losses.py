@@ -13,7 +13,7 @@ import numpy as np
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.cell_reductions import all_reduce_moments, all_reduce_over_parts
 from fsdpx.ext.fields.halo import get_local_range
-from fsdpx.nn.layer import Array, LayerContext, require_finite
+from fsdpx.nn.layer import Array, LayerContext, require_finite_arguments
 from fsdpx.nn.losses import CellWeights, Loss, compute_difference_target_and_weights, require_target_shape
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, bind_partition
 
@@ -135,7 +135,7 @@ class RelativeL2(RootLoss):
 
     def __init__(self, eps: float = 0.0, weights: Any = None, skipna: bool = False) -> None:
         super().__init__(weights, skipna)
-        require_finite(self, eps=eps)
+        require_finite_arguments(self, eps=eps)
         self.eps = float(eps)
 
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ class VRMSE(RootLoss):
 
     def __init__(self, eps: float = 1e-7, weights: Any = None, skipna: bool = False) -> None:
         super().__init__(weights, skipna)
-        require_finite(self, eps=eps)
+        require_finite_arguments(self, eps=eps)
         self.eps = float(eps)
 
     def _all_reduce_error_sums(
@@ -243,7 +243,7 @@ class BandRMSE(RootLoss):
 
     def __init__(self, low: float, high: float | None = None) -> None:
         super().__init__()
-        require_finite(self, low=low, high=low if high is None else high)
+        require_finite_arguments(self, low=low, high=low if high is None else high)
         if low < 0 or (high is not None and high <= low):
             raise ConfigError(f"BandRMSE: a band of wavenumbers is from low >= 0 to a larger one, got {low}, {high}")
         self.low, self.high = low, high

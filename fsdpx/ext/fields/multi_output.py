@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.nn.layer import Array, LayerContext, require_finite
+from fsdpx.nn.layer import Array, LayerContext, require_finite_arguments
 from fsdpx.nn.losses import Loss, WrappedLoss, backward_pieces, sum_weighted_losses_over_samples
 from fsdpx.nn.shard_specs import FieldPartition, Kind
 
@@ -72,7 +72,7 @@ class MultiOutputLoss(Loss):
         self.loss_weights = None if loss_weights is None else tuple(float(w) for w in loss_weights)
         if self.loss_weights is not None and len(self.loss_weights) != len(losses):
             raise ConfigError(f"MultiOutputLoss: {len(losses)} losses have {len(self.loss_weights)} loss_weights")
-        require_finite(self, **{f"loss_weights[{i}]": w for i, w in enumerate(self.loss_weights or ())})
+        require_finite_arguments(self, **{f"loss_weights[{i}]": w for i, w in enumerate(self.loss_weights or ())})
         self.kernel_names = tuple(dict.fromkeys(name for loss in losses for name in loss.kernel_names))
         self.skipna = any(loss.skipna for loss in losses)
 

@@ -18,8 +18,8 @@ from fsdpx.nn.shard_specs import GhostWidths
 
 __all__ = [
     "are_equal_parts",
+    "count_overlap_rows_by_dim",
     "describe_padding_periodicity_conflict",
-    "find_overlaps",
     "hash_edge_rows_of_part",
     "make_equal_parts_warning",
     "make_overlapping_parts_warning",
@@ -70,7 +70,9 @@ def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
     return blake2b(np.ascontiguousarray(rows).tobytes(), digest_size=8).hexdigest()
 
 
-def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], ends: Sequence[Ends]) -> dict[str, int]:
+def count_overlap_rows_by_dim(
+    dims: Sequence[int], letters: str, periods: Sequence[bool], ends: Sequence[Ends]
+) -> dict[str, int]:
     """Return, as a dict of dim letter -> count, the number of rows that neighboring parts have in common. Dims without
     overlap are left out.
 

@@ -12,7 +12,7 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
 from fsdpx.ext.fields.halo import FieldLayer
 from fsdpx.ext.fields.over_parts import partition_model
-from fsdpx.nn.layer import Array, Layer, LayerContext, Params, list_kernels, require_finite
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, list_kernels, require_finite_arguments
 from fsdpx.nn.losses import Loss, WrappedLoss, require_one_output
 from fsdpx.nn.shard_specs import FieldPartition
 
@@ -66,7 +66,7 @@ class PhysicsLoss(WrappedLoss):
             raise ConfigError(f"PhysicsLoss: a loss and a layer are needed, got {loss!r} and {residual!r}")
         if (residual.n_inputs, residual.n_outputs) != (1, 1) or residual.specs():
             raise ConfigError(f"PhysicsLoss: {residual!r} must have one input, one output and no parameters")
-        require_finite(self, weight=weight)
+        require_finite_arguments(self, weight=weight)
         super().__init__(loss)
         self.residual, self.weight = residual, float(weight)
         self.kernel_names = (*loss.kernel_names, *list_kernels(residual))

@@ -31,7 +31,7 @@ from fsdpx.nn.layer import (
     list_kernels,
     require_positive,
 )
-from fsdpx.nn.linearize import find_dtypes_read_by_inputs
+from fsdpx.nn.layer_list import find_dtypes_read_by_inputs
 from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated, ShardingContext
 from fsdpx.nn.tensor_plan import ShardingWalk

@@ -13,7 +13,7 @@ from fsdpx.ext.fields.halo import FieldLayer
 from fsdpx.ext.fields.local_arrays import HoldsLocalArray, require_weights_of_cells, require_weights_of_channels
 from fsdpx.ext.fields.over_parts import TakesScalars
 from fsdpx.nn.container import Composite
-from fsdpx.nn.layer import Array, Layer, LayerContext, Params, ShardedLayer, require_finite, require_positive
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, ShardedLayer, require_finite_arguments, require_positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated, ShardingContext
@@ -185,7 +185,7 @@ class TimeEmbedding(Layer):
 
     def __init__(self, dim: int, max_period: float = 10000.0) -> None:
         require_positive(self, dim=dim)
-        require_finite(self, max_period=max_period)
+        require_finite_arguments(self, max_period=max_period)
         if dim < 4 or dim % 2 or not max_period > 0:
             raise ConfigError(f"TimeEmbedding(dim={dim}, max_period={max_period}): dim must be even and at least 4")
         self.dim, self.max_period = dim, float(max_period)

@@ -38,7 +38,7 @@ from fsdpx.nn.layer import (
     ParameterSpec,
     Params,
     format_constructor,
-    require_finite,
+    require_finite_arguments,
     require_positive,
 )
 from fsdpx.nn.shape import Add
@@ -263,7 +263,7 @@ class ChannelScale(Layer):
 
     def __init__(self, channels: int, dims: int, initial: float = 1.0) -> None:
         require_positive(self, channels=channels, dims=dims)
-        require_finite(self, initial=initial)
+        require_finite_arguments(self, initial=initial)
         self.channels, self.dims, self.initial = channels, dims, float(initial)
 
     def specs(self) -> dict[str, ParameterSpec]:

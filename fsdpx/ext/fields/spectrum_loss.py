@@ -14,7 +14,7 @@ from fsdpx.ext.fields.fourier import make_mode_partition, transform_cells_to_mod
 from fsdpx.ext.fields.halo import get_local_range
 from fsdpx.ext.fields.losses import FieldLoss
 from fsdpx.nn.gradient_accumulation import accumulation_dtype
-from fsdpx.nn.layer import Array, LayerContext, require_finite
+from fsdpx.nn.layer import Array, LayerContext, require_finite_arguments
 from fsdpx.nn.losses import compute_difference_target_and_weights
 from fsdpx.nn.shard_specs import FieldPartition
 
@@ -54,7 +54,7 @@ class SpectrumRMSE(FieldLoss):
         skipna: bool = False,
     ) -> None:
         super().__init__(weights, skipna)
-        require_finite(self, low=low, high=low if high is None else high, eps=eps)
+        require_finite_arguments(self, low=low, high=low if high is None else high, eps=eps)
         if low < 0 or (high is not None and high <= low):
             raise ConfigError(f"SpectrumRMSE: wavenumbers are from low >= 0 to a larger one, got {low}, {high}")
         if not eps > 0:

@@ -19,7 +19,7 @@ from fsdpx.nn.layer import (
     list_kernels,
     require_positive,
 )
-from fsdpx.nn.linearize import find_dtypes_read_by_inputs
+from fsdpx.nn.layer_list import find_dtypes_read_by_inputs
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
 __all__ = ["TimeDistributed"]

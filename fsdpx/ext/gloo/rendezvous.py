@@ -22,7 +22,7 @@ import numpy as np
 from fsdpx.core.base import environment
 from fsdpx.core.base.environment import Environment, RendezvousStore
 from fsdpx.core.base.messages import format_ranks
-from fsdpx.core.comm.mpi.start_watchdog import get_process_start_time
+from fsdpx.core.comm.mpi.mpi_init_watchdog import get_process_start_time
 from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost, install_hint
 
 __all__ = ["CHALLENGE_BYTES", "SEAL_BYTES", "Rendezvous", "compute_hmac", "opened_rendezvous"]

@@ -694,11 +694,13 @@ def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) ->
 def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: Any) -> Any:
     """Return an array with the properties of a window, such as kernel size and stride, in the form that kernels read.
     The window moves over `cells` cells and has `sizes` outputs."""
-    return _make_window_table(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
+    return _make_window_geometry_array(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
 
 
 @functools.lru_cache(1 << 10)
-def _make_window_table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, ...], gpu: int) -> Any:
+def _make_window_geometry_array(
+    strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, ...], gpu: int
+) -> Any:
     """Return the properties of a window as an array on GPU `gpu`, with one row per property and three columns, one per
     spatial dim.
 

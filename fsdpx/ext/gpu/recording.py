@@ -134,7 +134,7 @@ class UnitPart(NamedTuple):
     nodes: slice
 
     @property
-    def inputs(self) -> set[int]:
+    def input_numbers(self) -> set[int]:
         """Numbers of the activations that the part reads and other parts compute."""
         made: set[int] = set()
         needed: set[int] = set()

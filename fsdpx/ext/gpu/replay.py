@@ -81,13 +81,13 @@ class CudaGraphObserver(Observer):
 
     def _get_or_begin_recording(self, program: Program) -> Recording | None:
         if why := self._find_refusal(program):
-            self._report(why)
+            self._log_why_not_recorded(why)
             return None
-        key = self._make_key(program)
+        key = self._make_program_key(program)
         if key not in self.recordings:
             self.recordings = {old: one for old, one in self.recordings.items() if old[-1] == key[-1]}
             if len(self.recordings) >= MAX_RECORDINGS:
-                self._report(f"there are more than {MAX_RECORDINGS} shapes of batches: pad them to a few")
+                self._log_why_not_recorded(f"there are more than {MAX_RECORDINGS} shapes of batches: pad them to a few")
                 return None
             self.recordings[key] = Recording(program, GraphMemory())
         return self.recordings[key]
@@ -102,7 +102,7 @@ class CudaGraphObserver(Observer):
             return "its layers communicate over the tensor axis or with the owners of other parts of a sample"
         return ""
 
-    def _make_key(self, program: Program) -> tuple[Hashable, ...]:
+    def _make_program_key(self, program: Program) -> tuple[Hashable, ...]:
         """Return everything that determines which work the actions of a program issue. The last item never returns to
         an earlier value once it has changed."""
         state = self._state
@@ -151,7 +151,7 @@ class CudaGraphObserver(Observer):
     ) -> list[Any]:  # fmt: skip
         parts, found = self._get_parts(unit), []
         for part in parts:
-            at, inputs = part.nodes, part.inputs if len(parts) > 1 else set()
+            at, inputs = part.nodes, part.input_numbers if len(parts) > 1 else set()
             inner = {v: values[v] for v in inputs} if len(parts) > 1 else values
             function = partial(_run_forward, run, part.unit, envs[at], params[at], inner, keep, constant, released[at])
             found.append(self._run_call(UnitCall(function, part.unit, inner, params[at]), part))
@@ -212,7 +212,7 @@ class CudaGraphObserver(Observer):
                 return self._launch_graph_of_call(recorded, call)
             if isinstance(call.saved, Kept):
                 raise RuntimeError(f"{why}, but its forward pass was replayed: use replay=False")
-            self._report(f"unit {call.unit.name!r}: {why}")
+            self._log_why_not_recorded(f"unit {call.unit.name!r}: {why}")
         elif now.runs == 1 and (call.unit.index, part.number) not in now.refusals and self._can_record(now, call, part):
             return self._record_call(now, call, part)
         return call.function(call.saved)
@@ -229,9 +229,9 @@ class CudaGraphObserver(Observer):
     def _refuse(self, now: Recording, unit: Unit, number: int, why: str) -> None:
         """Let part `number` of a unit compute as usual from now on."""
         now.refusals.add((unit.index, number))
-        self._report(f"unit {unit.name!r}: {why}")
+        self._log_why_not_recorded(f"unit {unit.name!r}: {why}")
 
-    def _report(self, why: str) -> None:
+    def _log_why_not_recorded(self, why: str) -> None:
         """Log once, on the first rank of each pipeline stage, that something is not recorded as a CUDA graph, and
         why."""
         axes = self._state.placement.axes

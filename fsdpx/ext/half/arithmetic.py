@@ -6,7 +6,7 @@ from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.config import PRECISIONS, Precision
 from fsdpx.errors import install_hint, warn
 from fsdpx.ext.half import matmul
-from fsdpx.nn.linearize import LayerList
+from fsdpx.nn.layer_list import LayerList
 
 __all__ = ["choose_float16_precision", "find_matmul_library_and_warn"]
 

@@ -144,7 +144,7 @@ def _convert_arithmetic(call: FunctionCall) -> FieldValue:
         raise NoTwinError("a field is divided by another; use fsdpx.nn.Lambda")
     right = _negate_value(call.steps, right) if name == "sub" else right
     if left.unit_cells != right.unit_cells or a.shape != b.shape:
-        return _broadcast(call.steps, name, (a, left), (b, right))
+        return _convert_channelwise_operation(call.steps, name, (a, left), (b, right))
     if left.channels_last != right.channels_last:
         raise NoTwinError(_describe_shapes(a, b))
     layer: Layer = nn.Multiply() if name == "mul" else nn.Add()
@@ -158,7 +158,7 @@ def _describe_shapes(a: torch.Tensor, b: torch.Tensor) -> str:
     )
 
 
-def _broadcast(
+def _convert_channelwise_operation(
     steps: Steps, name: str, left: tuple[torch.Tensor, FieldValue], right: tuple[torch.Tensor, FieldValue]
 ) -> FieldValue:
     """Convert a sum or product of a field and one value per sample and channel."""

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
-from fsdpx.ext.interop.export import SplitModule, find_tied_names
 from fsdpx.ext.interop.field_functions import FieldValue, FunctionCall, convert_function
 from fsdpx.ext.interop.field_twins import LISTED, NoTwinError, find_remedy, has_twin, make_twin
 from fsdpx.ext.interop.initial_values import InitialValues
-from fsdpx.ext.interop.module import copy_to_meta_device, make_initial_values
+from fsdpx.ext.interop.module import copy_to_meta_device, make_initial_values_from_tensors
+from fsdpx.ext.interop.module_splitting import SplitModule, find_tied_names
 from fsdpx.nn.container import ChildCall
 from fsdpx.nn.layer import Layer, join_path
 
@@ -52,7 +52,7 @@ class FieldModule(SplitModule):
     ) -> None:  # fmt: skip
         super().__init__(steps, inputs, outputs, ties)
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        self.given_values = make_initial_values({name: tensors[name] for name in self._specs})
+        self.given_values = make_initial_values_from_tensors({name: tensors[name] for name in self._specs})
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         self.initial = {n: spec.init for n, spec in self.given_values.make_parameter_specs(shapes, ()).items()}
         for name, spec in self._specs.items():
@@ -67,7 +67,9 @@ def convert_to_field_layers(module: torch.nn.Module, example: Sequence[Any], gri
     """Convert a PyTorch module to layers that run over a grid; see `fsdpx.ext.interop.torch.from_torch`."""
     trace, outputs = _trace_module(module, _make_inputs(module, example, grid, 2))
     more, more_outputs = _trace_module(module, _make_inputs(module, example, grid, 67))
-    if _describe((trace.steps, trace.ties, outputs)) != _describe((more.steps, more.ties, more_outputs)):
+    if _make_comparison_key((trace.steps, trace.ties, outputs)) != _make_comparison_key(
+        (more.steps, more.ties, more_outputs)
+    ):
         raise ConfigError(
             f"{type(module).__name__}: forward computes something else with another number of samples, or at random; "
             "a field has no access to the number of samples, so do not compute with x.shape[0]"
@@ -82,21 +84,21 @@ def _trace_module(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> tu
     # a buffer without dims, such as a counter, keeps its value, because `forward` may read it
     tensors = {id(t): t for t in (*module.parameters(), *(b for b in module.buffers() if b.ndim))}
     trace = _FieldTrace(copy.deepcopy(module, {key: copy_to_meta_device(t) for key, t in tensors.items()}), inputs)
-    return trace, trace.run()
+    return trace, trace.trace_and_get_output_names()
 
 
-def _describe(value: Any) -> Any:
+def _make_comparison_key(value: Any) -> Any:
     """Return what can be compared with `==` to find whether two layers, or lists of steps, compute the same."""
     if isinstance(value, dict):
-        return [(key, _describe(one)) for key, one in value.items()]
+        return [(key, _make_comparison_key(one)) for key, one in value.items()]
     if isinstance(value, list | tuple):
-        return [_describe(one) for one in value]
+        return [_make_comparison_key(one) for one in value]
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__code__, _describe(cells), _describe(value.__defaults__)
+        return value.__code__, _make_comparison_key(cells), _make_comparison_key(value.__defaults__)
     if isinstance(value, np.ndarray | torch.Tensor):
         return repr(value)
-    return (type(value), _describe(vars(value))) if isinstance(value, Layer | ChildCall) else value
+    return (type(value), _make_comparison_key(vars(value))) if isinstance(value, Layer | ChildCall) else value
 
 
 def _make_inputs(module: torch.nn.Module, example: Sequence[Any], grid: Grid, samples: int) -> list[torch.Tensor]:
@@ -154,7 +156,7 @@ class _FieldTrace(TorchFunctionMode):
         self._stack: list[tuple[str, torch.nn.Module]] = []
         self._given, self._is_inside_layer, self._function = inputs, False, ""
 
-    def run(self) -> list[str]:
+    def trace_and_get_output_names(self) -> list[str]:
         """Run the module, and return the names of its outputs."""
         for name, tensor in zip(self.inputs, self._given, strict=True):
             self._set_value(tensor, FieldValue(name))

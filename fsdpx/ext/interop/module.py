@@ -38,12 +38,12 @@ __all__ = [
     "TorchModule",
     "copy_to_meta_device",
     "is_norm",
-    "make_initial_values",
+    "make_initial_values_from_tensors",
     "select_output",
 ]
 
 
-def make_initial_values(tensors: Mapping[str, torch.Tensor]) -> InitialValues:
+def make_initial_values_from_tensors(tensors: Mapping[str, torch.Tensor]) -> InitialValues:
     """Return the current values of a module's tensors as initial values, which hold only weak references to the
     tensors."""
     missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
@@ -271,7 +271,7 @@ class _BareModule:
         self.trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.counts = [name for name, t in held.items() if not t.is_floating_point()]
         floats = {name: t for name, t in held.items() if t.is_floating_point()}
-        self.values = make_initial_values(floats)
+        self.values = make_initial_values_from_tensors(floats)
         self.shapes = {name: tuple(t.shape) for name, t in floats.items()}
         self._module = copy.deepcopy(module, {id(t): copy_to_meta_device(t) for t in floats.values()})
         self.of_norms = [name for name in floats if is_norm(module.get_submodule(name.rpartition(".")[0]))]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.interop.export import find_tied_names, split_module
 from fsdpx.ext.interop.module import TorchModule
+from fsdpx.ext.interop.module_splitting import find_tied_names, split_module
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.nn.container import Sequential
 from fsdpx.nn.layer import Array, Layer, LayerContext, join_path

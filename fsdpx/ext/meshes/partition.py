@@ -96,7 +96,7 @@ class Partition(Domain):
         self, comm: Any, *, owned: int, ghosts: Any = (), owners: Any = None, edges: Any, positions: Any = None,
         edge_features: Any = None, undirected: bool | None = None,
     ) -> None:  # fmt: skip
-        comm = _open(comm)
+        comm = _as_communicator(comm)
         rank, _ = get_rank_and_size(comm)
         count = parse_or_raise_on_all_ranks(comm, lambda: parse_count("owned", owned, "owned nodes"))
         first = sum(all_gather_plain_data(comm, count)[:rank])
@@ -135,7 +135,7 @@ class Partition(Domain):
                 found, parse_owned_mask(owned_mask, found.size), edges, positions, edge_features, undirected
             )
 
-        return cls._make(_open(comm), parse)
+        return cls._make(_as_communicator(comm), parse)
 
     @classmethod
     def from_cells(
@@ -167,7 +167,7 @@ class Partition(Domain):
             mask, edges = parse_owned_mask(owned_mask, found.size), list_edges_of_cells(rows, pairs)
             return parse_graph(found, mask, edges, positions, None, True)
 
-        return cls._make(_open(comm), parse)
+        return cls._make(_as_communicator(comm), parse)
 
     @classmethod
     def from_dolfinx(
@@ -220,7 +220,7 @@ class Partition(Domain):
     def _from_solver(cls, comm: Any, read: Callable[[], SolverMesh]) -> Partition:
         """Return the partition of a solver's mesh. Arrays have the same rows as in the solver, even if edges need more
         ghosts than the solver has."""
-        comm = _open(comm)
+        comm = _as_communicator(comm)
         mesh = parse_or_raise_on_all_ranks(comm, read)
         edges, numbers, owned, rows = mesh.edges, mesh.numbers, mesh.owned, mesh.numbers.size
         positions = parse_or_raise_on_all_ranks(comm, lambda: to_array("positions", mesh.positions))
@@ -256,7 +256,7 @@ class Partition(Domain):
         ConfigError : if ranks pass different graphs
         """
         graph = nodes, edges, parts, method, positions, edge_features, undirected
-        return cls._split(comm, lambda: graph)
+        return cls._partition_replicated_graph(comm, lambda: graph)
 
     @classmethod
     def from_meshio(
@@ -284,12 +284,12 @@ class Partition(Domain):
             places, edges = get_meshio_points_and_edges(mesh)
             return len(places), edges, parts, method, places if positions is None else positions, None, True
 
-        return cls._split(comm, read)
+        return cls._partition_replicated_graph(comm, read)
 
     @classmethod
-    def _split(cls, comm: Any, read: Callable[[], WholeGraph]) -> Partition:
+    def _partition_replicated_graph(cls, comm: Any, read: Callable[[], WholeGraph]) -> Partition:
         """Partition the graph that `read` returns, in the form of arguments of `parse_whole_graph`. Collective."""
-        comm = _open(comm)
+        comm = _as_communicator(comm)
         rank, size = get_rank_and_size(comm)
         given, chosen = parse_or_raise_on_all_ranks(comm, lambda: parse_whole_graph(size, *read()))
         require_same_graph(comm, given, chosen)
@@ -725,7 +725,7 @@ class Partition(Domain):
         return [found for *_, found in everyone]
 
 
-def _open(comm: Any) -> Any:
+def _as_communicator(comm: Any) -> Any:
     """Return `comm` as an mpi4py or fsdpx communicator. Raise ConfigError if it cannot be used as one."""
     comm = to_mpi4py(comm)
     require_valid_intracomm(comm)

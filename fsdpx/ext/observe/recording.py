@@ -18,7 +18,7 @@ from fsdpx.core.program import Action, Program
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.state.units import Unit
 from fsdpx.nn.layer import Layer
-from fsdpx.nn.linearize import Node
+from fsdpx.nn.layer_list import Node
 
 __all__ = [
     "ActionSpan",

@@ -100,7 +100,7 @@ class Preemption:
     ) -> None:
         while self._before:
             _, before = self._before.popitem()
-            before.restore(self._handle_signal)
+            before.reinstall_unless_replaced(self._handle_signal)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop at the next step boundary, as a signal would. Not collective: one rank is enough."""

@@ -65,7 +65,10 @@ def _generate_on_ranks(
     """Generate new tokens for each prompt, and return them on every rank. Collective."""
     place = session.placement
     layers = [
-        found for unit in place.layout.units for node in unit.nodes for found in _iterate_leaves(node.path, node.layer)
+        found
+        for unit in place.layout.units
+        for node in unit.nodes
+        for found in _iterate_leaf_layers(node.path, node.layer)
     ]
     if cached:
         _require_cacheable_layers(layers)
@@ -134,12 +137,12 @@ def _make_token_all_reduce(place: Placement) -> Callable[[np.ndarray], None]:
     return share_tokens
 
 
-def _iterate_leaves(path: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
+def _iterate_leaf_layers(path: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
     if not isinstance(layer, Container):
         yield path, layer
         return
     for name, child in layer.children().items():
-        yield from _iterate_leaves(join_path(path, name), child)
+        yield from _iterate_leaf_layers(join_path(path, name), child)
 
 
 def _require_cacheable_layers(layers: Iterable[tuple[str, Layer]]) -> None:

@@ -11,7 +11,7 @@ from ranks import OVER_GLOO, carrier
 
 from fsdpx.core.base import environment
 from fsdpx.core.comm import CheckedCommunicator, FakeCommunicator, ReduceOp, make_single_rank_communicator, spawn
-from fsdpx.core.trainer import functional, initialize
+from fsdpx.core.trainer import array_collectives, initialize
 from fsdpx.errors import ConfigError, DataError, DesyncError, ShapeError
 
 
@@ -35,7 +35,7 @@ def test_ranks_of_spawn_have_their_own_default():
     def body():
         assert initialize.is_initialized()
         assert initialize.local_rank() == initialize.rank()
-        functional.barrier()
+        array_collectives.barrier()
         initialize.finalize()
         return initialize.rank(), initialize.world_size(), initialize.init().rank
 
@@ -46,16 +46,16 @@ def test_ranks_of_spawn_have_their_own_default():
 def test_all_reduce_keeps_the_shape_and_the_argument():
     def body():
         x = np.full((2, 3), initialize.rank() + 1.0)
-        total = functional.all_reduce(x)
+        total = array_collectives.all_reduce(x)
         assert x[0, 0] == initialize.rank() + 1
         assert total.shape == (2, 3)
         assert np.all(total == 6)
-        assert functional.all_reduce(x, out=x) is x
-        future = functional.all_reduce(x.T, "max", async_op=True)
+        assert array_collectives.all_reduce(x, out=x) is x
+        future = array_collectives.all_reduce(x.T, "max", async_op=True)
         assert np.all(future.wait() == 6)
         assert future.test()
-        assert functional.all_reduce(2, ReduceOp.PROD) == 8
-        assert functional.all_reduce(np.float32(1.5)).dtype == np.float32
+        assert array_collectives.all_reduce(2, ReduceOp.PROD) == 8
+        assert array_collectives.all_reduce(np.float32(1.5)).dtype == np.float32
 
     on_ranks(3, body)
 
@@ -65,24 +65,24 @@ def test_every_other_verb():
         rank, size = initialize.rank(), initialize.world_size()
         x = np.arange(6.0).reshape(3, 2) + 10 * rank
         every = np.stack([np.arange(6.0).reshape(3, 2) + 10 * r for r in range(size)])
-        np.testing.assert_array_equal(functional.all_gather(x), every)
+        np.testing.assert_array_equal(array_collectives.all_gather(x), every)
         rows = [3 * r // size for r in range(size + 1)]
         mine = slice(rows[rank], rows[rank + 1])
-        np.testing.assert_array_equal(functional.reduce_scatter(x.copy(order="F")), every.sum(0)[mine])
-        np.testing.assert_array_equal(functional.reduce_scatter(x, "avg"), every.mean(0)[mine])
-        np.testing.assert_array_equal(functional.broadcast(x, root=1), every[1])
-        assert (functional.reduce(x, root=1) is None) == (rank != 1)
-        gathered = functional.gather(x, root=1)
+        np.testing.assert_array_equal(array_collectives.reduce_scatter(x.copy(order="F")), every.sum(0)[mine])
+        np.testing.assert_array_equal(array_collectives.reduce_scatter(x, "avg"), every.mean(0)[mine])
+        np.testing.assert_array_equal(array_collectives.broadcast(x, root=1), every[1])
+        assert (array_collectives.reduce(x, root=1) is None) == (rank != 1)
+        gathered = array_collectives.gather(x, root=1)
         if rank == 1:
             np.testing.assert_array_equal(gathered, every)
-        np.testing.assert_array_equal(functional.scatter(x if rank == 1 else None, root=1), every[1][mine])
+        np.testing.assert_array_equal(array_collectives.scatter(x if rank == 1 else None, root=1), every[1][mine])
         y = np.arange(2 * size).reshape(2 * size, 1) + 100 * rank
         want = [[100 * r + 2 * rank + i] for r in range(size) for i in range(2)]
-        np.testing.assert_array_equal(functional.all_to_all(y), want)
+        np.testing.assert_array_equal(array_collectives.all_to_all(y), want)
         if rank == 0:
-            functional.send(x, 1, tag=3)
+            array_collectives.send(x, 1, tag=3)
         if rank == 1:
-            np.testing.assert_array_equal(functional.recv(np.empty((3, 2)), 0, tag=3), every[0])
+            np.testing.assert_array_equal(array_collectives.recv(np.empty((3, 2)), 0, tag=3), every[0])
 
     on_ranks(2, body)
 
@@ -90,24 +90,27 @@ def test_every_other_verb():
 def test_bad_arrays_are_named():
     initialize.init("local")
     with pytest.raises(ShapeError, match="out is not contiguous"):
-        functional.recv(np.zeros((2, 4))[:, ::2], 0)
+        array_collectives.recv(np.zeros((2, 4))[:, ::2], 0)
     fixed = np.zeros(2)
     fixed.flags.writeable = False
-    for into in (lambda: functional.recv(fixed, 0), lambda: functional.all_reduce(np.zeros(2), out=fixed)):
+    for into in (
+        lambda: array_collectives.recv(fixed, 0),
+        lambda: array_collectives.all_reduce(np.zeros(2), out=fixed),
+    ):
         with pytest.raises(ConfigError, match=r"out is read-only: pass an array that can be written"):
             into()
     with pytest.raises(ShapeError, match=r"out is float64\[3\], but x is float64\[2\]"):
-        functional.all_reduce(np.zeros(2), out=np.zeros(3))
+        array_collectives.all_reduce(np.zeros(2), out=np.zeros(3))
     with pytest.raises(ShapeError, match="reduce_scatter: x has no dimension to split"):
-        functional.reduce_scatter(1.0)
+        array_collectives.reduce_scatter(1.0)
     with pytest.raises(ShapeError, match="scatter: x has no dimension to split"):
-        functional.scatter(1.0)
+        array_collectives.scatter(1.0)
 
 
 def test_all_to_all_names_what_cannot_be_cut():
     def body():
         with pytest.raises(ShapeError, match=r"first dimension of shape \(3,\) is not a multiple of 2 ranks"):
-            functional.all_to_all(np.zeros(3))
+            array_collectives.all_to_all(np.zeros(3))
 
     on_ranks(2, body)
 
@@ -130,7 +133,7 @@ def test_a_communicator_of_the_user_is_taken_as_it_is():
 def test_fake_is_any_rank_of_any_size():
     initialize.init("fake", rank=5, size=1000)
     assert (initialize.rank(), initialize.world_size()) == (5, 1000)
-    assert functional.all_gather(np.zeros((2, 2))).shape == (1000, 2, 2)
+    assert array_collectives.all_gather(np.zeros((2, 2))).shape == (1000, 2, 2)
     assert isinstance(initialize.default_communicator(), FakeCommunicator)
 
 
@@ -164,7 +167,7 @@ def test_a_rank_of_spawn_cannot_open_another_world():
 
 def test_importing_and_running_on_threads_loads_no_mpi_and_no_torch():
     program = (
-        "import sys, numpy as np, fsdpx.core.comm as c, fsdpx.core.trainer.functional as f\n"
+        "import sys, numpy as np, fsdpx.core.comm as c, fsdpx.core.trainer.array_collectives as f\n"
         "import fsdpx.testing.communicator\n"
         "c.spawn(lambda comm: f.all_reduce(np.ones(3)), 2); f.all_reduce(1.0)\n"
         "assert not {'mpi4py', 'cupy', 'numba', 'torch'} & set(sys.modules), sys.modules"
@@ -175,20 +178,21 @@ def test_importing_and_running_on_threads_loads_no_mpi_and_no_torch():
 @pytest.mark.parametrize("name", ["mean", "average", "AVG", "Avg"])
 def test_an_average_has_the_names_that_others_give_it(name: str) -> None:
     assert ReduceOp.from_name(name) is ReduceOp.AVERAGE is ReduceOp.AVG
-    assert on_ranks(2, lambda: functional.all_reduce(float(initialize.rank()), name)) == [0.5, 0.5]
+    assert on_ranks(2, lambda: array_collectives.all_reduce(float(initialize.rank()), name)) == [0.5, 0.5]
 
 
 DIFFERENT = [
-    (lambda: functional.all_reduce(np.ones(3)), lambda: functional.all_reduce(np.ones(4)), r"shape \[3\].*shape \[4\]"),
-    (lambda: functional.all_gather(np.ones((2, 3))), lambda: functional.all_gather(np.ones((3, 2))), r"shape \[2, 3\]"),
-    (lambda: functional.gather(np.ones(2)), lambda: functional.gather(np.ones(2, "f4")), "float64.*float32"),
-    (lambda: functional.reduce(1.0), lambda: functional.reduce(1.0, "max"), "op SUM.*op MAX"),
-    (lambda: functional.broadcast(1.0, 0), lambda: functional.broadcast(1.0, 1), "root 0.*root 1"),
-    (lambda: functional.scatter(np.ones(4), 0), lambda: functional.scatter(np.ones(4), 1), "scatter.*root"),
-    (lambda: functional.barrier(), lambda: functional.all_to_all(np.ones(6)), "barrier.*all_to_all"),
-    (
-        lambda: functional.all_reduce(np.ones(3), async_op=True).wait(),
-        lambda: functional.all_reduce(np.ones(5), async_op=True).wait(), r"shape \[3\].*shape \[5\]",
+    (lambda: array_collectives.all_reduce(np.ones(3)), lambda: array_collectives.all_reduce(np.ones(4)),
+    r"shape \[3\].*shape \[4\]"), (lambda: array_collectives.all_gather(np.ones((2, 3))),
+    lambda: array_collectives.all_gather(np.ones((3, 2))), r"shape \[2, 3\]"),
+    (lambda: array_collectives.gather(np.ones(2)), lambda: array_collectives.gather(np.ones(2, "f4")),
+    "float64.*float32"), (lambda: array_collectives.reduce(1.0), lambda: array_collectives.reduce(1.0, "max"),
+    "op SUM.*op MAX"), (lambda: array_collectives.broadcast(1.0, 0), lambda: array_collectives.broadcast(1.0, 1),
+    "root 0.*root 1"), (lambda: array_collectives.scatter(np.ones(4), 0), lambda: array_collectives.scatter(np.ones(4),
+    1), "scatter.*root"), (lambda: array_collectives.barrier(), lambda: array_collectives.all_to_all(np.ones(6)),
+    "barrier.*all_to_all"), (
+        lambda: array_collectives.all_reduce(np.ones(3), async_op=True).wait(),
+        lambda: array_collectives.all_reduce(np.ones(5), async_op=True).wait(), r"shape \[3\].*shape \[5\]",
     ),
 ]  # fmt: skip
 
@@ -204,11 +208,11 @@ def test_ranks_that_call_it_differently_are_named_and_go_on(backend):
     size, last = initialize.world_size(), initialize.rank() == initialize.world_size() - 1
     for k, (one, other, words) in enumerate(DIFFERENT):
         most = 4 if k else 70  # once more of them than there are places for them
-        functional.all_reduce(np.ones(3)), functional.all_reduce(np.ones(4))
+        array_collectives.all_reduce(np.ones(3)), array_collectives.all_reduce(np.ones(4))
         with pytest.raises(DesyncError, match=rf"ranks called different collectives \(call \d+\): rank.*{words}"):
             (other if last else one)()
-        under_way = [functional.all_reduce(np.full(n, 1.0), async_op=True) for n in range(1, most)]
-        assert functional.all_gather(np.ones(2)).sum() == 2 * size
+        under_way = [array_collectives.all_reduce(np.full(n, 1.0), async_op=True) for n in range(1, most)]
+        assert array_collectives.all_gather(np.ones(2)).sum() == 2 * size
         assert [future.wait().sum() for future in under_way] == [n * size for n in range(1, most)]
 
 
@@ -219,14 +223,14 @@ def test_columns_and_foreign_numbers_travel_like_others():
         size, rank = initialize.world_size(), initialize.rank()
         x = np.arange(8 * size, dtype=">i2").reshape(2 * size, 4)[:, ::2]
         mine = slice(2 * rank, 2 * rank + 2)
-        np.testing.assert_array_equal(functional.all_gather(x), np.stack([x] * size))
-        np.testing.assert_array_equal(functional.reduce_scatter(x), size * x[mine])
-        np.testing.assert_array_equal(functional.scatter(x), x[mine])
-        np.testing.assert_array_equal(functional.all_reduce(x * 1j), size * x * 1j)
-        if (gathered := functional.gather(x)) is not None:
+        np.testing.assert_array_equal(array_collectives.all_gather(x), np.stack([x] * size))
+        np.testing.assert_array_equal(array_collectives.reduce_scatter(x), size * x[mine])
+        np.testing.assert_array_equal(array_collectives.scatter(x), x[mine])
+        np.testing.assert_array_equal(array_collectives.all_reduce(x * 1j), size * x * 1j)
+        if (gathered := array_collectives.gather(x)) is not None:
             np.testing.assert_array_equal(gathered, np.stack([x] * size))
         with pytest.raises(ConfigError, match="byte order of other machines"):
-            functional.recv(np.zeros(3, ">f8"), rank)
+            array_collectives.recv(np.zeros(3, ">f8"), rank)
 
     if (environment.read_environment().expected_size or 1) > 1:
         body()
@@ -247,28 +251,28 @@ def test_messages_of_other_sizes_nan_and_waits_in_any_order(backend):
         for owner in range(size):
             for op, dtype in (("max", "f4"), ("min", "f8")):
                 x = np.full(n, np.nan if rank == owner else rank, dtype)
-                assert np.isnan(functional.all_reduce(x, op)).all(), (n, owner, op)
-                assert np.isnan(functional.reduce_scatter(np.stack([x] * size), op)).all(), (n, owner, op)
+                assert np.isnan(array_collectives.all_reduce(x, op)).all(), (n, owner, op)
+                assert np.isnan(array_collectives.reduce_scatter(np.stack([x] * size), op)).all(), (n, owner, op)
     for order in (1, -1 if rank else 1):
-        some = [functional.all_reduce(np.full(3, float(n)), async_op=True) for n in range(20)]
+        some = [array_collectives.all_reduce(np.full(3, float(n)), async_op=True) for n in range(20)]
         assert [future.wait()[0] for future in some[::order]] == [size * n for n in range(20)][::order]
-    dropped = functional.all_reduce(np.ones(2), async_op=True)
-    last = functional.all_reduce(np.ones(3), async_op=True)
+    dropped = array_collectives.all_reduce(np.ones(2), async_op=True)
+    last = array_collectives.all_reduce(np.ones(3), async_op=True)
     while not last.test():
         pass
     assert dropped.wait()[0] == size
     if rank == 0:
         for _ in range(2):
-            functional.send(np.array([1.0, 2.0]), 1, 3)
+            array_collectives.send(np.array([1.0, 2.0]), 1, 3)
     if rank == 1:
         with pytest.raises(DesyncError, match=r"recv from rank 0, tag 3: it sends float64\[2\], out is float32\[4\]"):
-            functional.recv(np.zeros(4, "f4"), 0, 3)
-        assert functional.recv(np.zeros(2), 0, 3).tolist() == [1, 2]
+            array_collectives.recv(np.zeros(4, "f4"), 0, 3)
+        assert array_collectives.recv(np.zeros(2), 0, 3).tolist() == [1, 2]
     with pytest.raises(ConfigError, match=r"broadcast\(root=0.0\): the number of a rank is needed"):
-        functional.broadcast(np.ones(2), 0.0)
+        array_collectives.broadcast(np.ones(2), 0.0)
     with pytest.raises(DesyncError, match=r"root 0\.0"):
-        functional.broadcast(np.ones(2), 0.0 if rank else 0)
-    assert functional.broadcast(np.full(2, rank), np.int64(0)).tolist() == [0, 0]
+        array_collectives.broadcast(np.ones(2), 0.0 if rank else 0)
+    assert array_collectives.broadcast(np.full(2, rank), np.int64(0)).tolist() == [0, 0]
 
 
 @pytest.mark.world
@@ -284,22 +288,22 @@ def test_sums_of_few_bytes_are_those_of_many(backend):
         for op in ("sum", "max", "prod", "avg"):
             if (dtype == "c16" and op == "max") or (op == "avg" and dtype in ("i8", "u1", "?")):
                 with pytest.raises(ConfigError):
-                    functional.all_reduce(np.ones(2, dtype), op)
+                    array_collectives.all_reduce(np.ones(2, dtype), op)
                 continue
             for n in (0, 1, 5):
                 small = (np.arange(n) % 2 + rank).astype(dtype).reshape(n, 1)
                 large = np.resize(small, (200 * n, 1))
-                found = functional.all_reduce(small, op)
+                found = array_collectives.all_reduce(small, op)
                 assert (found.shape, found.dtype) == (small.shape, small.dtype)
-                np.testing.assert_array_equal(found, functional.all_reduce(large, op)[:n], f"{dtype} {op} {n}")
+                np.testing.assert_array_equal(found, array_collectives.all_reduce(large, op)[:n], f"{dtype} {op} {n}")
     for n in range(70):
-        assert functional.all_reduce(np.float64(n + rank)) == n * size + size * (size - 1) / 2
+        assert array_collectives.all_reduce(np.float64(n + rank)) == n * size + size * (size - 1) / 2
     out = np.zeros(2)
-    assert functional.all_reduce(np.ones(2), out=out) is out
+    assert array_collectives.all_reduce(np.ones(2), out=out) is out
     assert out.tolist() == [size, size]
 
 
 def test_masked_elements_are_no_numbers():
     with pytest.raises(DataError, match=r"^1 of 2 elements are masked: give them values"):
-        functional.all_reduce(np.ma.masked_equal([1.0, 2.0], 2.0))
-    assert type(functional.all_reduce(np.ma.masked_array([1.0]))) is np.ndarray
+        array_collectives.all_reduce(np.ma.masked_equal([1.0, 2.0], 2.0))
+    assert type(array_collectives.all_reduce(np.ma.masked_array([1.0]))) is np.ndarray

@@ -21,7 +21,7 @@ from fsdpx.core.comm.calls import COMPLETED, Call
 from fsdpx.core.comm.communicator import CALL_SPECS, SurvivorCommunicator, can_survive
 from fsdpx.core.comm.init import open_fault_tolerant_communicator
 from fsdpx.core.comm.p2p_collectives import COLLECTIVES
-from fsdpx.core.trainer import functional, initialize
+from fsdpx.core.trainer import array_collectives, initialize
 from fsdpx.data import DistributedSampler, gather_channel_statistics
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 from fsdpx.testing.communicator import CommunicatorContract
@@ -166,15 +166,15 @@ def test_the_functional_api_on_mpi(world):
             assert (initialize.rank(), initialize.world_size()) == (comm.rank, comm.size)
             assert sorted(comm.all_gather_object(initialize.local_rank())) == list(range(comm.size))
             x = np.full((2, 3), comm.rank + 1.0)
-            assert np.all(functional.all_reduce(x, "max") == comm.size)
-            assert functional.all_gather(x).shape == (comm.size, 2, 3)
+            assert np.all(array_collectives.all_reduce(x, "max") == comm.size)
+            assert array_collectives.all_gather(x).shape == (comm.size, 2, 3)
             assert (
-                functional.reduce_scatter(np.ones((7, 2))).sum()
+                array_collectives.reduce_scatter(np.ones((7, 2))).sum()
                 == 2 * comm.size * split_evenly(7, comm.size)[comm.rank]
             )
             initialize.finalize()
             initialize.init(comm=MPI.COMM_WORLD)
-            assert functional.broadcast(x, root=comm.size - 1)[0, 0] == comm.size
+            assert array_collectives.broadcast(x, root=comm.size - 1)[0, 0] == comm.size
             initialize.finalize()
         finally:
             sys.excepthook, threading.excepthook = excepthook, threadhook
@@ -205,7 +205,7 @@ def test_communicators_that_give_one_of_mpi4py_are_taken(world):
         assert trainer.call_runner.world.size == comm.size
         trainer.close()
         initialize.init(comm=petsc)
-        assert functional.all_reduce(np.ones(1)).tolist() == [comm.size]
+        assert array_collectives.all_reduce(np.ones(1)).tolist() == [comm.size]
         initialize.finalize()
         apart = open_fault_tolerant_communicator(petsc)
         assert apart.size == comm.size

@@ -214,10 +214,10 @@ def test_counts_that_cannot_be_are_refused(missed: Any) -> None:
     from fsdpx.core.checkpoint.scalars import CheckpointScalars
 
     good = CheckpointScalars(2, 0, 0, 1.0, 0, False, (), "SGD", missed={"0.weight": 2})
-    assert CheckpointScalars.parse(good.to_json(), "here") == good
+    assert CheckpointScalars.from_json(good.to_json(), "here") == good
     text = good.to_json().replace('{"0.weight":2}', __import__("json").dumps(missed))
     with pytest.raises(CheckpointError, match="here: this state cannot be read"):
-        CheckpointScalars.parse(text, "here")
+        CheckpointScalars.from_json(text, "here")
 
 
 def test_bits_with_chunks_and_16_bit_state_do_not_depend_on_ranks() -> None:

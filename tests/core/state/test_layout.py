@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.core.array.sums import CHUNK_ELEMENTS
-from fsdpx.core.state.flat_parameters import ElementRange, Page, find_overlaps, shard_page
+from fsdpx.core.state.flat_parameters import ElementRange, Page, intersect_ranges, shard_page
 from fsdpx.core.state.gradients import (
     PairwiseSumStack,
     TreeNode,
@@ -31,7 +31,7 @@ def cuts(draw: st.DrawFn, size: int) -> list[ElementRange]:
 def test_overlap_covers_every_element_once(data: st.DataObject, size: int) -> None:
     have, want = data.draw(cuts(size)), data.draw(cuts(size))
     seen = []
-    for piece in find_overlaps(have, want):
+    for piece in intersect_ranges(have, want):
         for i in range(piece.start, piece.stop):
             assert have[piece.have].start <= i < have[piece.have].stop
             assert want[piece.want].start <= i < want[piece.want].stop
@@ -40,11 +40,11 @@ def test_overlap_covers_every_element_once(data: st.DataObject, size: int) -> No
 
 
 def test_overlap_skips_gaps() -> None:
-    assert find_overlaps([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)]) == find_overlaps(
+    assert intersect_ranges([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)]) == intersect_ranges(
         [ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)]
     )
     assert [
-        (p.start, p.stop) for p in find_overlaps([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)])
+        (p.start, p.stop) for p in intersect_ranges([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)])
     ] == [
         (2, 3),
         (6, 7),

@@ -134,7 +134,7 @@ def test_diloco_is_its_definition(local: LocalSGD) -> None:
     def run(comm: Communicator, mesh: Mesh | None) -> Any:
         trainer = make(comm, "mlp", local, mesh=mesh)
         steps(trainer, "mlp", sizes)
-        rounds, pages = trainer.inspect.placement.sync_policy.rounds, trainer.inspect.placement.layout.pages
+        rounds, pages = trainer.inspect.placement.sync_policy.round_schedule, trainer.inspect.placement.layout.pages
         return [[f.name for p in some for f in pages[p].fields] for some in rounds.fragments], trainer.parameters()
 
     found = [one for size, mesh in ((3, None), (6, Mesh(replica=3, shard=2))) for one in spawn(run, size, mesh)]

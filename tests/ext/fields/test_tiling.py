@@ -12,7 +12,7 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.ext.fields.tiling import find_rank_grid
+from fsdpx.ext.fields.rank_grid import find_rank_grid
 
 
 @given(st.data())

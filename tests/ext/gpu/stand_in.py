@@ -374,8 +374,8 @@ def by_columns(kind: Any, into: Any, shape: tuple[int, ...], alpha: float, a: in
 
 
 class Cublas:
-    """The library as ctypes has it. It takes part in graphs, while CuPy's functions refuse to. CuPy has a handle for each
-    thread, so a stream that one thread sets is not that of another."""
+    """The library as ctypes has it. It takes part in graphs, while CuPy's functions refuse to. CuPy has a handle for
+    each thread, so a stream that one thread sets is not that of another."""
 
     def __init__(self) -> None:
         self.of_thread = threading.local()

@@ -17,7 +17,7 @@ from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.comm import Communicator
 from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.nn.linearize import linearize, parameter_specs
+from fsdpx.nn.layer_list import linearize, parameter_specs
 
 BF16 = Precision(compute="bf16")
 ALONE = Precision("bf16", master="bf16")

@@ -16,8 +16,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fsdpx.errors import ConfigError  # noqa: E402
-from fsdpx.ext.interop import export as apart_module  # noqa: E402
-from fsdpx.ext.interop.export import (  # noqa: E402
+from fsdpx.ext.interop import module_splitting as apart_module  # noqa: E402
+from fsdpx.ext.interop.module_splitting import (  # noqa: E402
     ModuleLayout,
     TensorValue,
     UnitShapes,

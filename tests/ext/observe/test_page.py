@@ -25,8 +25,8 @@ from fsdpx.core.program.verbs import parse_actions
 from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.observe.chrome import RankTrace, TraceHeader
 from fsdpx.ext.observe.folder import RunFolder
+from fsdpx.ext.observe.html_page import compute_wait_matrix
 from fsdpx.ext.observe.measure import ClockReading
-from fsdpx.ext.observe.page import compute_wait_matrix
 from fsdpx.ext.observe.plots import DARKER, THEMES, StepLanes, draw_steps, make_figure
 
 

@@ -20,7 +20,7 @@ from fsdpx.core.array.shapes.array import (
     make_shape_only_reduction,
     make_shape_only_view_function,
 )
-from fsdpx.core.array.shapes.functions import (
+from fsdpx.core.array.shapes.shape_functions import (
     argsort,
     concatenate,
     make_kernel_result,

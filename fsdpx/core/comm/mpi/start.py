@@ -2,7 +2,7 @@
 waits inside the library and cannot run Python code, so another process must enforce a time limit.
 
 The waiting ranks of a host create marker files in a folder, which `fsdpx run` also reads. The first rank starts a
-watchdog process (`fsdpx/core/comm/mpi/start_watchdog.py`) that ends the job if a rank does not arrive in time. The
+watchdog process (`fsdpx/core/comm/mpi/mpi_init_watchdog.py`) that ends the job if a rank does not arrive in time. The
 first rank also removes files that killed jobs have left in shared memory, because MPI libraries do not remove them."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.safe_files import is_owned_by_user
 from fsdpx.core.comm.default_communicator import get_running_mpi
-from fsdpx.core.comm.mpi.start_watchdog import MARK_PREFIX, TIMED_OUT_MARK, get_process_start_time, parse_marker_name
+from fsdpx.core.comm.mpi.mpi_init_watchdog import MARK_PREFIX, TIMED_OUT_MARK, get_process_start_time, parse_marker_name
 
 __all__ = [
     "FOLDER_PREFIX", "SHARED_MEMORY_FOLDER", "find_leftover_files", "find_waiting_ranks", "guarding_mpi_start",
@@ -209,7 +209,7 @@ def _start_mpi_init_watchdog(
     assert settings.launcher is not None
     known = (settings.start_timeout, job or 0, settings.expected_size or 0, settings.launcher.local_size or 0)
     words = [str(folder), *map(str, known), "keep" if settings.run else ""]
-    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("start_watchdog.py")), *words]
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("mpi_init_watchdog.py")), *words]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 

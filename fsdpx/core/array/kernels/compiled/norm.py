@@ -99,7 +99,9 @@ def _fill_missing_weight(weight: np.ndarray | None, default: float, x: np.ndarra
     )
 
 
-def _normalize(x: np.ndarray, weight: Any, bias: Any, eps: float, centred: bool) -> tuple[np.ndarray, ...]:
+def _apply_layer_or_rms_norm(
+    x: np.ndarray, weight: Any, bias: Any, eps: float, centred: bool
+) -> tuple[np.ndarray, ...]:
     x = np.ascontiguousarray(x)
     dtype = accumulation_dtype(x.dtype)
     y, mean, rstd = np.empty_like(x), np.zeros(x.shape[0], dtype), np.empty(x.shape[0], dtype)
@@ -139,7 +141,7 @@ def _can_write_directly(g: Any, x: np.ndarray) -> bool:
 
 @register_compiled_kernel(lambda x, w, s: (x, w, w, 1e-5))
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[np.ndarray, ...]:
-    return _normalize(x, weight, bias, eps, True)
+    return _apply_layer_or_rms_norm(x, weight, bias, eps, True)
 
 
 @register_compiled_kernel(lambda x, w, s: (x, w, s[:2], s[:2], x))
@@ -154,7 +156,7 @@ def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, g
 
 @register_compiled_kernel(lambda x, w, s: (x, w, 1e-5))
 def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[np.ndarray, ...]:
-    y, _, rstd = _normalize(x, weight, None, eps, False)
+    y, _, rstd = _apply_layer_or_rms_norm(x, weight, None, eps, False)
     return y, rstd
 
 

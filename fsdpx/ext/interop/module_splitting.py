@@ -33,7 +33,14 @@ from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches
 from fsdpx.errors import ConfigError
 from fsdpx.ext.interop.aten_kernels import RESHAPES, fuse_gelu_and_norm_with_linear
 from fsdpx.ext.interop.initial_values import InitialValues
-from fsdpx.ext.interop.module import AutogradLayer, Run, TorchModule, is_norm, make_initial_values, select_output
+from fsdpx.ext.interop.module import (
+    AutogradLayer,
+    Run,
+    TorchModule,
+    is_norm,
+    make_initial_values_from_tensors,
+    select_output,
+)
 from fsdpx.ext.interop.tensors import to_tensor
 from fsdpx.ext.interop.torch_context import REPLACED_OPERATIONS, may_draw_random_numbers
 from fsdpx.nn.container import ChildCall, Container
@@ -330,7 +337,7 @@ class UnitFunction(AutogradLayer):
         self._norms = norms
         self.n_inputs, self.name, self._known = inputs, name, shapes
         self._kinds = {n: str(t.dtype).removeprefix("torch.") for n, t in parameters.items()}
-        self.given_values = make_initial_values(parameters)
+        self.given_values = make_initial_values_from_tensors(parameters)
         self.trained = frozenset(n for n, t in parameters.items() if t.requires_grad)
         self._shapes = {n: tuple(t.shape) for n, t in parameters.items()}
         self._graph = graph

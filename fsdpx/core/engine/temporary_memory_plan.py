@@ -14,7 +14,7 @@ from fsdpx.core.state.train_state import TrainState
 
 __all__ = [
     "agree_on_temporary_memory_plan",
-    "count_scratch_bytes",
+    "count_action_scratch_bytes",
     "find_buffer_lifetimes",
     "plan_temporary_buffer_offsets",
 ]
@@ -53,10 +53,10 @@ def _count_slot_bytes(state: TrainState, slot: Slot) -> int:
     row = state.ledger.rows.get(LedgerKey(slot.kind, slot.at))
     if row is not None:
         return 0 if row.is_kept else row.nbytes
-    return count_scratch_bytes(state, slot)
+    return count_action_scratch_bytes(state, slot)
 
 
-def count_scratch_bytes(state: TrainState, slot: Slot) -> int:
+def count_action_scratch_bytes(state: TrainState, slot: Slot) -> int:
     """Return the bytes of temporary memory that an action on a page (flat parameter buffer) needs, besides its inputs
     and outputs."""
     place, itemsize = state.placement, state.placement.formats.gradients.itemsize

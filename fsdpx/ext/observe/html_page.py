@@ -156,7 +156,7 @@ def iterate_page_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Ite
         yield "One step: measured, and simulated with messages that take no time", _format_step_times(traces)
         yield "How ranks spend their time", _format_stragglers(found)
         yield "Which ranks wait for which", _format_wait_matrix(found)
-        yield "Slowest layers", _format_layers(traces)
+        yield "Slowest layers", _format_slowest_layers(traces)
     else:
         yield "Trace", NO_TRACE
     if of_a_run:
@@ -284,7 +284,7 @@ def _format_wait_matrix(found: WaitMatrix) -> str:
     return f"{table}\n\nwaiting time of the rank on the left because the other rank had not entered a transfer yet"
 
 
-def _format_layers(traces: Sequence[RankTrace]) -> str:
+def _format_slowest_layers(traces: Sequence[RankTrace]) -> str:
     """Return a table of the slowest layers, each with the time on its slowest rank."""
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(traces))
     for one in traces:

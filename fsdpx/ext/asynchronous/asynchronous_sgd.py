@@ -24,7 +24,7 @@ from fsdpx.core.program.passes import insert_gathers
 from fsdpx.core.state import ledger
 from fsdpx.core.state.flat_parameters import ElementRange, ShardedPage
 from fsdpx.core.state.ledger import LedgerKey, LedgerRow
-from fsdpx.core.state.placement import Placement, make_segments
+from fsdpx.core.state.placement import Placement, make_optimizer_segments
 from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_arrays_returning_undo
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.optim import ShardSegments
@@ -121,7 +121,7 @@ class CommonMemory:
         turned = [(self.rank + i) % self.size for i in range(self.size if self.sharded else 1)]
         return [(rank, _find_owned_element_range(self.placement, page, rank, self.sharded)) for rank in turned]
 
-    def make_segments(self, rank: int, page: int) -> ShardSegments:
+    def make_shard_segments(self, rank: int, page: int) -> ShardSegments:
         """Return the segments (parameters, or parts of them) that make up rank `rank`'s elements of a page, in the form
         that optimizers take."""
         if (rank, page) not in self._segments:
@@ -132,7 +132,7 @@ class CommonMemory:
                 else (_raise_needs_norms, ShardPeers(_raise_needs_norms, rank, _raise_needs_norms))
             )
             self._segments[rank, page] = ShardSegments(
-                make_segments(here.page, mine, self.placement.layout.specs), *others
+                make_optimizer_segments(here.page, mine, self.placement.layout.specs), *others
             )
         return self._segments[rank, page]
 
@@ -424,7 +424,7 @@ class AsynchronousPolicy(SyncPolicy):
                 self.staleness_counts[late] = self.staleness_counts.get(late, 0) + 1
                 lr = 1 / (1 + late) if self.choice.by_staleness else 1.0
                 words[UPDATES] += 1
-                update(master, own, slots, self.memory.make_segments(rank, page), int(words[UPDATES]), None, lr)
+                update(master, own, slots, self.memory.make_shard_segments(rank, page), int(words[UPDATES]), None, lr)
             if rank != self.rank:
                 self._count_traffic("push", span.size, own.dtype)
 
@@ -449,7 +449,13 @@ class AsynchronousPolicy(SyncPolicy):
                 with self.memory.locked_page_for_update(rank, page) as (words, master, slots):
                     words[UPDATES] += 1
                     update(
-                        master, whole, slots, self.memory.make_segments(rank, page), int(words[UPDATES]), shared, 1.0
+                        master,
+                        whole,
+                        slots,
+                        self.memory.make_shard_segments(rank, page),
+                        int(words[UPDATES]),
+                        shared,
+                        1.0,
                     )
         if rank != self.rank:
             self._count_traffic("push", gradient.size, gradient.dtype)

@@ -31,7 +31,7 @@ from fsdpx.models.mesh_networks import (
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Container
 from fsdpx.nn.graph import Graph
-from fsdpx.nn.linearize import linearize, parameter_specs
+from fsdpx.nn.layer_list import linearize, parameter_specs
 from fsdpx.nn.shape import Add
 
 __all__ = ["from_state_dict", "to_state_dict"]
