@@ -4,7 +4,7 @@
     trainer = model.as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-3), strategy="fsdp")
     loss = trainer.step(x, y)
 
-Importing this package loads neither MPI nor Numba nor CuPy; each name is imported from its module when first used."""
+Importing this package does not load MPI, Numba or CuPy; each name is imported from its module when first used."""
 
 from typing import TYPE_CHECKING
 

@@ -14,20 +14,20 @@ from fsdpx.core.base.version import __version__
 from fsdpx.errors import FsdpxError
 
 Options = Callable[[argparse.ArgumentParser], None] | str
-"""Function that adds options to the parser of a command, or a text "module:function" that names this function, see
-`_import_command`."""
+"""Function that adds options to the parser of a command, or a string "module:function" that names the function (see
+`_import_command`)."""
 
 
 class Command(NamedTuple):
-    """One command of the command line.
+    """A command of the command-line interface.
 
     Attributes
     ----------
     help : one line that describes the command
     function : "module:function" in fsdpx/launch; the function returns an exit status, or text to print
     options : function that adds the command's options to a parser
-    example : arguments of an example. A first word `mpiexec` stands for `mpiexec -n 4 python -m fsdpx`; without it, the
-        example begins with `python -m fsdpx`
+    example : arguments of an example. If the first word is `mpiexec`, the example begins with
+        `mpiexec -n 4 python -m fsdpx`, otherwise with `python -m fsdpx`
     """
 
     help: str
@@ -37,7 +37,7 @@ class Command(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name, and return the exit status."""
+    """Run the command given by the arguments and return its exit status."""
     args = make_parser().parse_args(argv)
     if args.command is None:
         make_parser().print_help(sys.stderr)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except FsdpxError as error:
         if _has_connected_to_ranks():
-            raise error.with_traceback(None) from None  # the excepthook of the job prints the error and ends all ranks
+            raise error.with_traceback(None) from None  # the job's excepthook prints the error and ends all ranks
         return _print_error_on_first_rank(f"fsdpx {args.command}: {error}")
     except KeyboardInterrupt:
         if _has_connected_to_ranks():
@@ -60,13 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _expand_path(text: str) -> Path:
-    """Expand ~ in a path, as `fsdpx.core.base.safe_files.expanduser` does. That module is not imported here, so that
-    starting a job stays fast."""
+    """Expand ~ in a path, as `fsdpx.core.base.safe_files.expanduser` does. To keep job startup fast, that module is not
+    imported here."""
     return Path(os.path.expanduser(text))
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that reports a mistake in one line, without listing all options as argparse does.
+    """Argument parser that reports a mistake in one line. Unlike argparse, it does not list all options.
 
     `options` is a function that adds the options of a command. It is imported only for the requested command, because
     a launcher should not have to import training code."""
@@ -76,8 +76,8 @@ class CommandParser(argparse.ArgumentParser):
         self._options = options
 
     def parse_known_args(self, *args: Any, **more: Any) -> Any:
-        """Parse the arguments of a command. Unknown options are an error here, so that the command's own parser can
-        suggest similar ones."""
+        """Parse the arguments of a command. This method reports unknown options itself, so that it can suggest similar
+        options of the command."""
         options, self._options = self._options, None
         if options is not None:
             (_import_command(options) if isinstance(options, str) else options)(self)
@@ -124,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _format_commands() -> str:
-    """Return the list of commands for --help, by group, each with its description and an example."""
+    """Return the list of commands for --help, grouped, each with its description and an example."""
     lines = []
     for group, commands in GROUPS.items():
         lines.append(f"{group}:")
@@ -152,7 +152,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
 
 def _import_command(function: str) -> Callable[..., Any]:
-    """Import a function given as "module:function", with the module in fsdpx/launch, and return the function."""
+    """Import and return a function given as "module:function", where the module is in fsdpx/launch."""
     module, _, name = function.partition(":")
     found: Callable[..., Any] = getattr(import_module(f"fsdpx.launch.{module}"), name)
     return found
@@ -167,8 +167,8 @@ def _has_connected_to_ranks() -> bool:
 
 
 def _print_error_on_first_rank(line: str) -> int:
-    """Print an error on the first rank only, and return exit status 2 on every rank. The other ranks need not print,
-    because ranks that have not connected to each other yet all meet the same error."""
+    """Print an error on the first rank only, and return exit status 2 on every rank. The other ranks need not print the
+    error: before ranks connect to each other, the same error occurs on every rank."""
     from fsdpx.core.base import environment
     from fsdpx.core.base.messages import wrap_for_terminal
 

@@ -1,4 +1,4 @@
-"""Every error that fsdpx raises, in one tree.
+"""Class hierarchy of all errors that fsdpx raises.
 
 FsdpxError
 ├── ConfigError (ValueError)      an option, a model or a combination of them that cannot work
@@ -41,7 +41,7 @@ def escape_control(text: str) -> str:
 
 
 def install_hint(*extras: str) -> str:
-    """Return the command that installs one of these extras, for an error message. The command names the folder of
+    """Return the command that installs one of the given extras, for an error message. The command names the folder of
     fsdpx's sources, because fsdpx is not in any package index."""
     commands = " or ".join(f"pip install '.[{extra}]'" for extra in extras)
     return f"{commands} in the folder of fsdpx's sources"
@@ -70,8 +70,8 @@ def warn(text: str, kind: type[Warning] = RuntimeWarning) -> None:
 
 
 class FsdpxError(Exception):
-    """Base class of all errors that fsdpx raises on purpose. Control characters in the text are escaped, because it may
-    contain names from untrusted files."""
+    """Base class of all errors that fsdpx raises deliberately. Control characters in the text are escaped, because the
+    text may contain names from untrusted files."""
 
     def __str__(self) -> str:
         return escape_control(super().__str__())
@@ -86,8 +86,8 @@ class MeshError(ConfigError):
 
 
 class ShapeError(ConfigError):
-    """Raised for an array whose shape does not fit the layer or function that gets it, or for layers that do not fit
-    together."""
+    """Raised for an array whose shape does not fit the layer or function that receives it, or for layers that do not
+    fit together."""
 
 
 class LaunchError(ConfigError):
@@ -110,7 +110,7 @@ class OffloadError(FsdpxError, OSError):
 
 
 class OutOfMemory(FsdpxError, MemoryError):
-    """Raised if the plan of this rank does not fit into its memory. The text names the plan, the available memory, and
+    """Raised if this rank has less memory than its plan needs. The message shows the plan, the available memory, and
     options that would fit."""
 
 
@@ -136,7 +136,7 @@ class CommTimeout(CommError, TimeoutError):
 
 
 class RankLost(CommError):
-    """Raised if a rank of this communicator died, or another rank revoked the communicator because one died.
+    """Raised if a rank of this communicator died, or another rank revoked the communicator because a rank died.
 
     Attributes
     ----------

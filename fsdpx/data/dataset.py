@@ -113,7 +113,7 @@ class TokenDataset(WindowDataset):
 
     Parameters
     ----------
-    path : a `.npy` file with a 1-D array, or a file of raw numbers of `dtype`, as `tokens.tofile(path)` writes it
+    path : a `.npy` file with a 1-D array, or a file of raw numbers of `dtype`, as written by `tokens.tofile(path)`
     seq_len : number of tokens in a sample; the file must have at least seq_len + 1 tokens
     dtype : dtype of the raw numbers; ignored for `.npy` files
     """
@@ -162,9 +162,9 @@ def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def read_npy_header(file: BinaryIO, start: int, stop: int) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype, int]:
-    """Read the header of an array that an open file holds in `.npy` format from byte `start` on. Return the shape,
-    memory order and dtype of the array, and the file offset of its first element. Raise OSError or ValueError if the
-    array cannot be read or extends beyond byte `stop`."""
+    """Read the header of an array that is stored in `.npy` format in an open file, starting at byte `start`. Return the
+    shape, memory order and dtype of the array, and the file offset of its first element. Raise OSError or ValueError if
+    the array cannot be read or extends beyond byte `stop`."""
     file.seek(start)
     form = np.lib.format
     header = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
@@ -185,8 +185,8 @@ def read_npy_header(file: BinaryIO, start: int, stop: int) -> tuple[tuple[int, .
 class Dataset(Protocol):
     """The protocol of datasets. The samples of a dataset are numbered from 0 to `len(dataset) - 1`.
 
-    A dataset may also have one of the methods `take(indices) -> batch` and `__getitems__(numbers) -> samples` (as
-    PyTorch and Hugging Face datasets do). The loader then reads each batch with a single call of that method."""
+    A dataset may also have a method `take(indices) -> batch` or, like PyTorch and Hugging Face datasets, a method
+    `__getitems__(numbers) -> samples`. The loader then reads each batch with a single call of that method."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
@@ -422,9 +422,9 @@ def _walk_folder(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _select_byte_ranges_of_split(files: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:
-    """Return the byte ranges of `files` that belong to the validation split (if `validation`) or to the training split.
-    The text is divided into up to 16 stretches; the last `fraction` of each stretch is for validation, and the rest is
-    for training."""
+    """Return the byte ranges of `files` that belong to the validation split (if `validation` is true) or to the
+    training split. The text is divided into up to 16 stretches; the last `fraction` of each stretch is for validation,
+    and the rest is for training."""
     total = sum(stop - start for _, start, stop in files)
     count = min(MAX_STRETCHES, max(1, total // STRETCH_BYTES))
     pieces: list[Piece] = []

@@ -44,9 +44,9 @@ class DistributedSampler:
     """Shuffles the samples 0 .. n-1 by (seed, epoch), divides them into global batches, and splits each global batch
     over the ranks.
 
-    The global batch of step k (from 0) is `order[k * batch : (k + 1) * batch]`. Of a global batch of L samples, rank r
-    gets those from `L * r // size` up to, but not including, `L * (r + 1) // size`. The global batches are therefore
-    the same for any number of ranks, and each sample occurs exactly once per epoch: no sample is repeated as padding.
+    The global batch of step k (from 0) is `order[k * batch : (k + 1) * batch]`. From a global batch of L samples, rank
+    r gets samples `L * r // size` up to, but not including, `L * (r + 1) // size`. The global batches are therefore the
+    same for any number of ranks, and each sample occurs exactly once per epoch: no sample is repeated as padding.
 
     Iterating over the sampler yields this rank's indices one by one; `iterate_batches()` yields one array per step.
     Both advance `epoch` and `position`, the number of samples of the epoch that all ranks together have received. At
@@ -57,18 +57,20 @@ class DistributedSampler:
     Parameters
     ----------
     n : number of samples in the dataset
-    rank, size : number of this data rank, and number of data ranks; None: as in `comm`. With rank=0, size=1 and no
-        comm, the dataset must contain only this rank's samples: they are not split again (`presharded` is True), and
-        `batch` counts only this rank's samples. If `fit` uses such samplers on several ranks, it sets `uneven` to True:
-        ranks may then have different numbers of samples, so `state_dict` leaves out `n`
-    comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator if
-        one exists, else all ranks of this job
+    rank, size : number of this data rank, and number of data ranks; if None, they are taken from `comm`. With rank=0,
+        size=1 and no comm, the dataset must contain only this rank's samples: they are not split again (`presharded` is
+        True), and `batch` counts only this rank's samples. If `fit` uses such samplers on several ranks, it sets
+        `uneven` to True: ranks may then have different numbers of samples, so `state_dict` leaves out `n`
+    comm : a communicator of the data ranks, or any object with `rank` and `size`; if None, use the default communicator
+        if one exists, and otherwise all ranks of this job
     shuffle : whether each epoch has a new random order; if False, the order is 0 .. n-1
     seed : seed of the random order
     drop_last : whether to leave out the last global batch if it is shorter than `batch`
-    batch : number of samples in a global batch; None: `size`, so that rank r gets order[r::size], as in PyTorch
-    reproducible_chunks : number of chunks of a global batch, as in the trainer's option of this name. `batch` must be a
-        multiple of it, each rank gets entire chunks, and a short batch is truncated to a multiple of it
+    batch : number of samples in a global batch; if None, it is `size`, so that rank r gets order[r::size], as in
+        PyTorch
+    reproducible_chunks : number of chunks of a global batch, like the trainer's option of the same name. `batch` must
+        be a multiple of this number, each rank gets entire chunks, and a short batch is truncated to a multiple of this
+        number
     """
 
     @wrap_with_option_check
@@ -165,8 +167,8 @@ class DistributedSampler:
             position = after
 
     def begin_pass(self) -> EpochPass:
-        """Begin to iterate over an epoch, and return the new pass. It starts at the position that `load_state_dict`
-        has just restored, if any, and otherwise at the beginning of the epoch.
+        """Begin a new pass over an epoch and return it. The pass starts at the position that `load_state_dict` has just
+        restored, if any, and otherwise at the beginning of the epoch.
 
         If several passes are in progress, only the first one advances `epoch` and `position`; the other passes cover
         the full epoch."""
@@ -215,7 +217,7 @@ class DistributedSampler:
         return {"epoch": epoch, "position": position, **n, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration continue from where `state_dict` was called.
+        """Make the next iteration continue from the position where `state_dict` was called.
 
         Parameters
         ----------
@@ -334,7 +336,7 @@ def _has_indexed_samples(dataset: Any) -> bool:
 MAX_PREFETCHED = 1 << 16
 """Maximum number of batches to read ahead. More batches would not fit into memory anyway, and a much larger number
 could overflow a queue's counter."""
-POLL_SECONDS = 0.2  # interval at which `stopped` is checked while the queue is full
+POLL_SECONDS = 0.2  # time between checks of `stopped` while the queue is full
 
 
 @dataclass
@@ -419,15 +421,15 @@ class DataLoader:
     dataset : the samples; see the protocol `Dataset`
     batch_size : number of samples in the GLOBAL batch, which is split over the ranks; it does not depend on the number
         of ranks
-    comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`; None: the default
+    comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`; if None, use the default
         communicator
     rank, size, shuffle, seed, drop_last, reproducible_chunks : see `DistributedSampler`. rank=0, size=1 without comm
         means that the dataset contains only this rank's samples, and that batch_size counts only this rank's samples
-    sampler : a sampler, which replaces batch_size, comm, and all options in the line above
-    collate : function from a list of samples to a batch; None: use the dataset's method `take` if there is one, else
-        stack the samples
+    sampler : a sampler to use instead of the arguments from batch_size to reproducible_chunks
+    collate : function from a list of samples to a batch; if None, use the dataset's method `take` if there is one, and
+        otherwise stack the samples
     transform : function from batch to batch; like collate, it runs in the reading thread
-    prefetch : number of batches that a thread reads ahead; the thread makes no MPI calls. 0: no thread
+    prefetch : number of batches that a thread reads ahead; the thread makes no MPI calls. If 0, no thread is used
     """
 
     @wrap_with_option_check
@@ -533,7 +535,8 @@ class DataLoader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stop iterations in progress, and make the next iteration continue from where `state_dict` was called.
+        """Stop iterations in progress, and make the next iteration continue from the position where `state_dict` was
+        called.
 
         Parameters
         ----------
@@ -586,8 +589,8 @@ class DataLoader:
 
 
 class _EpochIterator:
-    """Iterator over the batches of one epoch. It advances the sampler's position as the consumer receives batches, not
-    as they are read ahead."""
+    """Iterator over the batches of one epoch. It advances the sampler's position when the consumer receives a batch,
+    not when the batch is read ahead."""
 
     def __init__(self, loader: DataLoader, epoch_pass: EpochPass) -> None:
         self._pass = epoch_pass

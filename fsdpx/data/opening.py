@@ -41,17 +41,17 @@ _SIGNATURES = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it, by unzstd",
     b"\x93NUMPY": "of NumPy: give its name the end .npy",
 }  # fmt: skip
-"""File formats that h5py cannot read: first bytes of the file -> name of the format, or text that says how to convert
-the file."""
+"""File formats that h5py cannot read. Maps the first bytes of a file to the name of its format, or to text that says
+how to convert the file."""
 _FILTERS = {
     307: "bzip2", 32000: "LZF", 32001: "Blosc", 32004: "LZ4", 32008: "Bitshuffle", 32013: "ZFP", 32015: "Zstandard",
     32017: "SZ", 32018: "FCIDECOMP", 32024: "SZ3", 32026: "Blosc2", 32028: "SPERR",
 }  # fmt: skip
 """Names of the HDF5 filters in the package hdf5plugin, by number."""
 _ZIP_HEADER_BYTES = 30
-"""Size of the header before each file in a zip archive, without the file name that follows."""
+"""Size of the header before each file in a zip archive, excluding the file name after the header."""
 _MAX_LINKS = 16
-"""Maximum length of a chain of soft links that is followed."""
+"""Maximum number of soft links to follow in one chain."""
 
 
 def open_fields(path: Path) -> Any:
@@ -219,7 +219,7 @@ def iterate_group_members(node: Any) -> Iterable[tuple[str, Any]]:
 
 def _follow_hdf5_link(node: Any, path: str, links: int) -> Any:
     """Return the object at a path below an HDF5 group, or an `UnreadableMember` if there is no such object in the file.
-    Links are followed here and not by h5py, which would open any file that a link names."""
+    This function follows links itself, because h5py would open any file that a link names."""
     if path.startswith("/"):
         node = node.file["/"]
     for part in path.split("/"):
@@ -261,8 +261,8 @@ def require_readable_array(path: Path, name: str, array: Any) -> None:
 
 
 def _describe_missing_filter(path: Path, array: Any) -> str:
-    """If the compression filter of an HDF5 dataset is not installed, return a phrase for error messages that names it.
-    Return "" if the dataset can be read."""
+    """If the compression filter of an HDF5 dataset is not installed, return a phrase for error messages that names the
+    filter. Return "" if the dataset can be read."""
     is_here, plist = _import_library("h5py", path).h5z.filter_avail, array.id.get_create_plist()
     found = {code: name for code, _, _, name in map(plist.get_filter, range(plist.get_nfilters()))}
     if all(map(is_here, found)):
@@ -273,7 +273,7 @@ def _describe_missing_filter(path: Path, array: Any) -> str:
     if code is None or 0 in array.shape:
         return ""
     with suppress(OSError):
-        # a program that lacks the filter may store chunks uncompressed; such an array can be read without the filter
+        # a program that lacks the filter may store chunks uncompressed; the array can then be read without the filter
         array[(0,) * len(array.shape)]
         return ""
     named = f"{_FILTERS.get(code) or found[code].decode(errors='replace') or 'a filter'} (HDF5 filter {code})"

@@ -1,4 +1,4 @@
-"""How files of fields encode values as stored numbers: packing, unsigned integers and missing values, by the
+"""How files of fields encode values as stored numbers: packing, unsigned integers and missing values, following the
 conventions of CF, NetCDF and xarray."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NETCDF_FILL = {
 each of the few possible values may be valid data (docs.unidata.ucar.edu/nug/current/fill_values.html)."""
 _SUFFIXES = (".nc", ".nc4", ".netcdf", ".cdf")
 _DIMENSIONS = "_ARRAY_DIMENSIONS"
-"""The attribute in which xarray stores the names of dims in Zarr format 2. In arrays that have this attribute,
-`fill_value` marks missing values."""
+"""The attribute that xarray uses to store dim names in Zarr format 2. In arrays that have this attribute, `fill_value`
+marks missing values."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class NumberEncoding:
     ----------
     kind : dtype used to interpret the stored bytes
     missing : stored numbers that mark missing data
-    low, high : stored numbers below `low` or above `high` mark missing data; None: no limit
+    low, high : stored numbers below `low` or above `high` mark missing data; None means no limit
     factor, offset : value = stored * factor + offset, for packed data
     """
 
@@ -93,9 +93,9 @@ def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
 
 
 def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
-    """Return the dtype with which stored integers are interpreted. `unsigned` is the value of their attribute
-    `_Unsigned`. In NetCDF's classic model, all integers are stored as signed, and this attribute marks those that are
-    meant as unsigned."""
+    """Return the dtype for interpreting stored integers. `unsigned` is the value of their attribute `_Unsigned`. In
+    NetCDF's classic model, all integers are stored as signed, and this attribute marks the integers that should be read
+    as unsigned."""
     meant = {("i", "true"): "u", ("u", "false"): "i"}.get((stored.kind, unsigned.lower()))
     return stored if meant is None else np.dtype(f"{stored.byteorder}{meant}{stored.itemsize}")
 
@@ -143,9 +143,8 @@ def _parse_number(text: str) -> float | int | None:
 
 
 def _cast_number(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
-    """Convert a number to `kind`, the dtype with which stored numbers are interpreted. Return None if this dtype cannot
-    represent the number. `stored` is the dtype of the array in the file, which may be signed although `kind` is
-    unsigned."""
+    """Convert a number to `kind`, the dtype for interpreting stored numbers. Return None if this dtype cannot represent
+    the number. `stored` is the dtype of the array in the file, which may be signed although `kind` is unsigned."""
     if value is None or (stored.kind != "f" and (math.isnan(value) or math.isinf(value) or value != int(value))):
         return None
     if stored.kind == "f":

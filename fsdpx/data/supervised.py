@@ -39,8 +39,8 @@ class SupervisedDataset:
     A sample is (tokens, targets), both `(seq_len,)`. Targets are the tokens shifted by one position. Tokens outside of
     answers are replaced by -100, which the loss ignores, so that the loss is the mean over the tokens of answers.
 
-    Conversations are truncated to seq_len + 1 tokens. A conversation in which no token of an answer remains is
-    skipped; `left_out` counts the skipped conversations. The file is read once, when the dataset is constructed.
+    Conversations are truncated to seq_len + 1 tokens. A conversation is skipped if no answer token remains; `left_out`
+    counts the skipped conversations. The file is read once, when the dataset is constructed.
 
     Parameters
     ----------
@@ -48,13 +48,13 @@ class SupervisedDataset:
     encode : function from text to tokens, such as `lambda text: tokenizer.encode(text, add_special_tokens=False).ids`
         for a tokenizer of the tokenizers library
     seq_len : number of tokens in a sample
-    end : token that is appended to every answer, so that the loss applies to it; it also pads samples shorter than
-        seq_len
+    end : token that is appended to every answer, so that the loss applies to it; this token also pads samples shorter
+        than seq_len
     packed : whether to put several conversations into one sample, in the order of the file. A sample is then ((tokens,
         segments), targets), where segments contains for each token the number of its conversation in the sample,
-        counted from 0. This is for models with `segments=True` (docs: models)
-    template : how to encode messages: `models.chat_template(folder, tokenizer)`, or a function (role, content) ->
-        (text before the message, text of the message); None: these texts are "role: " and "content\\n". For lines with
+        counted from 0. Use this with models that have `segments=True` (docs: models)
+    template : how to encode messages: `models.chat_template(folder, tokenizer)`, or a function (role, content) -> (text
+        before the message, text of the message); if None, these texts are "role: " and "content\\n". For lines with
         prompt and completion, the template is not used, and the two texts are concatenated. The attribute `messages`
         counts the lines with messages, and `texts` counts those with prompt and completion
     """

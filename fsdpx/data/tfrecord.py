@@ -31,7 +31,7 @@ def index_records(file: BinaryIO) -> list[Record]:
     """Return the (offset, length) of each record of a file. This function reads only the lengths of the records, and
     verifies the checksums of the lengths.
 
-    Raises ValueError if the file is cut off, or the checksum of a length is wrong."""
+    Raises ValueError if the file is truncated, or the checksum of a length is wrong."""
     found: list[Record] = []
     size, at = os.fstat(file.fileno()).st_size, 0
     while at < size:
@@ -64,8 +64,8 @@ def read_record(file: BinaryIO, record: Record) -> bytes:
 
 
 def parse_byte_features(data: bytes) -> dict[str, memoryview]:
-    """Return a dict from name to value for the features of a `tf.train.Example` that consist of exactly one bytes
-    value. Other features are skipped.
+    """Return a dict that maps the name of each feature of a `tf.train.Example` to its value. Features that do not
+    consist of exactly one bytes value are skipped.
 
     Raises ValueError if `data` is not a valid protocol buffer."""
     found: dict[str, memoryview] = {}
@@ -79,8 +79,8 @@ def parse_byte_features(data: bytes) -> dict[str, memoryview]:
 
 
 def _select_bytes(data: memoryview, number: int) -> list[memoryview]:
-    """Return the values of all fields with the number `number` in a message. Fields that do not contain bytes, strings
-    or messages are skipped."""
+    """Return the values of all fields of a message that have the field number `number`. Fields that do not contain
+    bytes, strings or messages are skipped."""
     return [value for field, value in _iterate_fields(data) if field == number and isinstance(value, memoryview)]
 
 
@@ -118,8 +118,8 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def mask_checksum(checksum: int) -> int:
-    """Return a checksum in the masked form in which TFRecord files store it. Checksums are masked because it is
-    problematic to compute the CRC of data that contain CRCs."""
+    """Return a checksum in the masked form that TFRecord files store. Checksums are masked because it is problematic to
+    compute the CRC of data that contain CRCs."""
     return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -160,8 +160,8 @@ def _make_table() -> np.ndarray:
 
 
 def _make_shift(zeros: int) -> np.ndarray:
-    """For each of the CRC states 1, 2, 4, ..., return the state after `zeros` more zero bytes. This is computed by
-    repeated squaring."""
+    """For each of the CRC states 1, 2, 4, ..., return the state after `zeros` more zero bytes. The states are computed
+    by repeated squaring."""
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     power, found = _make_table()[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8)), bits
     while zeros:

@@ -36,7 +36,7 @@ class TrajectoryDataset:
     channels), and `cells` contains the node numbers of each cell. A field whose number of rows differs from step to
     step is a list of arrays. Each trajectory has its own mesh.
 
-    The constructor only finds out where each trajectory begins in the file; a trajectory is read when it is needed. All
+    The constructor only finds the position of each trajectory in the file; a trajectory is read when it is needed. All
     checksums are verified.
 
     Parameters
@@ -47,7 +47,7 @@ class TrajectoryDataset:
 
     Raises
     ------
-    DataError : if a file is missing, cut off or damaged, or does not fit `meta.json`; the message names the file
+    DataError : if a file is missing, truncated or damaged, or does not match `meta.json`; the message names the file
     """
 
     @wrap_with_option_check

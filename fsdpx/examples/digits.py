@@ -1,4 +1,4 @@
-"""A convolutional network learns digits that this script draws, so that nothing is downloaded.
+"""Train a convolutional network on digits. This script draws the digits, so nothing is downloaded.
 
 mpiexec -n 2 python -m fsdpx.examples.digits --strategy zero2"""
 

@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_optimizer(lr: float, steps: int) -> optim.AdamW:
-    """Build AdamW. Over `steps` steps, the learning rate first rises linearly, and then falls to 0 like a cosine."""
+    """Build AdamW. Over `steps` steps, the learning rate first rises linearly, and then falls to 0 along a cosine."""
     warm = max(min(steps // 10, 100), 1)
     schedule = optim.schedules.WarmUp(warm, optim.schedules.Cosine(lr, max(steps - warm, 1), final=0.0))
     return optim.AdamW(lr=schedule, betas=(0.9, 0.98), weight_decay=0.1, groups=optim.no_decay)

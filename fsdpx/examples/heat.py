@@ -1,4 +1,5 @@
-"""A solver of the heat equation with ghost cells and walls, and a network that learns its steps on the same ranks.
+"""A solver for the heat equation with ghost cells and walls, and a network that learns the solver's steps on the same
+ranks.
 
 mpiexec -n 4 python -m fsdpx.examples.heat"""
 
@@ -27,8 +28,8 @@ def make_random_plate(seed):
 
 
 def fill_halo(u):
-    """Fill the ghost cells with cells of the neighboring ranks. Beyond walls, fill them
-    so that one wall has temperature 1 and the other walls are insulated."""
+    """Fill the ghost cells with cells from the neighboring ranks. Beyond walls, fill them so that one wall has
+    temperature 1 and the other walls are insulated."""
     for dim in range(2):
         before, after = cart.Shift(dim, 1)
         v = np.moveaxis(u, dim, 0)  # view of u with this dim first; the second exchange also fills the corners

@@ -13,7 +13,7 @@ from fsdpx.nn.shape import Flatten
 __all__ = ["BYTES", "DIGIT_SIDE", "SIZES", "GPTSize", "make_digits_model", "make_gpt", "make_mlp"]
 
 BYTES = 256
-"""Vocabulary size of `make_gpt`: a token is a byte."""
+"""Vocabulary size of `make_gpt`: each token is a byte."""
 DIGIT_SIDE = 12
 """Height and width in pixels of the images of the `digits` example."""
 
@@ -39,7 +39,7 @@ def make_gpt(size: str, dropout: float = 0.0) -> GPT:
 
 
 def make_mlp(layers: int, width: int, activation: bool = True) -> Sequential:
-    """Build an MLP of `layers` square Linear layers, each followed by a GELU if `activation`."""
+    """Build an MLP of `layers` square Linear layers, each followed by a GELU if `activation` is true."""
     pair: list[Layer] = [Linear(width, width), *([GELU()] if activation else [])]
     return Sequential(*pair * layers)
 

@@ -16,7 +16,7 @@ THEMES: dict[str, dict[Any, Any]] = {
     }
     for theme, page, ink in (("light", "#ffffff", "#24292f"), ("dark", "#131416", "#d7dce1"))
 }  # fmt: skip
-"""Theme -> Matplotlib settings with the colors of the documentation pages in this theme."""
+"""Maps each theme to Matplotlib settings with the colors of the documentation pages in this theme."""
 HALO = 2  # number of halo cells drawn on each side of a part; two 3 x 3 convolutions need this many
 
 
@@ -26,7 +26,7 @@ def write_figures(folder: Path, grid: fsdpx.Grid, end_states: Sequence[Array], e
     Parameters
     ----------
     folder : where to write; it is created if needed
-    grid : how the field is split over ranks; the field has 2 dims, of which the second is periodic
+    grid : how the field is split over ranks; the field has 2 dims, and the second dim is periodic
     end_states : last states of the solver and of the network, as full fields (rows, columns, 3)
     errors : error of the network's state after each step, relative to the size of the waves
     """

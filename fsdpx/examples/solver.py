@@ -2,7 +2,7 @@
 
 mpiexec -n 4 python -m fsdpx.examples.solver --trainers 2
 
-The solver advances the velocity of a fluid by Burgers' equation in two dimensions, in many small steps; each solver
+The solver advances the velocity of a fluid in many small steps, using Burgers' equation in two dimensions. Each solver
 rank holds rows of the field. The training ranks hold columns. They receive snapshots, learn from them how the field
 changes in a large step, and send weights back. They also steer the solver: when their loss is low enough, the solver
 takes large steps with the network, and small steps only to check the network and to produce snapshots."""
@@ -102,14 +102,13 @@ def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
             bridge.send(solver.advance_round(learned))
             weights = bridge.receive_weights()
             assert weights is not None  # there are weights, because the trainer does not end before the solver
-            learned = bool(weights.pop("loss") < GOOD)  # equal on all solver ranks
+            learned = bool(weights.pop("loss") < GOOD)  # same value on all solver ranks
             solver.net.load_parameters(weights)
     return solver.all_reduce_error(), solver.small / (rounds * LARGE * SMALL)
 
 
 def run_training(comm: Any, world: Any, strategy: Strategy) -> float:
-    """Train on the solver's snapshots, and send it weights after each one. Return the
-    last loss."""
+    """Train on the solver's snapshots, and send weights to the solver after each snapshot. Return the last loss."""
     columns = len(np.array_split(np.arange(SIDE), comm.size)[comm.rank])
     grid = fsdpx.Grid(comm, (SIDE, columns), dims=(1, comm.size), layout="cyx")
     adam = optim.AdamW(lr=3e-3, weight_decay=0.0)
@@ -118,7 +117,7 @@ def run_training(comm: Any, world: Any, strategy: Strategy) -> float:
     known, loss = list[Array](), np.inf
     with fsdpx.Bridge(world, trainer=grid) as bridge:
         for snapshot in bridge:
-            # the solver continues meanwhile, with the weights from before this snapshot
+            # meanwhile, the solver continues with the weights sent before this snapshot
             bridge.send_weights({**trainer.parameters(), "loss": np.float64(loss)})
             known = [*known, snapshot.fields[0].astype(np.float32)][-KNOWN:]
             for _ in range(STEPS):

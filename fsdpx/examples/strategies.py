@@ -40,7 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "offload": {"offload": "a folder"},
     "auto": {"strategy": "auto", "batch": (((SAMPLES, LENGTH), "int64"),) * 2},
 }
-"""Name -> options of `as_distributed`."""
+"""Maps names to options of `as_distributed`."""
 
 
 def train_and_evaluate(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[float, float, Any]:

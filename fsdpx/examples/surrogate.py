@@ -1,4 +1,5 @@
-"""The solver of `fsdpx.examples.channel` trains a U-Net on its own ranks while it runs, and then steps with it.
+"""Train a U-Net on the solver's ranks while the solver of `fsdpx.examples.channel` runs, and then let the solver use
+the U-Net for its steps.
 
 mpiexec -n 4 python -m fsdpx.examples.surrogate
 
@@ -24,7 +25,7 @@ Array = np.ndarray
 
 
 def make_network() -> nn.Layer:
-    """Build the U-Net that maps a state to the next one. It pads with copies of the edge cells at walls, and
+    """Build the U-Net that maps a state to the next one. The U-Net pads with copies of the edge cells at walls, and
     periodically along the other dim."""
     around = ("replicate", "circular")
     return nn.Residual(nn.UNet(3, 3, width=12, depth=1, padding=around, norm=None, activation="tanh"))

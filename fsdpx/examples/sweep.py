@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python -m fsdpx.examples.sweep --groups 2 --rates 3e-4 1e-3 3e-3 1e-2
 
-Each group has its own mpi4py communicator, over which a model is distributed as it would be over all ranks. Groups
+Each group has its own mpi4py communicator, and distributes a model over it in the same way as over all ranks. Groups
 wait for each other only at the end. Any other option of `distribute` can be varied in the same way."""
 
 import argparse

@@ -80,8 +80,8 @@ _LSF = """\
 exec {python} -m fsdpx {words}
 """
 BATCH_TEMPLATES = {"slurm": (_SLURM, ""), "pbs": (_PBS, "$PBS_NODEFILE"), "lsf": (_LSF, "$LSB_DJOB_HOSTFILE")}
-"""For each batch system, the template of its batch script, and the environment variable that contains the path of the
-job's hostfile ("" for Slurm, where no hostfile is needed)."""
+"""Batch system -> template of its batch script, and the environment variable that contains the path of the job's
+hostfile ("" for Slurm, which needs no hostfile)."""
 
 
 @dataclass(frozen=True)

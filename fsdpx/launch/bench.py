@@ -84,8 +84,8 @@ class TimedVerb(NamedTuple):
     Attributes
     ----------
     call : function that starts the operation and returns its handle
-    bus_share : function of the number of ranks: the minimum number of bytes that each rank must send or receive,
-        divided by the size of the full array
+    bus_share : function of the number of ranks that returns the minimum number of bytes that each rank must send or
+        receive, divided by the size of the full array
     raw : the same operation in plain mpi4py, for comparison; None if mpi4py has no such operation
     message_count : number of messages that one call sends in sequence; the time of a call is divided by this number
     """
@@ -288,7 +288,7 @@ class _BenchBuffers:
             part[...] = 0  # touch all memory now, since the operating system allocates it on first access
 
     def get_arrays(self, elements: int, ranks: int) -> BenchArrays:
-        """Return float32 views of the buffers. `piece` has `elements` / `ranks` elements, and all others have
+        """Return float32 views of the buffers. `piece` has `elements` / `ranks` elements, and each other array has
         `elements` elements."""
         own, common, plain, piece = (part[: 4 * elements].view(np.float32) for part in self.parts)
         return BenchArrays(own, common, plain, piece[: elements // ranks])
@@ -340,8 +340,8 @@ def _time_verb_at_size(name: str, comm: Communicator, arrays: BenchArrays, secon
 
 
 def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
-    """Return the time per call in seconds: the median over several blocks of calls, where each block is timed on the
-    rank that is slowest in it. Collective."""
+    """Return the time per call in seconds: the median over several blocks of calls. Each block is timed on its slowest
+    rank. Collective."""
     call()
     taken = max(comm.all_gather_data(_average_call_seconds(comm, call, 3)))
     calls = min(max(math.ceil(BLOCK_SECONDS / taken), 1), MAX_COUNT)
@@ -374,7 +374,7 @@ def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle:
             return "shared memory, compiled"
         if isinstance(handle, NodeCollective):
             return "shared memory"
-        # reductions of at most this many bytes are sent as messages even within a host
+        # reductions of at most SMALL_SUM_BYTES are sent as messages even within a host
         sums = name in ("reduce_scatter", "all_reduce") and nbytes > SMALL_SUM_BYTES
         if isinstance(handle, GeneratorHandle) and node.lanes is not None and (name == "all_gather" or sums):
             return f"shared memory, {library} between hosts"
@@ -414,7 +414,7 @@ def _format_latency_and_bandwidth(level: dict[str, Any]) -> str:
 
 
 WARMUP_STEPS = 3
-"""Number of untimed steps of each strategy, in which memory is first touched and kernels are compiled."""
+"""Number of untimed warm-up steps of each strategy, which touch memory for the first time and compile kernels."""
 
 
 def run_step_bench(args: argparse.Namespace) -> int:
@@ -455,10 +455,10 @@ def compare_strategies(
     """Time training steps of each strategy, and return the report that `--json` writes. The report is identical on all
     ranks. Collective.
 
-    In each round, the step time of a strategy is that of the slowest rank. For each strategy, the report contains the
-    median and the minimum of its step times over all rounds, in seconds. It also contains the median ratio of its step
-    time to that of the first strategy in the same round. To report progress, `count` is called with the number of
-    finished rounds, including warm-up, and the total number of rounds."""
+    In each round, the step time of a strategy is the time on the slowest rank. For each strategy, the report contains
+    the median and the minimum of its step times over all rounds, in seconds. It also contains the median ratio of the
+    strategy's step time to the first strategy's step time in the same round. To report progress, `count` is called with
+    the number of finished rounds, including warm-up, and the total number of rounds."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     specs = example.x(example.batch), example.y(example.batch)
     x, y = (_draw_random_batch(spec, seed)[first:end] for seed, spec in enumerate(specs))

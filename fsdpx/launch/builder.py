@@ -78,7 +78,7 @@ class ModelBuilder:
         Parameters
         ----------
         path : path of the run file in TOML
-        changes : overrides `section.key=value`, each of which replaces the value in the file (default: none)
+        changes : overrides of the form `section.key=value`, each of which replaces a value in the file (default: none)
 
         Returns
         -------
@@ -155,7 +155,7 @@ class ModelBuilder:
 
         Returns
         -------
-        tuple : (training loader, validation loader); the latter is None if there is no [validation]
+        tuple : (training loader, validation loader); the validation loader is None if there is no [validation]
 
         Raises
         ------

@@ -122,7 +122,7 @@ CATALOG: dict[str, CatalogModel] = {
 
 def find_model(name: str, batch: str | None = None) -> CatalogModel:
     """Return the catalog model `name`, or a user's model if `name` has the form "module:name". A user's model is a
-    layer, a (layer, loss) pair, or a function that returns a layer or such a pair.
+    layer, a (layer, loss) pair, or a function that returns either of these.
 
     `batch` is the size of the global batch in samples or, for a user's model, the shape of the batch: for example
     "8x1024", or "8x1024:int64" with a dtype."""
@@ -143,8 +143,8 @@ def find_model(name: str, batch: str | None = None) -> CatalogModel:
 def _make_user_model_entry(name: str, batch: str | None) -> CatalogModel:
     """Return the catalog entry of a user's model at "module:name".
 
-    If `batch` names no dtype, inputs are float32, or int64 if the model rejects float32. If the user gives no loss, it
-    is CrossEntropyLoss for integer inputs, else MSELoss."""
+    If `batch` names no dtype, inputs are float32, or int64 if the model rejects float32. If the user gives no loss, the
+    loss is CrossEntropyLoss for integer inputs and MSELoss otherwise."""
     model, loss = _import_model_and_loss(name)
     match = _BATCH_PATTERN.fullmatch(batch or "")
     if match is None:

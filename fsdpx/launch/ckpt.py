@@ -62,8 +62,8 @@ def _run_and_print_action(args: argparse.Namespace) -> int:
 
 
 def _find_and_print_newest_checkpoint(path: Path) -> Path:
-    """If `path` is a folder of several checkpoints, such as `fit` writes, print the name of the newest one and return
-    its path. Otherwise return `path`."""
+    """If `path` is a folder of several checkpoints, as written by `fit`, print the name of the newest checkpoint and
+    return its path. Otherwise return `path`."""
     found = CheckpointConfig(path).find_latest()
     if found is None or is_checkpoint(path):
         return path

@@ -42,7 +42,7 @@ class FirstDifference:
     worst : the element that differs most; for per-sample values, the first index of the element is the index of the
         sample in the global batch
     ranks : number of ranks of the first run, and of the second run
-    before : number of values that were computed before this one, all of which agree
+    before : number of values, all equal, that were computed before the differing value
     """
 
     step: int
@@ -101,8 +101,8 @@ def _iterate_written_tensors(
     """Yield the tensors that the ranks wrote in a step, in program order, as (tensor, text that names action and rank,
     key).
 
-    The key is the same for a tensor of one run and the corresponding tensor of the other run. It consists of values
-    that identify the tensor, and the number of times that the tensor was written before."""
+    The key is the same for a tensor of one run and the corresponding tensor of the other run. The key consists of
+    values that identify the tensor, and the number of times that the tensor was written before."""
     times: Counter[Hashable] = Counter()
     rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
     for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):
@@ -125,7 +125,7 @@ def _list_contiguous_ranges_of_tensor(written: WrittenTensor) -> list[ValuePiece
 
 
 def _find_worst_common_element(one: WrittenTensor, other: WrittenTensor, tolerance: float) -> WorstElement | None:
-    """Among the elements that both runs wrote, return the element with the largest difference. Return None if no
+    """Return the element with the largest difference among the elements that both runs wrote. Return None if no
     difference exceeds the tolerance."""
     overlaps = [
         (low, want[low - start : high - start], got[low - first : high - first])

@@ -39,8 +39,8 @@ SIZES = (8 << 10, 4 << 20)
 BUSY_LOAD = 0.5
 """Load average per core above which timings are unreliable."""
 MIN_SHARED_BYTES = 64 << 20
-"""A warning is printed if less shared memory is free than this many bytes. This is Docker's default limit, which the
-shared memory windows of a training run soon exceed."""
+"""A warning is printed if fewer than this many bytes of shared memory are free. The value is Docker's default limit,
+which the shared memory windows of a training run soon exceed."""
 
 
 class RankFacts(NamedTuple):
@@ -50,7 +50,7 @@ class RankFacts(NamedTuple):
     ----------
     host : name of the rank's host
     versions : package name -> version
-    cores : ids of the cores on which the rank may run
+    cores : ids of the cores that the rank may run on
     threads : number of threads that compute kernels use
     free : free bytes of shared memory; None if there is no separate limit on shared memory
     cache, writable : path of the cache folder, and whether the rank can write to it
@@ -157,7 +157,7 @@ def _collect_rank_facts() -> RankFacts:
 
 def _time_and_check_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
     """Time an all-reduce of `nbytes` bytes, and check its result. Return a message with the median time on the slowest
-    rank, and a bool that tells whether the sum is right on all ranks. Collective."""
+    rank, and whether the sum is correct on all ranks. Collective."""
     wanted, times, right = comm.size * (comm.size + 1) / 2, [], True
     buf = np.empty(nbytes // 4, np.float32)
     for _ in range(7):
@@ -197,8 +197,8 @@ def _describe_mpi(threads: str | None) -> str:
 
 
 def _describe_host_transport(comm: Communicator) -> str:
-    """Describe how ranks of a host exchange NumPy arrays: through shared memory, or by messages. For messages, also say
-    why shared memory is not used."""
+    """Describe how ranks on the same host exchange NumPy arrays: through shared memory or by messages. For messages,
+    also say why shared memory is not used."""
     node, name = find_node_communicator(comm), get_backend_name()
     if name == "local":
         return "local: one rank by itself, or threads of fsdpx.spawn"
@@ -221,7 +221,7 @@ def _describe_gpu_transport(comm: Communicator) -> str:
 
 
 def _get_load_per_core() -> float:
-    """Return the one-minute load average divided by the number of cores; 0 if the system does not report a load."""
+    """Return the one-minute load average divided by the number of cores, or 0 if the system does not report a load."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 

@@ -70,9 +70,9 @@ class JoinRequests:
                 left.unlink()
 
     def answer_and_request_save(self, notes: Path) -> None:
-        """If a rank of the job handles the signal to save a checkpoint, answer new requests, and send this signal to
-        the rank if requests were accepted. Otherwise leave the requests for a later call. This method is cheap enough
-        to be called often.
+        """If no rank of the job handles the signal to save a checkpoint, leave new requests for a later call. Otherwise
+        answer the requests and, if any were accepted, send the signal to the rank that handles it. This method is cheap
+        enough to be called often.
 
         `notes` is the folder with the status files of the ranks."""
         now = time.monotonic()
@@ -126,8 +126,8 @@ class JoinRequests:
 
 
 def _find_rank_handling_save_signal(notes: Path) -> int | None:
-    """Return the process id of a rank on this host that saves a checkpoint when it gets SIGUSR1, as a script inside
-    `Preemption` does. Return None if there is none.
+    """Return the process id of a rank on this host that saves a checkpoint when it gets SIGUSR1, as a script does
+    inside a `Preemption` block. Return None if there is none.
 
     Ranks that do not handle the signal would be killed by it. A single rank that handles the signal is enough, because
     this rank makes all ranks save."""

@@ -34,13 +34,13 @@ _SECONDARY_ERRORS = ("Aborted", "CommError", "CommTimeout", *_DEATH_ERRORS)
 
 
 class DeathRecorder:
-    """Background thread that records in which order the ranks of this host end. The first rank to end is usually the
-    cause, because its end makes the other ranks fail.
+    """Background thread that records the order in which the ranks on this host end. The first rank to end is usually
+    the cause, because its end makes the other ranks fail.
 
     The thread need not be fast, because epoll returns descriptors in the order in which they became ready. For each
-    rank, it watches a named pipe (the rank's lifeline), which closes before a launcher can learn of the death and kill
-    the other ranks. It also watches the process descriptor, although this becomes ready only later, because named
-    pipes may be unavailable, or a child of the rank may hold the pipe open.
+    rank, the thread watches a named pipe (the rank's lifeline), which closes before a launcher can learn of the death
+    and kill the other ranks. The thread also watches the process descriptor, which becomes ready only later. The
+    descriptor is needed because named pipes may be unavailable, or a child of the rank may hold the pipe open.
 
     Attributes
     ----------
@@ -140,11 +140,11 @@ class Evidence:
     statuses : rank -> status, for the ranks whose status files this host can see
     flight_records : rank -> log of its last actions
     order : the ranks of this host in the order in which they ended
-    waited : ranks that were waiting in MPI_Init when the job ended; empty if all ranks had got past MPI_Init
+    waited : ranks that were waiting in MPI_Init when the job ended; empty if all ranks had completed MPI_Init
     late : whether the job was ended because a rank waited too long in MPI_Init
     ranks : number of ranks
     elastic : whether the job survives the death of ranks. If so, the statuses of the surviving ranks count instead of
-        the launcher's. The launcher's status says nothing in this case: Open MPI returns 0 even if the last rank
+        the launcher's. The launcher's status is meaningless in this case: Open MPI returns 0 even if the last rank
         aborts, and a nonzero status if the job succeeds after ranks died
     launcher : name of the launcher
     killed : name of the signal that killed the launcher although the job was not asked to stop; no rank can have sent
@@ -303,7 +303,7 @@ class Case(NamedTuple):
 
     Attributes
     ----------
-    applies : function of the evidence that tells whether this case applies
+    applies : function that takes the `Evidence` and tells whether this case applies
     verdict : kind of ending, and whether it leads to a restart
     status : exit status of `fsdpx run`
     text : template of `JobEnding.text`, filled by `Evidence.make_message_template_values`
@@ -348,7 +348,7 @@ class RestartPlan:
     Attributes
     ----------
     ranks : number of ranks of the next attempt
-    min_ranks : minimum number of ranks with which the job is started
+    min_ranks : minimum number of ranks to start the job with
     max_restarts : maximum number of restarts
     backoff : seconds before the first restart
     endings : how each earlier attempt ended
@@ -368,7 +368,7 @@ class RestartPlan:
 
 def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str, float | None]:
     """Add `ending` to the plan, and decide whether the job is restarted. Return the reason for the decision, and the
-    seconds to wait before the restart (None: no restart).
+    seconds to wait before the restart, or None if there is no restart.
 
     If the same rank on the same host dies twice in a row, the next attempt has one rank fewer, but never fewer than
     `min_ranks`. If the same step raises an error twice in a row, the job is not restarted. The waiting time doubles
@@ -395,8 +395,7 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_attempts_without_progress(endings: Sequence[JobEnding]) -> int:
-    """Return the number of consecutive attempts, directly before the last one, that got at least as far as the last
-    one."""
+    """Count the consecutive attempts right before the last attempt that got at least as far as the last attempt."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

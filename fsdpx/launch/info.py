@@ -53,11 +53,11 @@ def info() -> Info:
     """Return the rank and device of this process (rank, size, local_rank, world, backend, device), and a description
     of the machine and its Python installation.
 
-    This function does not communicate. To find the name of the MPI library, it loads MPI in a child process only.
+    This function does not communicate. It loads MPI only in a child process, to find the name of the MPI library.
 
     Returns
     -------
-    dict : each property by its name; `print` shows the dict as a table. `backend` is the backend in use, or the one
+    dict : maps property names to values; `print` shows the dict as a table. `backend` is the backend in use, or the one
         that `init()` would open; `device` is "cuda" if CuPy can use a GPU
     """
     gpu_library, gpus = describe_cupy_and_count_gpus()
@@ -89,7 +89,7 @@ def format_info_or_leftovers(args: argparse.Namespace) -> str:
 
 
 def _describe_half_matmul(dtype_name: str) -> str:
-    """Describe which library computes matrix products in a 16-bit dtype, and with which CPU instructions."""
+    """Describe which library and which CPU instructions compute matrix products in a 16-bit dtype."""
     able = (
         " and ".join(blas.load_half_matmul().list_half_instructions(dtype_name))
         or "no instructions of the processor: slower than float32"

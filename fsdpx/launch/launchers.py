@@ -49,9 +49,9 @@ class Launcher:
         searched for in the launcher's path
     always : options that are always passed. They make the launcher end all ranks when one fails, and keep it from
         binding ranks to single cores, because fsdpx itself divides the cores among the ranks
-    here : options for a job for which neither the hosts nor their number is given
-    spread : options for a job for which the number of hosts or of ranks per host is given, but no host names
-    on : options for a job for which the host names are given
+    here : options if neither the hosts nor their number is given
+    spread : options if the number of hosts or of ranks per host is given, but no host names
+    on : options if the host names are given
     passes : options that pass environment variables ({name} or {names}) to other hosts; "" if the launcher passes all
         of them
     serves : prefixes of the names of the MPI libraries whose ranks the launcher can start; () if it can start ranks of
@@ -178,8 +178,8 @@ def make_command(
 
 
 def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> list[HostSlots]:
-    """Return the hosts on which the launcher can start a process within a timeout. Return all hosts if the launcher
-    has no option that names a host."""
+    """Return the hosts where the launcher can start a process within a timeout. Return all hosts if the launcher has no
+    option that names a host."""
     kind = found.kind
     if kind is None or not kind.on:
         return list(hosts)

@@ -69,8 +69,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _make_rank_variables(rank: int, ranks_here: int, first: int, size: int) -> dict[str, str]:
-    """Return the environment variables of one rank, named as by torchrun: RANK, WORLD_SIZE, LOCAL_RANK and
-    LOCAL_WORLD_SIZE."""
+    """Return the environment variables of one rank, with the same names as in torchrun: RANK, WORLD_SIZE, LOCAL_RANK
+    and LOCAL_WORLD_SIZE."""
     numbers = {"RANK": first + rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks_here}
     return {name: str(number) for name, number in numbers.items()}
 

@@ -50,19 +50,19 @@ class LaunchConfig:
         call `fsdpx run --node-rank` on each
     hostfile : file with host names and the number of ranks for each, in the format of any supported launcher (docs:
         launching)
-    mpiexec : command line of the launcher, such as "srun --mpi=pmi2" (None: find one)
+    mpiexec : command line of the launcher, such as "srun --mpi=pmi2" (if None, one is found automatically)
     elastic : keep the job running when ranks die (Open MPI's --with-ft ulfm)
-    threads : threads per rank for BLAS and kernels (None: the cores of a host divided by its ranks)
-    timeout : seconds that ranks wait for each other while MPI starts (None: FSDPX_START_TIMEOUT, or 60 if that is not
+    threads : threads per rank for BLAS and kernels (if None, the cores of a host divided by its ranks)
+    timeout : seconds that ranks wait for each other while MPI starts (if None, FSDPX_START_TIMEOUT, or 60 if it is not
         set)
-    grace : seconds that ranks have to save a checkpoint after a signal
+    grace : seconds that ranks are given to save a checkpoint after a signal
     max_restarts : maximum number of restarts
-    min_ranks : minimum number of ranks with which a job is restarted (None: `ranks`, or 1 for an elastic job)
+    min_ranks : minimum number of ranks with which a job is restarted (if None, `ranks`, or 1 for an elastic job)
     backoff : seconds before the first restart; doubled for each further restart, up to 60
-    folder : where the records of failed attempts are kept (None: a temporary folder)
+    folder : where the records of failed attempts are kept (if None, a temporary folder)
     logs : folder for two files of each rank: its output, such as rank-0003.log, and a record of how the rank ended,
         such as rank-0003.json. With this option, the launcher prints the output lines of all ranks, each preceded by
-        the rank number (None: no files)
+        the rank number (if None, no files)
     """
 
     ranks: int
@@ -105,8 +105,8 @@ class LaunchConfig:
 
         Returns
         -------
-        tuple : (hosts, ranks per host), where the ranks per host are rounded up; None instead of the tuple if neither
-            `nodes` nor `per_node` is set
+        tuple : (hosts, ranks per host), where the ranks per host are rounded up; None if neither `nodes` nor `per_node`
+            is set
         """
         if self.nodes is None and self.per_node is None:
             return None

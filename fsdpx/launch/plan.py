@@ -108,8 +108,8 @@ def search_and_format_plan(args: argparse.Namespace) -> str:
 
 
 def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
-    """Return the model, with samples of the size that --field gives, and the `domain` argument of the search. The
-    argument is the grid of ranks that --domain gives, or else a value that stands for all possible grids; it is None if
+    """Return the model with samples of the size given by --field, and the `domain` argument of the search. This
+    argument is the grid of ranks given by --domain, or else a value that stands for all possible grids. It is None if
     samples are not fields."""
     cells, dims = parse_dim_sizes("--field", args.field) or example.cells, parse_dim_sizes("--domain", args.domain)
     if not example.cells and (cells or dims):
@@ -125,8 +125,8 @@ def add_measure_options(p: argparse.ArgumentParser) -> None:
 
 
 def measure_and_write_machine(args: argparse.Namespace) -> str:
-    """Measure the machine, write the machine file on rank 0, and return a message with the beginning of the file. If
-    started under mpiexec, this is collective, and other ranks return ""."""
+    """Measure the machine, write the machine file on rank 0, and return a message with the beginning of the file. Under
+    mpiexec, this function is collective, and other ranks return ""."""
     comm = init() if environment.read_environment().launcher is not None else make_single_rank_communicator()
     with reporting_if_slow(comm.rank == 0, "measuring: timing", None) as count:
         found = measure_this_machine(args.name, comm, args.device, count)

@@ -62,8 +62,8 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
 
     Raises
     ------
-    LaunchError : the job cannot be started or failed (the message contains the known details), or the function cannot
-        be pickled
+    LaunchError : the job could not be started, or it failed (the message contains the known details), or the function
+        cannot be pickled
     """
     require_known_options("launch", options, [field.name for field in fields(LaunchConfig)])
     if config is None and "ranks" not in options:
@@ -155,7 +155,8 @@ def _read_trusted_file(path: Path) -> bytes:
 def main(folder: Path, digest: str) -> None:
     """Run the pickled function call on one rank, and write its result to `folder`.
 
-    `digest` is the expected hash of the pickled call. It is checked, because another user may have replaced the folder.
+    `digest` is the expected hash of the pickled call. The hash is checked, because another user may have replaced the
+    folder.
     """
     try:
         packed = _read_trusted_file(folder / _CALL)

@@ -96,7 +96,8 @@ class RankStatusWriter:
     def __init__(self, begun: RankStatus, folder: Path) -> None:
         self._note, self._folder = begun, folder
         self._final = False
-        self._lock = threading.RLock()  # reentrant, because a signal handler that interrupts `update` may call it
+        # reentrant, because a signal handler that interrupts `update` may call `update` again
+        self._lock = threading.RLock()
 
     def update(self, final: bool = False, **changes: Any) -> None:
         """Replace the fields in `changes` and write the status, unless a final status has been written. In a forked

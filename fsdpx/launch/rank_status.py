@@ -67,7 +67,7 @@ class LogFollower:
         self._thread.start()
 
     def stop_and_write_rank_statuses(self, ends: Mapping[int, str]) -> None:
-        """Stop the thread, print all remaining output, and write, for each rank, a file that tells how the rank ended.
+        """Stop the thread, print all remaining output, and write a file for each rank that tells how the rank ended.
         `ends` maps ranks to the JSON texts of these files."""
         self._stop.set()
         self._thread.join()
@@ -114,7 +114,7 @@ class RankStatus:
     ----------
     rank, process, host : rank, process id and host name
     status : exit status; None while the rank is running, or if it was killed
-    error : name of the type of the exception with which the rank ended, or ""
+    error : type name of the exception that ended the rank, or ""
     listens : whether the script saves a checkpoint when it gets SIGUSR1, as it does inside `Preemption`
     """
 
@@ -136,7 +136,8 @@ class RankStatus:
 
 
 def read_rank_statuses(folder: Path) -> dict[int, RankStatus]:
-    """Return the status of each rank that has started, by rank. Invalid files are skipped, with a single warning."""
+    """Return the status of each rank that has started, as a dict keyed by rank. Invalid files are skipped, with a
+    single warning."""
     notes = {}
     for path in sorted(folder.glob("rank-*.json")):
         try:
@@ -161,9 +162,9 @@ def create_and_hold_lifeline(folder: Path, rank: int) -> None:
     """Create and open a named pipe that is never written to, so that the launcher notices the death of this process
     before any other process does.
 
-    When a process dies, the kernel closes its files, starting with the highest descriptors, and then reports its end.
-    The pipe has a high descriptor, so it closes before the socket to the MPI launcher, which kills the other ranks
-    when that socket closes."""
+    When a process dies, the kernel closes its files, starting with the highest descriptors, and then reports that the
+    process has ended. The pipe has a high descriptor, so it closes before the socket to the MPI launcher, which kills
+    the other ranks when that socket closes."""
     if not hasattr(os, "mkfifo"):
         return
     with suppress(OSError):  # the folder may be missing on this host, or its file system may not support named pipes

@@ -96,8 +96,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _choose_and_print_rank_count(args: argparse.Namespace) -> int:
-    """Return the number of ranks that -n gives. Without -n, return a default that is derived from the allocation or
-    from this machine, and print it together with its origin."""
+    """Return the number of ranks given by -n. Without -n, return a default derived from the allocation or from this
+    machine, and print the default and its origin."""
     if args.ranks is not None:
         return int(args.ranks)
     elsewhere = (args.print_batch and (args.nodes is None or args.per_node is None)) or args.join is not None
@@ -247,7 +247,7 @@ def _create_and_require_writable(folder: Path, option: str) -> Path:
 
 
 def _recreate_private_folder(own: Path) -> Path:
-    """Create an empty folder for one attempt to run the job, which only this user can access. Raise LaunchError if
+    """Create an empty folder, which only this user can access, for one attempt to run the job. Raise LaunchError if
     another user has already created the folder."""
     safe_files.remove_user_owned_folder(own)
     try:
@@ -323,7 +323,7 @@ def _run_job_once(
 
 def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int, FlightRecord]:
     """Return the flight records (logs of the last actions) of all ranks, as a dict keyed by rank. The keys are the rank
-    numbers with which the processes were started, since the surviving ranks are renumbered after a death."""
+    numbers that the processes were started with, since the surviving ranks are renumbered after a death."""
     started = {(note.host, note.process): note.rank for note in notes.values()}
     found: dict[int, FlightRecord] = {}
     for flown in sorted(folder.glob("flight-*/"), key=lambda path: path.stat().st_mtime):
@@ -369,7 +369,8 @@ class _SignalForwarder:
         self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object],
         listen: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Forward signals to the job until it has ended, and finally kill any remaining processes of its group.
+        """Forward signals to the job until the job has ended, and finally kill any remaining processes of the job's
+        process group.
 
         The job is ended at once when the event `in_vain` is set. The function `meanwhile` is called repeatedly while
         the job is running and has received no signal. The function `listen` returns whether a rank saves a checkpoint

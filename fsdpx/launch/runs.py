@@ -46,8 +46,8 @@ def merge_traces_and_print_path(args: argparse.Namespace) -> int:
 
 
 def print_runs(args: argparse.Namespace) -> int:
-    """Print a table of the given runs, followed by the arguments in which they differ. If no runs are given, print a
-    table of all runs. Return the exit status."""
+    """Print a table of the given runs, followed by the arguments that differ between the runs. If no runs are given,
+    print a table of all runs. Return the exit status."""
     given = [path if (path / "config.json").exists() else args.folder / path for path in args.run]
     for path in given:
         if not (path / "config.json").exists():

@@ -110,8 +110,8 @@ def show(args: argparse.Namespace) -> str:
 
 
 def _simulate_and_format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
-    """Return the text that `show` prints. To report progress, `count` is called with the number of each dry run when it
-    starts."""
+    """Return the text that `show` prints. To report progress, `count` is called at the start of each dry run, with the
+    number of the dry run."""
     if args.png is not None:
         require_writable_picture("--png", args.png)
     example = _round_batch_up_to_chunk_multiple(find_model(args.example, args.batch), args.batch, args.chunks)
@@ -232,8 +232,8 @@ def _choose_field_cells_and_grid(
 
 
 def _round_batch_up_to_chunk_multiple(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
-    """Return the model with a batch size that is a multiple of `chunks`. If necessary, a default batch size is
-    increased, but for a batch size that the user gave, ConfigError is raised."""
+    """Return the model with a batch size that is a multiple of `chunks`. If necessary, increase a default batch size,
+    but raise ConfigError for a batch size that the user gave."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
         return example
     fits = -(-example.batch // chunks) * chunks
@@ -259,8 +259,8 @@ def _choose_rank_and_sample_count(
 
 
 def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
-    """Return the number of ranks that --ranks gives. The default is the size of the mesh or, without a mesh, the size
-    of the grid of ranks, or else 4. Mesh axes without a given width are assumed to have width 1."""
+    """Return the number of ranks given by --ranks. The default is the size of the mesh or, without a mesh, the size of
+    the grid of ranks. If there is no grid, it is 4. Mesh axes without a given width are assumed to have width 1."""
     if args.ranks is not None:
         return int(args.ranks)
     if mesh is None or mesh.domain:
@@ -398,8 +398,8 @@ ranks that do the same work."""
 def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
     """Return the simulated step in the form that `fsdpx.ext.observe.plots.make_figure` draws.
 
-    `title` has the form "name: about". `limit` is the number of bytes that a rank may use; None means the memory
-    capacity of the machine."""
+    `title` has the form "name: about". `limit` is the number of bytes that a rank may use; If it is None, the memory
+    capacity of the machine is used."""
     mesh, held, pipe = found.mesh, dry.make_memory_timelines(found.events), found.mesh.width_of("pipe")
     places = [mesh.coordinates_of(rank).pipe for rank in range(mesh.size)]
     each = pipe == 1 and mesh.size <= MAX_RANKS_SHOWN

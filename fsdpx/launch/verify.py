@@ -65,9 +65,9 @@ class VerifyCase:
     Attributes
     ----------
     strategy, precision, schedule, sequence, microbatches : as for `fsdpx.distribute`
-    mesh : the mesh (None: the default mesh of the strategy)
+    mesh : the mesh; if None, the default mesh of the strategy
     recompute : the command-line value of --recompute
-    chunks : number of reproducible chunks, with which results must be bit-identical; with None, results must only agree
+    chunks : number of reproducible chunks. With chunks, results must be bit-identical; if None, results need only agree
         within a tolerance
     steps : number of training steps
     """
@@ -95,7 +95,7 @@ class VerifyCase:
         return VerifyCase("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:
-        """Return a label with the mesh, schedule, sequence mode and recomputation, as far as they are set."""
+        """Return a label with the mesh, schedule, sequence mode and recomputation, omitting any that are not set."""
         parts = [] if self.mesh is None else [format_mesh(self.mesh)]
         parts += [self.schedule or "1f1b"] if self.mesh is not None and self.mesh.width_of("pipe") > 1 else []
         parts += [] if self.sequence is None else [f"sequence {self.sequence}"]

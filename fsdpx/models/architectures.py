@@ -45,20 +45,19 @@ class Architecture:
     Parameters
     ----------
     make_model : function that builds the model from a configuration and the caller's options
-    names : for each parameter name in fsdpx, or name prefix that ends in a dot, the corresponding name in the files; *
-        stands for the index of a block. A name in the files that contains # stands for several tensors, the slices of
-        the parameter along dim 0; in their names, # is replaced with 0, 1, ... The first entry that matches applies
+    names : parameter name in fsdpx, or name prefix that ends in a dot -> corresponding name in the files; * stands for
+        the index of a block. A name in the files that contains # stands for several tensors, the slices of the
+        parameter along dim 0; in their names, # is replaced with 0, 1, ... The first entry that matches applies
     base_prefix : prefix of tensor names, such as "model."; files that contain a model without its head omit it
     transposed : patterns (fnmatch) for the fsdpx names of matrices that the files store transposed
     unused : name patterns of tensors in the files that are not needed
     fields : configuration fields that determine the model
-    required_values : for each configuration field that supports only some values, these values; the field may also be
-        missing
-    ignored_fields : configuration fields that do not change the model. A field that is neither in one of these three
-        tables nor common to all architectures is an error
-    aliases : for each alternative name of a configuration field, its usual name
+    required_values : configuration field that supports only some values -> these values; the field may also be missing
+    ignored_fields : configuration fields that do not change the model. It is an error if a field is in none of these
+        three tables and is not common to all architectures
+    aliases : alternative name of a configuration field -> its usual name
     tied : for models with `tie_word_embeddings`, a dict that maps the name of each tied tensor to the name of the
-        tensor to which it is tied; the first entry is the head
+        tensor that it is tied to; the first entry is the head
     """
 
     make_model: Callable[..., Container]
@@ -73,7 +72,7 @@ class Architecture:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def check_and_complete_config(self, config: Config, where: str, parts: int) -> dict[str, Any]:
-        """Check the contents of `config.json`, and return the values of `fields`, with defaults for missing ones.
+        """Check the contents of `config.json`, and return the values of `fields`, with defaults for missing fields.
         Raise ConfigError for an unknown field or an unsupported value.
 
         `where` is the path of the file, for error messages. `parts` is the number of tensors in the weight files."""

@@ -54,10 +54,10 @@ class ChatTemplate:
     tokenizer: Any
 
     def encode_conversation(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation, and for each token whether it belongs to an answer of the assistant.
-        The model is trained only on answers.
+        """Return the tokens of a conversation, and whether each token belongs to an answer of the assistant. The model
+        is trained only on answers.
 
-        Answers are the parts that the template marks by `{% generation %}`. If the template marks no parts, each
+        Answers are the parts that the template marks with `{% generation %}`. If the template marks no parts, each
         answer is the text that an assistant message adds to the rendered conversation."""
         text, spans = self._render_with_answer_spans(messages, tools)
         found = self.tokenizer.encode(text, add_special_tokens=False)

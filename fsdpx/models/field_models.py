@@ -1,7 +1,7 @@
 """Load models of fields and meshes from the weights of other projects: the usual U-Net, neuraloperator's FNO,
 PDEBench's models, and MeshGraphNets of PhysicsNeMo and of Pfaff et al.
 
-The names and shapes of the tensors determine the model. For each project, there is a table that maps tensor names to
+The names and shapes of the tensors determine the model. Each project has a table that maps tensor names to
 parameters."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Project:
     ----------
     marker_name : name of a tensor that occurs in all models of this project, and in no others
     make_model : function that builds the model from the tensors and the caller's options
-    names : for each parameter name in fsdpx, the tensor name in the project, as in `Architecture`
+    names : parameter name in fsdpx -> tensor name in the project, as in `Architecture`
     join_tensors : function that converts the project's tensors to one tensor per parameter
     unused : patterns (fnmatch) of the names of tensors that are not needed
     """
@@ -77,13 +77,13 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
     Supported field models are: the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well;
     `neuralop.models.FNO` of neuraloperator 2.0 with dense weights; and FNO1d to FNO3d of PDEBench, whose last input
     channels are the coordinates of the cells. Supported mesh models are `MeshGraphNet` of PhysicsNeMo, and the model of
-    the TensorFlow program by Pfaff et al. (2021). For the latter, `source` maps names of variables to their values, and
-    the statistics for normalization are not read.
+    the TensorFlow program by Pfaff et al. (2021). For the TensorFlow program, `source` maps names of variables to their
+    values, and the normalization statistics are not read.
 
     Parameters
     ----------
-    source : arrays by name, as `module.state_dict()` returns them; or the path of a safetensors file, or of a folder
-        that contains one
+    source : arrays by name, as returned by `module.state_dict()`; or the path of a safetensors file or of a folder that
+        contains one
     options : properties that the weights do not determine. U-Net: `activation="tanh"` (PDEBench, The Well), `padding`,
         and `transposed=True` if the last layer is a ConvTranspose (The Well) with equal numbers of input and output
         channels. neuraloperator's FNO: `positions=False`. PDEBench's FNO: `padding`, the number of cells that are
@@ -107,7 +107,7 @@ def to_state_dict(
 
     Parameters
     ----------
-    parameters : full arrays by name, as `trainer.parameters()` returns them
+    parameters : full arrays by name, as returned by `trainer.parameters()`
     like : the current weights of the other project's module, as `module.state_dict()`
     options : as in `from_state_dict`
 

@@ -81,7 +81,7 @@ HARMLESS = frozenset(
 def check_and_complete_config_fields(
     config: Mapping[str, Any], fields: Mapping[str, ConfigField], where: str, parts: int
 ) -> dict[str, Any]:
-    """Return the values of `fields` in a configuration, with defaults for missing ones. Raise ConfigError for an
+    """Return the values of `fields` in a configuration, with defaults for missing fields. Raise ConfigError for an
     invalid value.
 
     Parameters

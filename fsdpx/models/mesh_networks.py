@@ -16,13 +16,13 @@ Tensors = dict[str, np.ndarray]
 
 
 def build_physicsnemo_network(tensors: Mapping[str, np.ndarray], **options: Any) -> MeshGraphNet:
-    """Return the model, without parameter values, for weights of PhysicsNeMo's `MeshGraphNet`. In this model, nodes sum
-    the edge features after the residual connection."""
+    """Return a model without parameter values that fits weights of PhysicsNeMo's `MeshGraphNet`. In this model, nodes
+    sum the edge features after the residual connection."""
     return _build_network(join_physicsnemo_tensors(tensors), "edges", options)
 
 
 def build_deepmind_network(tensors: Mapping[str, np.ndarray], **options: Any) -> MeshGraphNet:
-    """Return the model, without parameter values, for weights of the program by Pfaff et al. (2021). In this model,
+    """Return a model without parameter values that fits weights of the program by Pfaff et al. (2021). In this model,
     nodes sum the results of the edge MLPs, before the residual connection."""
     return _build_network(join_deepmind_tensors(tensors), "messages", options)
 

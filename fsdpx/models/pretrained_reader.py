@@ -72,8 +72,8 @@ def split_ranges_into_matrix_blocks(runs: Iterable[Interval], columns: int) -> I
 
 @dataclass(frozen=True)
 class TransposedShard:
-    """A block of a matrix, to be written to a file in which the matrix is stored transposed. `rows` is the number of
-    rows of the full matrix. The class has the same methods for writing as `LocalShard`."""
+    """A block of a matrix, for a file that stores the matrix transposed. `rows` is the number of rows of the full
+    matrix. The class has the same methods for writing as `LocalShard`."""
 
     name: str
     array: Any
@@ -88,8 +88,8 @@ class TransposedShard:
 
 
 def iterate_blocks_of_transposed_shard(name: str, held: LocalShard) -> Iterator[TransposedShard]:
-    """Split a rank's shard of a matrix into blocks for a file in which the matrix is stored transposed. Within each
-    block, file positions are ascending."""
+    """Split a rank's shard of a matrix into blocks for a file that stores the matrix transposed. Within each block,
+    file positions are ascending."""
     rows, columns = held.spec.shape
     for block in held.iterate_blocks(BLOCK_BYTES // held.array.dtype.itemsize):
         host, at = to_host(block.array).reshape(-1), 0
@@ -106,8 +106,8 @@ FLOAT_CODES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Initializer that reads a parameter's values from safetensors files: from one tensor, or from several of equal
-    size that are stacked along dim 0.
+    """Initializer that reads a parameter's values from safetensors files: from one tensor, or from several tensors of
+    equal size that are stacked along dim 0.
 
     Attributes
     ----------
@@ -122,7 +122,7 @@ class TensorSource:
 
     @property
     def name(self) -> str:
-        """Name of the tensor, or of the first of several tensors."""
+        """Name of the tensor, or of the first tensor if there are several."""
         return self.names[0]
 
     def iterate_slices(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
@@ -148,7 +148,7 @@ class TensorSource:
         """Read elements of the parameter, starting at flat index `start`, directly into `target`, without an
         intermediate copy. Return whether this was possible.
 
-        It is impossible if the elements are stored in a different order, or in a dtype whose values the dtype of
+        This is impossible if the elements are stored in a different order, or in a dtype whose values the dtype of
         `target` cannot represent exactly."""
         if self.transposed or not isinstance(target, np.ndarray):
             return False
@@ -233,7 +233,7 @@ def _find_architecture(path: Path, config: Config) -> Architecture:
 
 
 def _require_embedding_row_per_token(path: Path, config: Config) -> None:
-    """Raise ConfigError if the folder's tokenizer has a token id for which the model's embedding has no row."""
+    """Raise ConfigError if the folder's tokenizer has a token id that has no row in the model's embedding."""
     if "vocab_size" in config and (last := find_largest_token(path)) >= config["vocab_size"]:
         raise ConfigError(
             f"{path}: the tokenizer has the token {last}, the model a vocabulary of {config['vocab_size']}: "
@@ -279,8 +279,8 @@ def _has_equal_values(source: CheckpointSource, name: str, other: str) -> bool:
 def _map_parameters_to_sources(
     source: CheckpointSource, model: Container, architecture: Architecture, tied: set[str]
 ) -> dict[str, TensorSource]:
-    """Return a dict that maps each parameter name to the tensors from which the parameter is read. Raise
-    CheckpointError if tensors are missing or unknown, or have the wrong shape.
+    """Return a dict that maps each parameter name to the tensors that the parameter is read from. Raise CheckpointError
+    if tensors are missing or unknown, or have the wrong shape.
 
     The files may contain a tied parameter once, or once under each of its names."""
     ordered = linearize(model)

@@ -1,5 +1,5 @@
 """Save a model in a folder that transformers can load. All ranks write their own shards in parallel. File names and
-tensor names are those of the folder from which the model was loaded."""
+tensor names are the same as in the folder that the model was loaded from."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: Dtyp
     """Save a model in a folder that transformers can load. The model must have been loaded by
     `fsdpx.models.from_pretrained`. All ranks write in parallel. Collective.
 
-    Files and tensors have the same names as in the folder from which the model was loaded; `config.json` and the
+    Files and tensors have the same names as in the folder that the model was loaded from; `config.json` and the
     tokenizer are copied from that folder.
 
     Parameters
     ----------
     trainer : trainer of the model
     folder : path of the new folder, which must not exist or must be empty
-    dtype : dtype of the written weights: "bf16", "float16", "float32" or "float64"; None: the dtype of the files that
-        were read
+    dtype : dtype of the written weights: "bf16", "float16", "float32" or "float64"; if None, the dtype of the files
+        that were read
 
     Raises
     ------
@@ -100,7 +100,7 @@ def _write_pretrained_folder(state: TrainState, folder: Any, dtype: str | None) 
 
 
 def _get_sources_by_parameter(state: TrainState) -> dict[str, TensorSource]:
-    """Return {parameter name: tensors from which it was read} for all parameters that were read from files. The names
+    """Return {parameter name: tensors that it was read from} for all parameters that were read from files. The names
     include aliases of tied parameters."""
     return {name: init for name, init in state.placement.model.initial.items() if isinstance(init, TensorSource)}
 
@@ -118,7 +118,7 @@ def _require_saveable(state: TrainState, dtype: str | None) -> None:
 
 
 def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) -> FileLayout:
-    """Return the layout of the new files, which have the same names as the files from which the model was loaded. The
+    """Return the layout of the new files, which have the same names as the files that the model was loaded from. The
     header of a file is copied unless the tensors in the file, or their dtype, change."""
     code = None if dtype is None else dtype_to_code(parse_dtype(dtype))
     files = {}
@@ -200,7 +200,7 @@ def _write_headers_and_commit(
 
 
 def _copy_file_if_trusted(file: Path, target: Path) -> None:
-    """Copy a file, such as the tokenizer, from the folder from which the model was loaded. The copy has at most the
+    """Copy a file, such as the tokenizer, from the folder that the model was loaded from. The copy has at most the
     permissions of the original.
 
     A link to a file outside of the folder is not copied, because someone else may have created it to expose a private

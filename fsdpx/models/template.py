@@ -130,7 +130,7 @@ def _make_sandbox_class(rounds: int) -> Any:
 def _as_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The Jinja2 filter `tojson`, with the same options as in transformers."""
+    """Implement the Jinja2 filter `tojson`, with the same options as in transformers."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -57,7 +57,7 @@ def load_tokenizer(folder: str | PathLike[str]) -> Any:
 
 
 def find_largest_token(folder: Path) -> int:
-    """Return the largest token id of the tokenizer in a folder; -1 if there is no tokenizer or it has no tokens."""
+    """Return the largest token id of the tokenizer in a folder, or -1 if there is no tokenizer or it has no tokens."""
     file = folder / TOKENIZER_NAME
     if not file.exists():
         return -1

@@ -156,7 +156,7 @@ ACTIVATIONS: dict[str, Callable[[], Layer]] = {
     "silu": SiLU,
     "tanh": Tanh,
 }
-"""Activation layers, by the names used in model configurations."""
+"""Activation layers, keyed by the names used in model configurations."""
 
 
 def make_activation(owner: object, name: str) -> Layer:
@@ -238,9 +238,9 @@ class ShardedDropout(Dropout):
     ----------
     p : probability that an element is set to 0
     dim : the sharded dim
-    total : size of `dim` in the full array; None: `dim` is the sequence dim, and `LayerContext.sequence_offset` returns
-        its full size
-    grain : with `total`, the number of consecutive elements that stay on one rank, see `ShardSpec`
+    total : size of `dim` in the full array; if None, `dim` is the sequence dim, and `LayerContext.sequence_offset`
+        returns its full size
+    grain : with `total`, the number of consecutive elements that stay on one rank; see `ShardSpec`
     """
 
     def __init__(self, p: float = 0.5, dim: int = 1, total: int | None = None, grain: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Multi-head attention with its projections, and the base class of attention containers."""
+"""Multi-head attention with input and output projections, and the base class for attention containers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class AttentionContainer(Container):
     """Base class for containers whose last two steps are an `Attention` and a Linear output projection. The container
     is one FSDP unit: its parameters are all-gathered together.
 
-    With "attention" in `env.recompute`, only the input of the `Attention` is saved, and the backward pass runs the
-    attention again."""
+    If `env.recompute` contains "attention", only the input of the `Attention` is saved, and the backward pass
+    recomputes the attention."""
 
     unit = True
 
@@ -58,8 +58,8 @@ class MultiHeadAttention(AttentionContainer):
 
     A single matrix product computes queries, keys and values. Parameters are `qkv.weight (3 * d_model, d_model)`, with
     rows in the order of PyTorch's `in_proj_weight`, `qkv.bias (3 * d_model,)`, `out.weight (d_model, d_model)` and
-    `out.bias (d_model,)`. As in PyTorch, `qkv.weight` is initialized from Xavier's uniform distribution, and biases
-    with 0.
+    `out.bias (d_model,)`. As in PyTorch, `qkv.weight` is drawn from the Xavier uniform distribution, and biases are
+    initialized to 0.
 
     Parameters
     ----------
@@ -69,8 +69,8 @@ class MultiHeadAttention(AttentionContainer):
     dropout : dropout probability of attention weights. If it is not 0, the attention weights, an array (samples, heads,
         time, time), are saved for the backward pass
     bias : whether the two projections have biases
-    init : initializer of `qkv.weight`; None: Xavier's uniform distribution
-    out_init : initializer of `out.weight`; None: the default initializer of `Linear`
+    init : initializer of `qkv.weight`; if None, the Xavier uniform distribution
+    out_init : initializer of `out.weight`; if None, the default initializer of `Linear`
     """
 
     aliases: ClassVar = {

@@ -30,15 +30,15 @@ class AttentionCore(Protocol):
         ...
 
     def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
-        """Return the gradient of `qkv`, given the values `kept` that `forward` returned and the gradient `dmerged` of
-        the attention output."""
+        """Return the gradient of `qkv`, given the gradient `dmerged` of the attention output and the values `kept` that
+        `forward` returned."""
         ...
 
 
 class AttentionHeads:
-    """Attention of all heads, or of the heads of this tensor rank, over the full sequence.
+    """Attention over the full sequence, for all heads or only for this tensor rank's heads.
 
-    If this rank has only some of the heads, dropout uses the rank's slice of the mask for all heads.
+    The dropout mask covers all heads. If this rank has only some of the heads, it uses the matching slice of the mask.
 
     Parameters
     ----------
@@ -64,8 +64,8 @@ class AttentionHeads:
     def attend(
         self, env: LayerContext, q: Array, k: Array, v: Array, *, segments: Array | None = None
     ) -> tuple[Array, Any]:
-        """Return the attention output, with the heads merged to (samples, time, heads x d_head), and a tuple of the
-        other values that `attend_backward` needs.
+        """Return two values: the attention output with merged heads, (samples, time, heads x d_head), and a tuple of
+        the other values that `attend_backward` needs.
 
         `q`, `k` and `v` have the shape (samples, heads, time, d_head). `segments` is an integer array (samples, time)
         that separates packed documents; see `Attention`."""
@@ -106,8 +106,8 @@ class AttentionHeads:
     def _attend_backward_with_dropout(
         self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array, seen: Array | None
     ) -> Array:
-        """Return the gradients of q, k and v for attention with dropout, stacked to (3, samples, heads, time, d_head).
-        `seen` is the causal mask, or None if attention is not causal."""
+        """Return the gradients of q, k and v for attention with dropout, stacked into one array (3, samples, heads,
+        time, d_head). `seen` is the causal mask, or None if attention is not causal."""
         multiply, seeing = partial(matmul_in_dtype_of_first, xp), None if seen is None else seen.T
         dweights = zero_hidden_weights(apply_dropout_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
         rows = (-1, weights.shape[-1])

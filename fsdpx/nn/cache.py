@@ -10,11 +10,11 @@ __all__ = ["KeyValueCache"]
 
 
 class KeyValueCache:
-    """Key-value cache of a batch of texts: keys and values of earlier tokens, stored under the path of the attention
-    layer. Layers access the cache as `LayerContext.cache`.
+    """Key-value cache for a batch of texts. The keys and values of earlier tokens are stored under the path of the
+    attention layer. Layers access the cache as `LayerContext.cache`.
 
     Row i of an input contains the tokens of text i, beginning at position `lengths[i]`. The caller sets all `lengths`
-    before each forward pass, so a text can also be read again from an earlier position.
+    before each forward pass, so a text can also be processed again from an earlier position.
 
     Parameters
     ----------
@@ -38,8 +38,8 @@ class KeyValueCache:
         self._alike = bool((lengths == lengths[:1]).all())
 
     def get_input_positions(self, time: int) -> np.ndarray:
-        """For an input with `time` tokens per text, return the positions of the tokens within their texts, as int64
-        (rows, time)."""
+        """For an input with `time` tokens per text, return the positions of the tokens within their texts, as an int64
+        array (rows, time)."""
         return np.asarray(self.lengths[:, None] + np.arange(time))
 
     def store_and_attend(self, xp: Any, path: str, q: Any, k: Any, v: Any, scale: float, window: int = 0) -> Any:
@@ -60,7 +60,7 @@ class KeyValueCache:
         if self._alike:
             return _store_and_attend(xp, (q, k, v), (keys, values), int(self.lengths[0]), scale, window)
         o = xp.empty(q.shape, dtype=q.dtype)
-        # one sequence at a time, so that rounding does not depend on the other sequences of the batch
+        # process one sequence at a time, so that rounding does not depend on the other sequences in the batch
         for i, length in enumerate(self.lengths.tolist()):
             row = slice(i, i + 1)
             o[row] = _store_and_attend(xp, (q[row], k[row], v[row]), (keys[row], values[row]), length, scale, window)

@@ -1,5 +1,5 @@
-"""Differentiable collectives for layers. They form pairs of functions, each of which is the adjoint (backward) of the
-other.
+"""Differentiable collectives for layers. The functions come in pairs. Each function of a pair is the adjoint (backward
+pass) of the other one.
 
 A value on an axis of N ranks is in one of three states:
 
@@ -20,7 +20,7 @@ A value on an axis of N ranks is in one of three states:
 Each pair satisfies <F x, y> = <x, F* y>, where replicated values count once in the inner product, and other values are
 summed over the ranks. For an array of n bytes, each rank sends 2n(N-1)/N bytes in an all-reduce, n(N-1)/N in an
 all-gather or a reduce-scatter, n(N-1)/N^2 in all_to_all_dims, and the rows for other ranks in all_to_all_rows. On an
-axis of size 1 nothing is communicated or copied."""
+axis of size 1, nothing is communicated or copied."""
 
 import builtins
 import math
@@ -92,8 +92,8 @@ def start_all_reduce_sum(
 
 
 def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
-    """Return the shards of all ranks concatenated along `dim`. `total` is the size of the full dim; None means that
-    all shards have equal sizes. `what` names the call in error messages. Collective."""
+    """Return the shards of all ranks concatenated along `dim`. `total` is the size of the full dim; If None, all shards
+    have equal sizes. `what` names the call in error messages. Collective."""
     return start_all_gather_dim(xp, comm, x, dim, total, what=what).wait()
 
 
@@ -151,8 +151,8 @@ def all_to_all_dims(
 ) -> Array:
     """Redistribute a value from shards along the dim `merge` to shards along the dim `split`. Collective.
 
-    `total` is the size of the full dim `merge`; None means that all shards have equal sizes. `what` names the call in
-    error messages. The adjoint swaps `split` and `merge`."""
+    `total` is the size of the full dim `merge`; If None, all shards have equal sizes. `what` names the call in error
+    messages. The adjoint swaps `split` and `merge`."""
     if comm.size == 1:
         return x
     split, merge = split % x.ndim, merge % x.ndim
@@ -171,7 +171,7 @@ def all_to_all_rows(
     """Send the rows of `x`, ordered by destination rank, and return the received rows, ordered by source rank.
     Collective.
 
-    `send_counts` and `recv_counts` are the numbers of rows that are sent to each rank and received from each rank; the
+    `send_counts` and `recv_counts` are the numbers of rows to send to each rank and to receive from each rank. The
     adjoint swaps these two arguments. `what` names the call in error messages."""
     if comm.size == 1:
         return x

@@ -40,8 +40,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChildCall:
-    """One step of a container: a call of `layer`. `sources` are the names of the values that it takes, and `gives` are
-    the names of the values that it returns."""
+    """One step of a container: a call of `layer`. `sources` contains the names of the values that the layer takes, and
+    `gives` the names of the values that the layer returns."""
 
     name: str
     layer: Layer
@@ -53,9 +53,9 @@ class RecomputePlaceholder:
     """Placeholder that is saved for the backward pass instead of the result of a cheap step. The result is recomputed
     when the backward pass needs it.
 
-    It stands for the result of step number `step` of the container `owner`. During the forward pass, results are
-    identified by their Python ids, so `y` keeps the result alive, which prevents a later array from getting the same
-    id."""
+    The placeholder stands for the result of step number `step` of the container `owner`. During the forward pass,
+    results are identified by their Python ids. The reference `y` keeps the result alive, so that no later array gets
+    the same id."""
 
     __slots__ = ("owner", "step", "y")
 
@@ -76,15 +76,15 @@ class Container(Layer):
     """
 
     unit = False
-    """Whether `linearize` keeps the container as a single node, so that its parameters are gathered together, instead
-    of replacing it with its children."""
+    """Whether `linearize` keeps the container as a single node instead of replacing the container with its children.
+    The parameters of a single node are gathered together."""
 
     fixed = False
-    """Whether `forward` accesses steps by index, in which case no steps may be inserted."""
+    """Whether `forward` accesses steps by index. If so, no steps may be inserted."""
 
     initial: Mapping[str, Init] = MappingProxyType({})
-    """Initializers by parameter name. They replace the layers' own initializers, for example with one that reads values
-    from a file; see `fsdpx.models`."""
+    """Initializers by parameter name. These initializers replace the initializers of the layers, for example to read
+    values from a file; see `fsdpx.models`."""
 
     def __init__(
         self,
@@ -129,8 +129,8 @@ class Container(Layer):
         return new
 
     def with_layers(self, layers: Mapping[str, Layer]) -> Container:
-        """Return a copy of the container in which each step runs the layer that `layers` contains under the step's
-        name. The new layers may have additional parameters. Frozen parameters stay frozen."""
+        """Return a copy of the container with the layer of each step replaced with the layer of the same name in
+        `layers`. The new layers may have additional parameters. Frozen parameters stay frozen."""
         new = copy(self)
         new.steps = tuple(replace(step, layer=layers[step.name]) for step in self.steps)
         new.collective = any(step.layer.collective for step in new.steps)
@@ -142,7 +142,7 @@ class Container(Layer):
         return new
 
     def with_frozen_except(self, trained: tuple[str, ...]) -> Container:
-        """Return a copy of the container in which only the parameters whose names end in one of `trained` are
+        """Return a copy of the container in which only parameters whose names end in one of the suffixes `trained` are
         trained."""
         new = copy(self)
         new._specs = {n: s if n.endswith(trained) else replace(s, trainable=False) for n, s in self._specs.items()}
@@ -227,7 +227,7 @@ class Container(Layer):
         constant: Collection[str] = (),
     ) -> Any:
         """Run the backward pass of the steps in reverse order, and return the gradients of the container's inputs. The
-        gradient is None for an input to which no gradient flows.
+        gradient is None for an input that no gradient flows to.
 
         `parts` are the parameters, grouped by child layer. `backward_step(step, saved, dy)` returns the gradients of a
         step's inputs. A step is skipped if no output depends on its results, or if all of its results are in
@@ -249,8 +249,8 @@ class Container(Layer):
         """Return `part` itself, or the recomputed result if `part` is a `RecomputePlaceholder` of this container.
         `parts` are the parameters, grouped by child layer.
 
-        This is a method, because a closure that calls itself would be a reference cycle and would keep `saved` alive
-        until the garbage collector runs."""
+        This function is a method, because a closure that calls itself would form a reference cycle, which would keep
+        `saved` alive until the garbage collector runs."""
         if not isinstance(part, RecomputePlaceholder) or part.owner is not self:
             return part
         step, whole = self.steps[part.step], partial(self._recompute_if_placeholder, env, parts, saved)
@@ -363,8 +363,8 @@ def require_layer(owner: str, name: str, layer: object) -> Layer:
 
 
 def make_unused_name(layer: Container, name: str) -> str:
-    """Return `name`, with as many underscores appended as are needed to make it differ from the names of all steps and
-    values in the container."""
+    """Return `name`, with underscores appended until it differs from the names of all steps and values in the
+    container."""
     taken = {*layer.inputs, *(word for step in layer.steps for word in (step.name, *step.gives))}
     while name in taken:
         name += "_"
@@ -405,8 +405,8 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
 
 
 def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
-    """Return, for each step, the names of the values that can be freed after the step, because no later step reads
-    them. The container's outputs are never among these values."""
+    """For each step, return the names of the values that can be freed after the step because no later step reads them.
+    The container's outputs are never among these values."""
     seen, last = set(outputs), []
     for step in reversed(steps):
         fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
@@ -448,7 +448,7 @@ def _make_unsupported_operator(sign: str) -> Any:
 
 
 class ComposeValue:
-    """A symbolic value without data. Inside `Composite.compose`, layers take and return such values.
+    """A symbolic value without data. Inside `Composite.compose`, layers take and return symbolic values.
 
     `a + b` means `Add()(a, b)`, and `a * b` means `Multiply()(a, b)`."""
 
@@ -466,7 +466,7 @@ class ComposeValue:
     def __mul__(self, other: Any) -> Any:
         return Multiply()(self, other)
 
-    __radd__, __rmul__ = __add__, __mul__  # also called for a number on the left, which Add and Multiply reject
+    __radd__, __rmul__ = __add__, __mul__  # also called if the left operand is a number, which Add and Multiply reject
     __sub__ = __rsub__ = __neg__ = _make_unsupported_operator("-")
     __truediv__ = __rtruediv__ = _make_unsupported_operator("/")
     __pow__ = __rpow__ = _make_unsupported_operator("**")
@@ -499,8 +499,8 @@ class ComposeValue:
 class ComposeTrace:
     """Records the layer calls made by `Composite.compose` as the steps of a container.
 
-    `owner` is the name of the composite layer, and `named` are the layers among its attributes. A second call of a
-    layer is recorded as another step, whose parameters are tied to those of the first step."""
+    `owner` is the name of the composite layer, and `named` contains the layers that are attributes of the composite. A
+    second call of a layer is recorded as another step, whose parameters are tied to those of the first step."""
 
     def __init__(self, owner: str, named: dict[str, Layer], inputs: tuple[str, ...]) -> None:
         self.owner, self.steps, self.ties = owner, list[ChildCall](), dict[str, str]()
@@ -563,7 +563,7 @@ class ComposingMeta(ABCMeta):
 
 
 class Composite(Container, metaclass=ComposingMeta):
-    """Base class for your own layers that are built from other layers:
+    """Base class for custom layers that are built from other layers:
 
         class GatedMLP(nn.Composite):
             def __init__(self, d_model, d_hidden):
@@ -575,9 +575,9 @@ class Composite(Container, metaclass=ComposingMeta):
                 return self.down(nn.SiLU()(self.gate(x)) * self.up(x))
 
     `compose` runs once, when the layer is constructed. The recorded calls form a graph, and its backward pass calls the
-    backward methods of the layers. Parameters are named after attributes (`gate.weight`). Raises ConfigError for a
-    layer with parameters that is not an attribute, for a layer attribute that is never called, and for operations on
-    values other than layer calls, + and *."""
+    backward methods of the layers. Parameters are named after attributes (`gate.weight`). Raises ConfigError if a
+    called layer has parameters but is not an attribute, if a layer attribute is never called, or if `compose` applies
+    operations other than layer calls, + and * to values."""
 
     reads: tuple[str, ...] = ()
     """Names of the inputs. Needed only for `compose(self, *x)` if the number of inputs depends on arguments of

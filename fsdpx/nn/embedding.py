@@ -43,7 +43,7 @@ class Embedding(Layer):
     ----------
     num_embeddings : number of rows of `weight (num_embeddings, embedding_dim)`
     embedding_dim : number of features per row
-    init : initializer of `weight`; None: N(0, 1) as in PyTorch
+    init : initializer of `weight`; if None, N(0, 1) as in PyTorch
     """
 
     acts_on = "position"
@@ -87,8 +87,8 @@ class TokenEmbeddingBase(Layer):
     """Base class for token embeddings with learned positions: weight[token] + position[time].
 
     Subclasses define which shapes of token arrays they accept (`_require_token_shape`) and the positions of the tokens
-    (`_get_positions`). If a rank holds only a shard of `weight`, they also define how rows are looked up and how their
-    gradients are added (`_look_up_rows`, `_add_row_gradients`)."""
+    (`_get_positions`). If a rank holds only a shard of `weight`, subclasses also define how rows are looked up and how
+    gradients of rows are added (`_look_up_rows`, `_add_row_gradients`)."""
 
     takes = "indices"
     kernel_names = ("embedding_backward", "add_bias", "sum_rows")
@@ -149,8 +149,8 @@ class TokenEmbedding(TokenEmbeddingBase):
     vocab : vocabulary size; tokens are integers in [0, vocab)
     d_model : number of features of the result
     seq_len : maximum length of a sequence
-    init : initializer of `weight (vocab, d_model)`; None: N(0, 1)
-    position_init : initializer of `position (seq_len, d_model)`; None: N(0, 1)
+    init : initializer of `weight (vocab, d_model)`; if None, N(0, 1)
+    position_init : initializer of `position (seq_len, d_model)`; if None, N(0, 1)
     """
 
     looks_up = True
@@ -200,7 +200,7 @@ class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
 
 def require_valid_indices(layer: Layer, x: Array, count: int) -> None:
     """Raise DataError unless all elements of `x` are integers in [0, count). Without this check, NumPy would interpret
-    -1 as the last row, and CuPy would wrap invalid indices around."""
+    -1 as the last row, and CuPy would wrap around invalid indices."""
     if not has_integer_dtype(x):
         raise DataError(f"{layer!r} wants whole numbers, got {x.dtype}")
     if x.size and (float(x.min()) < 0 or float(x.max()) >= count):
@@ -292,7 +292,7 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
         return specs | {"weight": replace(specs["weight"], cut=SHARD_ROWS)}
 
     def _get_positions(self, env: LayerContext, x: Array) -> slice:
-        """Return the slice of sequence positions whose embeddings this rank returns."""
+        """Return a slice that selects the sequence positions whose embeddings this rank returns."""
         comm = env.mesh.tensor
         return slice(*shard_bounds(x.shape[1], comm.rank, comm.size)) if self.sequence else slice(x.shape[1])
 
@@ -308,9 +308,9 @@ class VocabParallelCrossEntropyLoss(Loss):
     this rank)`.
 
     Every rank has the full target `(samples, ...)`. The total and the weight cover all classes, and are equal on all
-    ranks. The forward pass performs two all-reduces of float64 arrays with one element per position: first the maximum
-    of the position's logits, then the sum of their exponentials. The second array also contains one sum over all
-    positions, or two with label smoothing. The backward pass communicates nothing.
+    ranks. The forward pass performs two all-reduces of float64 arrays with one element per position: first for the
+    maximum of the position's logits, then for the sum of their exponentials. The second array also contains one sum
+    over all positions, or two sums with label smoothing. The backward pass communicates nothing.
 
     Parameters
     ----------
@@ -399,7 +399,7 @@ def _add_sharded_row_gradients(env: LayerContext, gw: Array, x: Array, dy: Array
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
         inside, index = _localize_index(env, index, total)
-        if not getattr(xp, "holds_no_data", False):  # shape-only arrays have no values by which rows could be selected
+        if not getattr(xp, "holds_no_data", False):  # shape-only arrays have no values that could select rows
             own_rows = xp.flatnonzero(inside)
             index, rows = index[own_rows], rows[own_rows]
     kernels.embedding_backward(xp, gw, index, rows)

@@ -56,7 +56,7 @@ class Bert(Container):
     logits.
 
     Positions with mask 0 are padding: no position with mask 1 attends to them. Padding positions attend to each other,
-    so their outputs differ from those of other implementations and must be ignored.
+    so their outputs do not match other implementations and must be ignored.
 
     Children are "embed", "blocks.0", "blocks.1", ..., followed by the layers of a head. The token head has the layers
     "dense", "activation", "norm" and "head"; the weight of "head" is tied to the embedding. The class head has the
@@ -68,10 +68,11 @@ class Bert(Container):
     d_model : model width, the number of features per position; a multiple of n_heads
     n_layers, n_heads : number of blocks, and number of heads per block
     seq_len : maximum length of a sequence
-    hidden : hidden width of each block's MLP; None: 4 * d_model
+    hidden : hidden width of each block's MLP; if None, 4 * d_model
     types : number of token types
-    classes : number of classes; the logits are (samples, classes), computed from the first position. None: the logits
-        are (samples, time, vocab), for predicting masked tokens with `CrossEntropyLoss`, which ignores targets of -100
+    classes : number of classes; the logits are (samples, classes), computed from the first position. If None, the
+        logits are (samples, time, vocab), for predicting masked tokens with `CrossEntropyLoss`, which ignores targets
+        of -100
     activation : activation of the MLP and of the token head, as in `GPT`
     eps : `eps` of the LayerNorm layers
     dropout : dropout probability before the last Linear of the class head
@@ -235,7 +236,7 @@ class ViT(Container):
     d_model : model width, the number of features per token; a multiple of n_heads
     n_layers, n_heads : number of blocks, and number of heads per block
     classes : number of classes
-    hidden : hidden width of each block's MLP; None: 4 * d_model
+    hidden : hidden width of each block's MLP; if None, 4 * d_model
     activation : activation of the MLP, as in `GPT`
     eps : `eps` of the LayerNorm layers
     qkv_bias : whether queries, keys and values have biases

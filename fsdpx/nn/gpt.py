@@ -22,9 +22,9 @@ class GPT(Sequential):
     """GPT-2 language model (Radford et al. 2019): tokens `(samples, time)` -> logits `(samples, time, vocab)`.
 
     Children are "embed" (`embed.weight`, `embed.position`), "blocks.0", "blocks.1", ..., "norm" and "head", a Linear
-    without bias. Initial values are the same as in GPT-2: weights are N(0, 0.02), except that those in the last Linear
-    of a residual branch are N(0, 0.02 / sqrt(2 * n_layers)). Biases are 0. Initial positions are sinusoids with root
-    mean square 0.04.
+    without bias. Initial values are the same as in GPT-2: weights are N(0, 0.02), except in the last Linear of a
+    residual branch, where they are N(0, 0.02 / sqrt(2 * n_layers)). Biases are 0. Initial positions are sinusoids with
+    root mean square 0.04.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class GPT(Sequential):
     tie : whether `head.weight` is tied to `embed.weight`
     dropout : dropout probability of the embedding, the attention weights and the residual branches
     bias : whether Linear and LayerNorm layers have biases
-    hidden : hidden width of each block's MLP; None: 4 * d_model
+    hidden : hidden width of each block's MLP; if None, 4 * d_model
     activation : activation of the MLP: "gelu", "gelu_new" (the tanh form of GELU, which GPT-2 was trained with),
         "relu", "silu" or "tanh"
     eps : `eps` of the LayerNorm layers

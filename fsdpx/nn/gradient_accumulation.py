@@ -28,7 +28,7 @@ WRITTEN, BLANK = 0, 1
 
 class GradientEntry:
     """The gradient array of one parameter, with a flag that says whether the array has been written since the last
-    reset. As long as it has not been written (`is_blank`), the content of the array is undefined.
+    reset. Until the array has been written (`is_blank`), its content is undefined.
 
     The flag is one byte, `flags[at]`. The flags of all gradients in a buffer are contiguous, so that they can be
     checked and changed together."""
@@ -142,7 +142,7 @@ def accumulation_dtype(dtype: Any) -> np.dtype:
 
 
 def has_integer_dtype(x: Any) -> bool:
-    """Return whether the dtype of an array is an integer or boolean dtype; such arrays have no gradient."""
+    """Return whether an array has an integer or boolean dtype, and therefore no gradient."""
     return np.dtype(x.dtype).kind in "iub"
 
 

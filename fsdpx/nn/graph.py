@@ -13,14 +13,14 @@ class Graph(Container):
     """A directed acyclic graph of layers, such as `Graph({"up": (Linear(8, 16), "x"), "sum": (Add(), "up", "z")},
     inputs=("x", "z"), outputs=("sum",))`.
 
-    A node runs after the nodes whose results it reads; apart from that, nodes run in the given order. Several inputs
-    are passed as a tuple, and several outputs are returned as a tuple. If a nested Graph has several outputs, they are
-    read as `"name.output"`. A node runs even if nothing reads its result; the gradient of its parameters is then zero.
-    Raises ConfigError for a cycle, and for an unknown or duplicate name.
+    A node runs after the nodes whose results it reads. Otherwise, nodes run in the given order. Several inputs are
+    passed as a tuple, and several outputs are returned as a tuple. If a nested Graph has several outputs, each output
+    is read as `"name.output"`. A node runs even if nothing reads its result; the gradient of its parameters is then
+    zero. Raises ConfigError for a cycle, and for an unknown or duplicate name.
 
     Parameters
     ----------
-    nodes : dict that maps names to (layer, names of the inputs or nodes that it reads)
+    nodes : dict that maps names to (layer, names of the inputs or nodes that the layer reads)
     inputs : names of the model's inputs
     outputs : names of the inputs or nodes whose values are returned
     ties : dict that maps aliases of shared parameters to canonical names, as in `Sequential`
@@ -79,8 +79,8 @@ def _require_known_values(steps: Sequence[ChildCall], inputs: Sequence[str], out
 
 
 def _sort_topologically(steps: Sequence[ChildCall], inputs: Sequence[str]) -> list[ChildCall]:
-    """Return the steps in topological order, by Kahn's algorithm (1962). Among the steps whose inputs are available,
-    the one that comes first in the given order is always taken next."""
+    """Return the steps in topological order, by Kahn's algorithm (1962). If the inputs of several steps are available,
+    the step that is first in the given order comes next."""
     waiting, ready, ordered = list(steps), set(inputs), []
     while waiting:
         step = next((s for s in waiting if ready.issuperset(s.sources)), None)

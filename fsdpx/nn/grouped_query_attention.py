@@ -22,21 +22,22 @@ class GroupedQueryAttention(AttentionContainer, Composite):
     `(samples, time, d_model)`. The layer is one FSDP unit: its parameters are all-gathered together.
 
     Weights are `q.weight (n_heads * d_head, d_model)`, `k.weight` and `v.weight (kv_heads * d_head, d_model)`, and
-    `out.weight (d_model, n_heads * d_head)`; with `qk_norm`, also `q_norm.weight` and `k_norm.weight (d_head,)`. With
-    "attention" in `env.recompute`, only queries, keys and values are saved for the backward pass of the attention.
+    `out.weight (d_model, n_heads * d_head)`; with `qk_norm`, also `q_norm.weight` and `k_norm.weight (d_head,)`. If
+    `env.recompute` contains "attention", only queries, keys and values are saved for the backward pass of the
+    attention.
 
     Parameters
     ----------
     d_model : number of features of the input and the output
     n_heads, kv_heads : number of query heads, and number of key and value heads, see `Attention`
-    rotary : the layer that applies rotary positions to queries and keys; it also determines d_head. None: attention
+    rotary : the layer that applies rotary positions to queries and keys; it also determines d_head. If None, attention
         ignores positions, and d_head is d_model / n_heads
     causal, window, segments : as in `Attention`; with `segments`, the layer has a second input
-    qk_norm : `eps` of an RMSNorm that is applied to each query and key head before rotary positions (Qwen3); None: no
-        norm
+    qk_norm : `eps` of an RMSNorm that is applied to each query and key head before rotary positions (Qwen3), or None
+        for no norm
     qkv_bias, out_bias : whether the Linear layers q, k and v have biases, and whether the last Linear has a bias
-    init, out_init : initializer of the weights of q, k and v, and initializer of the weight of the last Linear; None:
-        as in `Linear`
+    init, out_init : initializer of the weights of q, k and v, and initializer of the weight of the last Linear; if
+        None, as in `Linear`
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class AttentionBlock(Composite):
 
     Parameters
     ----------
-    attn : the attention layer; if it has segments as a second input, so does the block
+    attn : the attention layer; if it has segments as a second input, the block has them too
     mlp : the feed-forward layer, such as a GatedMLP
     norm : a norm layer; norm1 and norm2 are copies of it
     post : whether to use post-norm, as in BERT: `x = norm1(x + attn(x))`, then `x = norm2(x + mlp(x))`

@@ -14,7 +14,7 @@ __all__ = ["Init", "constant", "make_initial_values", "normal", "ones", "sinusoi
 
 Init = Callable[[int, str, int, int, tuple[int, ...]], np.ndarray]
 """An initializer `init(seed, name, start, stop, shape)` returns the values of the parameter `name` at the flat indices
-[start, stop). Values that the initializer computes are float64."""
+[start, stop). Initializers that compute their values return float64."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Normal:
 
 @dataclass(frozen=True)
 class Sinusoid:
-    """Each row belongs to a position, and consists of sines and cosines with decreasing frequencies (Vaswani et al.
-    2017).
+    """Sinusoidal positions (Vaswani et al. 2017): each row contains sines and cosines of one position, with decreasing
+    frequencies.
 
     Neighboring positions differ by a fixed rotation, which attention learns to use early in training.
 

@@ -22,16 +22,17 @@ class Lambda(Layer):
     """Applies a differentiable function to each element of an array, for example `Lambda(np.sin, np.cos)`, or to
     corresponding elements of several arrays.
 
-    The constructor compares the derivative with central differences at 64 normally distributed points, except where
-    the central differences are not finite. It raises ConfigError if the derivative does not match them, if the
-    function does not act on each element separately, or if it converts float32 to float64.
+    The constructor compares the derivative with central differences at 64 normally distributed points, except where the
+    central differences are not finite. The constructor raises ConfigError if the derivative does not match the central
+    differences, if the function does not act on each element separately, or if the function converts float32 to
+    float64.
 
     Parameters
     ----------
     function : function of one or several arrays of equal shape, written with NumPy functions, which also accept CuPy
         arrays
-    derivative : function that takes the arguments of `function` and returns its derivative; for several inputs, a
-        tuple with the partial derivative for each input
+    derivative : function that takes the arguments of `function` and returns the derivative of `function`; for several
+        inputs, a tuple with the partial derivative for each input
     """
 
     acts_on = "element"

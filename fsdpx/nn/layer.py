@@ -1,5 +1,5 @@
-"""The interface of layers: the base class `Layer`, the specification of parameters, and the context in which forward
-and backward are called."""
+"""The layer interface: the base class `Layer`, the specification of parameters, and the context of forward and backward
+calls."""
 
 from __future__ import annotations
 
@@ -147,11 +147,11 @@ class LayerAxes(Protocol):
 
     Attributes
     ----------
-    tensor : ranks over which layers are sharded
-    data : ranks over which the samples of a batch are split
-    parts : all ranks over which a field is partitioned (domain decomposition)
+    tensor : ranks that layers are sharded over
+    data : ranks that the samples of a batch are split over
+    parts : all ranks that a field is partitioned over (domain decomposition)
     domain : for each dim of a field, the ranks along that dim
-    counters : counters of the current step, to which layers add
+    counters : counters of the current step, updated by layers
     """
 
     @property
@@ -171,14 +171,14 @@ class LayerAxes(Protocol):
 
 
 class GivenValues(Protocol):
-    """Protocol for initial parameter values of a layer that come from another library. The object keeps the values
-    until all ranks have taken their shards."""
+    """Protocol for the initial values of a layer's parameters, if another library provides these values. The object
+    keeps the values until all ranks have taken their shards."""
 
     def broadcast_from_rank0(self, comm: Any) -> None:
-        """Replace the values on every rank with those of rank 0. Collective."""
+        """Replace the values on every rank with the values from rank 0. Collective."""
 
     def release_reproducible_values(self) -> None:
-        """Free values that can be produced again. Called after all ranks have taken their shards."""
+        """Free values that can be reproduced later. Called after all ranks have taken their shards."""
 
 
 @dataclass(frozen=True)
@@ -191,10 +191,11 @@ class ParameterSpec:
         shape
     init : initializer, see `fsdpx.nn.init`
     trainable : whether the parameter has a gradient and is updated
-    state : whether `forward` updates the parameter in training, as it does for running statistics; such a parameter is
-        never trainable
-    cut : sharding over the tensor axis; None: every rank holds the full parameter
-    norm : whether the parameter scales or shifts the output of a norm; `optim.no_decay` exempts it from weight decay
+    state : whether `forward` updates the parameter in training, like running statistics; if so, the parameter is never
+        trainable
+    cut : sharding over the tensor axis; if None, every rank holds the full parameter
+    norm : whether the parameter scales or shifts the output of a norm; `optim.no_decay` exempts such parameters from
+        weight decay
     """
 
     shape: tuple[int, ...]
@@ -231,7 +232,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer needs for a call, apart from its parameters and inputs: array namespace, mesh, random numbers and
+    """Everything that a layer call needs besides parameters and inputs: the array namespace, mesh, random numbers and
     modes. Immutable.
 
     Parameters
@@ -243,12 +244,12 @@ class LayerContext:
     recompute : names of the activations that layers do not save, but recompute in the backward pass ("attention")
     recomputing : whether this forward pass repeats an earlier one for the backward pass, and so must not update state
         again
-    time : full length of the sequences that are sharded along dim 1 over the tensor axis; None: the shards of all
+    time : full length of the sequences that are sharded along dim 1 over the tensor axis; if None, the shards of all
         ranks have equal lengths
-    cache : keys and values of the tokens that precede the input; None: the input contains full texts. A forward pass
+    cache : keys and values of the tokens that precede the input; if None, the input contains full texts. A forward pass
         with a cache is not followed by a backward pass, so containers save nothing
     constants : dict of arrays that layers need repeatedly, such as tables of cosines. The key of an array must contain
-        everything on which the array depends. All layers of a trainer share this dict, which lives as long as the
+        everything that the array depends on. All layers of a trainer share this dict, which lives as long as the
         trainer
     dtype : the dtype in which the model computes, for layers whose inputs are "exact" (see `Layer.takes`); None: the
         dtype of the inputs
@@ -317,8 +318,8 @@ class ShardedLayer:
     layer : the layer to run. It has the same parameters as the full layer, with the same names and full shapes;
         `ParameterSpec.cut` defines each rank's shard
     kind : sharding of the layer's result
-    partial : names of parameters that are not sharded, but for which each rank computes only a partial gradient; the
-        partial gradients are summed over the ranks
+    partial : names of parameters that are not sharded but have only a partial gradient on each rank; the partial
+        gradients are summed over the ranks
     """
 
     layer: Layer
@@ -327,8 +328,8 @@ class ShardedLayer:
 
 
 def require_pair(found: Any, method: str = "backward_input", wanted: str = "(dx, kept)") -> tuple[Any, Any]:
-    """Return `found`, the result of a layer's `method`. Raise ShapeError unless it is a tuple of two elements, which
-    the message describes as `wanted`."""
+    """Return `found`, the result of a layer's `method`. Raise ShapeError unless `found` is a tuple of two elements. The
+    message describes the expected tuple as `wanted`."""
     if not isinstance(found, tuple) or len(found) != 2:
         raise ShapeError(f"{method} gives {'an array' if hasattr(found, 'dtype') else found}, not {wanted}")
     return found
@@ -339,13 +340,13 @@ class Layer(ABC):
     used in several places of a model.
 
     A subclass defines `specs`, `forward`, `backward_input` and, if it has parameters, `backward_params`;
-    `fsdpx.testing.LayerContract` tests it. The methods that compute take these arguments:
+    `fsdpx.testing.LayerContract` tests the subclass. Methods that run on arrays take these arguments:
 
     Parameters
     ----------
     env : array namespace, mesh, random numbers and training mode, see `LayerContext`
     p : parameters by name, for the names in `specs()`; the arrays are views of flat buffers
-    g : gradients by name, for trainable parameters only; a layer *adds* to these arrays
+    g : gradients by name, only for trainable parameters; a layer *adds* to these arrays
     x : the input, or a tuple of inputs if `n_inputs` is not 1; dim 0 is the sample dim and may have size 0
     dy : the gradient of the result, with the same shape as the result
 
@@ -354,8 +355,8 @@ class Layer(ABC):
     """
 
     n_inputs: int | None = 1
-    """Number of input arrays of `forward`, which are passed as a tuple unless there is exactly one; None: any
-    number."""
+    """Number of input arrays of `forward`, or None for any number. They are passed as a tuple unless there is exactly
+    one."""
     n_outputs: int = 1
     """Number of arrays that `forward` returns; only containers may return more than one."""
     cheap: bool = False
@@ -365,8 +366,8 @@ class Layer(ABC):
     """Whether the layer calls collectives over `env.mesh.data`. If so, all ranks of this axis must run the layer the
     same number of times."""
     takes_ghosts: bool = False
-    """Whether the layer gets its shard of a field with ghost cells, and reads them or passes them on, as all
-    elementwise layers do. Other layers get the shard without ghost cells."""
+    """Whether the layer gets its shard of a field with ghost cells, and reads the ghost cells or passes them on, like
+    all elementwise layers. Other layers get the shard without ghost cells."""
 
     acts_on: str = "sample"
     """The smallest piece of the input that can be computed separately: "sample" (dim 0), "position" (dims 0 and 1) or
@@ -377,12 +378,12 @@ class Layer(ABC):
     """Whether each rank may run the layer unchanged on its shard of a field (samples, channels, *cells)."""
 
     looks_up: bool = False
-    """Whether the layer only looks up rows of its weights, as an embedding does. Pipelines assume that such a layer
-    takes no time."""
+    """Whether the layer only looks up rows of its weights, as an embedding does. Pipelines assume that lookup layers
+    take no time."""
 
     caches: bool | None = None
-    """Whether the layer can process a text piece by piece with `env.cache`. None: a container can if all its children
-    can; any other layer can if `acts_on` is "position" or "element"."""
+    """Whether the layer can process a text piece by piece with `env.cache`. If None, a container can if all its
+    children can, and any other layer can if `acts_on` is "position" or "element"."""
 
     takes: str | tuple[str, ...] = "numbers"
     """The dtype in which the layer gets integer and boolean inputs of the model: "numbers" means the model's dtype;
@@ -392,10 +393,11 @@ class Layer(ABC):
 
     kernel_names: tuple[str, ...] | None = ()
     """Names of the kernels (`fsdpx.core.array.kernels`) that the layer itself runs, without its children. They are
-    compiled before the first step. None: another library computes the layer, as PyTorch does for its own modules."""
+    compiled before the first step. None means that another library computes the layer, such as PyTorch for a PyTorch
+    module."""
 
     plan: Mapping[str, Any] = {}
-    """The layer's built-in tensor plan: the mark of each child, by name ("" for the layer itself). Marks are
+    """The layer's built-in tensor plan: the mark of each child, keyed by name ("" for the layer itself). Marks are
     `ColumnParallel`, `RowParallel`, `VocabParallel`, or `LayerDefault` for a layer that implements its sharding in
     `shard_over_ranks`."""
 
@@ -403,10 +405,10 @@ class Layer(ABC):
     """Whether the layer routes tokens to experts, and counts the (token, expert) choices in `env.mesh.counters`."""
 
     given_values: GivenValues | None = None
-    """Initial values of the parameters that come from another library. They may differ between ranks."""
+    """Initial parameter values from another library. The values may differ between ranks."""
 
     aliases: ClassVar[Mapping[str, str | None]] = {}
-    """For each parameter name in another library, the name in `specs`; None: the parameter is not needed."""
+    """Maps each parameter name in another library to the name in `specs`, or to None if the parameter is not needed."""
 
     def __init_subclass__(cls) -> None:
         wrap_constructor_with_argument_check(cls)
@@ -535,7 +537,7 @@ class Layer(ABC):
         """Compute only the gradients of the parameters. This method is called if the gradient of the input is not
         needed, because the input depends only on data and frozen parameters.
 
-        Override it if computing the gradient of the input is expensive.
+        Override this method if computing the gradient of the input is expensive.
 
         Parameters
         ----------
@@ -550,9 +552,9 @@ class Layer(ABC):
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         """Given the sharding of the inputs, return the layer that each rank of a tensor axis runs instead of this one.
 
-        By default, this is the layer itself, which each rank runs on its shard of the inputs. The inputs may be
-        replicated, sharded by samples, or sharded in a way that `acts_on` allows. Override this method for a layer
-        that supports further shardings, and call the base method for all other requests.
+        By default, the returned layer is the layer itself, which each rank runs on its shard of the inputs. The inputs
+        may be replicated, sharded by samples, or sharded in a way that `acts_on` allows. Override this method for a
+        layer that supports additional shardings, and call the base method for all other requests.
 
         Parameters
         ----------
@@ -561,8 +563,8 @@ class Layer(ABC):
         Returns
         -------
         ShardedLayer
-            the layer, the sharding of its result, and the names of the parameters for which each rank computes only a
-            partial gradient
+            the layer, the sharding of its result, and the names of the parameters that have only a partial gradient on
+            each rank
 
         Raises
         ------
@@ -598,7 +600,7 @@ class Layer(ABC):
 
     def needs_all_positions(self) -> bool:
         """Return whether a layer with `acts_on = "position"` needs all positions of a sample (for a mean, say) or their
-        order. Such a layer cannot run on the nodes of a mesh."""
+        order. Such a layer cannot run on the nodes of an unstructured mesh."""
         return False
 
     def needs_full_input(self, input_index: int, mark: Any) -> bool:
@@ -607,7 +609,7 @@ class Layer(ABC):
         Parameters
         ----------
         input_index : index of the input
-        mark : the tensor plan's mark for the layer; None: the layer has no mark
+        mark : the tensor plan's mark for the layer, or None if the layer has no mark
 
         Returns
         -------

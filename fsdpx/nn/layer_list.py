@@ -1,4 +1,4 @@
-"""Convert a model to the list of its leaf layers in execution order, from which training steps are compiled, and
+"""Convert a model to the list of its leaf layers in execution order. Training steps are compiled from this list. Also
 compute the shapes of all values in a dry run without data."""
 
 import threading
@@ -129,11 +129,11 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
 
 
 def find_dtypes_read_by_inputs(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """Return, for each of a layer's `count` inputs, the set of dtypes in which it is read, as values of `Layer.takes`
+    """For each of a layer's `count` inputs, return the set of dtypes in which it is read, as values of `Layer.takes`
     such as "indices". An input of a container has several dtypes if the layers that read it expect different ones.
 
     If `Layer.takes` declares an input as "passed", it is read in the same dtypes as the layer's result. `wanted`
-    contains the sets of these dtypes, one for each result."""
+    contains one set of these dtypes for each result."""
     if isinstance(layer, Container):
         wants = _resolve_container_words(layer, wanted)
         return [wants[name] for name in layer.inputs]
@@ -155,10 +155,10 @@ def _find_dtypes_read_by_layers(
     outputs: Sequence[Any],
     wanted: Sequence[frozenset[str]] = (),
 ) -> dict[Any, frozenset[str]]:
-    """Return, for each value, the set of dtypes in which layers read it, as values of `Layer.takes`.
+    """For each value, return the set of dtypes in which layers read it, as values of `Layer.takes`.
 
-    `steps` are (layer, values read, values returned), from the last layer to the first. `wanted` are the sets for the
-    outputs."""
+    `steps` contains tuples (layer, values read, values returned), from the last layer to the first. `wanted` contains
+    the sets for the outputs."""
     wants: dict[Any, frozenset[str]] = defaultdict(frozenset)
     for name, words in zip(outputs, wanted or [NUMBERS] * len(outputs), strict=True):
         wants[name] |= words
@@ -204,10 +204,11 @@ def insert_integer_casts(model: Layer, dtype: Any) -> Layer:
 def _insert_casts_in_container(
     layer: Container, whole: set[str], wanted: Sequence[frozenset[str]], dtype: Any
 ) -> tuple[Container, list[bool]]:
-    """Return the container with casts to `dtype` inserted, and for each of its outputs whether it is an integer array.
+    """Return the container with casts to `dtype` inserted, and a list that says whether each output is an integer
+    array.
 
-    `whole` is the set of the names of integer values, to which this function adds the names of integer results.
-    `wanted` is as in `find_dtypes_read_by_inputs`."""
+    `whole` is the set of names of integer values. This function adds the names of integer results to it. `wanted` is as
+    in `find_dtypes_read_by_inputs`."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
@@ -253,8 +254,8 @@ def output_shapes(
 
     `dtype` is the dtype of the parameters. `axes` is the connected mesh of this rank, for models that are sharded over
     a tensor axis; None means one rank. Raise ShapeError if an input of a layer does not fit; the message contains the
-    path of the layer, its inputs and their sources, and the shape that it needs. Raise ConfigError, with the path of
-    the layer, if a layer calls numpy directly or returns a dtype in which the model does not compute."""
+    path of the layer, the inputs and their sources, and the shape that the layer needs. Raise ConfigError, with the
+    path of the layer, if a layer calls numpy directly or returns a dtype that the model does not compute in."""
     values = value_shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
 
@@ -298,7 +299,7 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
             hint = f". As indices: {TAKES}" if isinstance(error, IndexError) else ""
             raise ShapeError(_describe_misfit(model, node, values, error) + hint) from error
         if wrong:
-            if isinstance(node.layer, Container):  # run children one by one, so that the error names the failing one
+            if isinstance(node.layer, Container):  # run children one by one, so that the error names the failing child
                 value_shapes(linearize(node.layer, node.path, units=True), x, real, training, axes)
             raise ConfigError(f"layer {node.path!r} {node.layer!r} {wrong}") from cause
         if isinstance(y, xp.ShapeArray):
@@ -351,7 +352,7 @@ UNKNOWN = "write it with functions that they know, or give env.xp.empty of the s
 
 
 def is_missing_function_error(error: Exception) -> bool:
-    """Return whether an exception was raised because a NumPy function was called that shape-only arrays lack."""
+    """Return whether an exception was raised because shape-only arrays lack the NumPy function that was called."""
     return isinstance(error, AttributeError) and getattr(error.obj, "holds_no_data", False) is True
 
 
@@ -373,8 +374,8 @@ def _describe_value_source(model: LayerList, value: int) -> str:
 
 
 class _MemoizedResults(threading.local):
-    """The results that `get_or_memoize` has stored in this thread, by key. Each entry also holds the objects whose ids
-    are part of the key, so that no new object gets one of these ids."""
+    """Results stored by `get_or_memoize` in this thread, keyed by the `key` argument. Each entry also holds the objects
+    whose ids are part of the key, so that no new object gets one of these ids."""
 
     results: dict[Any, tuple[Any, list[Any]]] | None = None
 
@@ -398,7 +399,7 @@ def get_or_memoize(key: tuple[Any, ...], find: Callable[[], T]) -> T:
     """Return `find()` or, inside a `memoizing` block, the stored result of an earlier call with an equal key. Callers
     must not change the result.
 
-    `key` must contain everything on which the result depends. In the key, shape-only arrays are compared by shape and
+    `key` must contain everything that the result depends on. In the key, shape-only arrays are compared by shape and
     dtype; numbers, strings and dtypes by value; and other objects, such as models, by identity."""
     if _kept.results is None:
         return find()

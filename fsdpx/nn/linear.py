@@ -54,8 +54,8 @@ class Linear(Layer):
     in_features, out_features : sizes of the last dims of the input and the result; `weight` is (out_features,
         in_features)
     bias : whether the layer has a `bias (out_features,)`
-    init : initializer of `weight`; None: U(-k, k) with k = 1/sqrt(in_features), as in PyTorch
-    bias_init : initializer of `bias`; None: U(-k, k) with the same k
+    init : initializer of `weight`; if None, U(-k, k) with k = 1/sqrt(in_features), as in PyTorch
+    bias_init : initializer of `bias`; if None, U(-k, k) with the same k
     """
 
     acts_on = "position"
@@ -132,14 +132,14 @@ class Linear(Layer):
         return ShardedLayer(new, outside, partial)
 
     def _make_column_parallel(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
-        """Return the column-parallel version of this layer, and the names of the parameters for which each rank
-        computes only a partial gradient."""
+        """Return the column-parallel version of this layer, and the names of the parameters that have only a partial
+        gradient on each rank."""
         size = (self.in_features, self.out_features, self.bias)
         return ColumnParallelLinear(*size, **options, init=self.init, bias_init=self.bias_init), ()
 
     def _make_row_parallel(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
-        """Return the row-parallel version of this layer, and the names of the parameters for which each rank computes
-        only a partial gradient."""
+        """Return the row-parallel version of this layer, and the names of the parameters that have only a partial
+        gradient on each rank."""
         size = (self.in_features, self.out_features, self.bias, sequence, grain)
         partial = ("bias",) if sequence and self.bias else ()
         return RowParallelLinear(*size, init=self.init, bias_init=self.bias_init), partial
@@ -163,7 +163,7 @@ class Linear(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         bias = p["bias"] if self.bias else None
-        if x.ndim == 2 and x.shape[1] == self.in_features:  # skips reshapes, which take noticeable time in small layers
+        if x.ndim == 2 and x.shape[1] == self.in_features:  # skip reshapes, which take noticeable time in small layers
             return linear_forward(env.xp, x, p["weight"], bias), (x,)
         require_last_dim(self, x, self.in_features)
         return linear_forward(env.xp, as_rows(x), p["weight"], bias).reshape(*x.shape[:-1], self.out_features), (x,)
@@ -188,8 +188,8 @@ class Linear(Layer):
 
 
 class ShardedLinear(Layer):
-    """Base class for ColumnParallelLinear and RowParallelLinear. It holds the options of the full Linear, and the
-    options that define its sharding.
+    """Base class for ColumnParallelLinear and RowParallelLinear. The class holds the options of the full Linear, and
+    the options that define the sharding.
 
     The two subclasses form a pair, as in Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the
     following RowParallelLinear, activations are sharded along the features, and nothing is communicated. If `sequence`
@@ -233,9 +233,10 @@ class ColumnParallelLinear(ShardedLinear):
     Parameters
     ----------
     in_features, out_features, bias, init, bias_init : arguments of the full layer, as in `Linear`
-    gather_output : whether to all-gather the result, so that every rank has it in full; requires blocks = grain = 1
-    sequence : whether the input is sharded along dim 1; it is then all-gathered for the matrix product, and once more
-        in the backward pass
+    gather_output : whether to all-gather the result, so that every rank has the full result; requires blocks = grain =
+        1
+    sequence : whether the input is sharded along dim 1; a sharded input is all-gathered for the matrix product, and
+        once more in the backward pass
     blocks, grain : sharding of `out_features`, see `ShardSpec`
     """
 

@@ -28,10 +28,10 @@ class Llama(Container):
 
     Children are "embed" (`embed.weight`), "blocks.0", "blocks.1", ..., "norm" and "head", a Linear without bias. A
     block has `norm1.weight`, `attn.q.weight`, `attn.k.weight`, `attn.v.weight`, `attn.out.weight`, `norm2.weight`,
-    `mlp.gate.weight`, `mlp.up.weight` and `mlp.down.weight`. Initial weights are N(0, 0.02), except that those in the
-    last Linear of a residual branch are N(0, 0.02 / sqrt(2 * n_layers)). The defaults are the values for Llama. Other
-    models need options: Mistral `window`, Mixtral `experts`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, and Gemma
-    `scale_embedding`, `unit_offset`, `activation` and `tie`.
+    `mlp.gate.weight`, `mlp.up.weight` and `mlp.down.weight`. Initial weights are N(0, 0.02), except in the last Linear
+    of a residual branch, where they are N(0, 0.02 / sqrt(2 * n_layers)). The defaults are the values for Llama. Other
+    models need options: `window` for Mistral, `experts` for Mixtral, `qkv_bias` for Qwen2, `qk_norm` for Qwen3, and
+    `scale_embedding`, `unit_offset`, `activation` and `tie` for Gemma.
 
     Parameters
     ----------
@@ -41,11 +41,11 @@ class Llama(Container):
     n_heads : number of query heads per block
     seq_len : sequence length for which the model is designed. Longer inputs also work; only `rope_scaling` depends on
         seq_len
-    kv_heads : number of key and value heads, a divisor of n_heads; None: n_heads
-    d_head : number of features per head; None: d_model / n_heads
-    hidden : hidden width of each block's MLP; None: `8 * ceil(d_model / 3)`
+    kv_heads : number of key and value heads, a divisor of n_heads; if None, n_heads
+    d_head : number of features per head; if None, d_model / n_heads
+    hidden : hidden width of each block's MLP; if None, `8 * ceil(d_model / 3)`
     theta, rope_scaling : options of the rotary positions, see `Rotary`
-    window : number of positions to which a position attends: itself and the window - 1 positions before it; None:
+    window : number of positions that a position attends to: itself and the window - 1 positions before it; if None,
         itself and all positions before it
     qk_norm : whether an RMSNorm is applied to each query and key head
     qkv_bias, bias : whether queries, keys and values have biases, and whether all Linear layers of the blocks have

@@ -51,7 +51,7 @@ class Loss(ABC):
     ----------
     env : array namespace and mesh, see `LayerContext`
     y : the model's output; dim 0 is the sample dim and may have size 0
-    target : the values with which y is compared; dim 0 is the sample dim
+    target : the values that y is compared with; dim 0 is the sample dim
     """
 
     kernel_names: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Loss(ABC):
         ----------
         env : array namespace and mesh
         y : the model's output
-        target : the values with which y is compared
+        target : the values that y is compared with
 
         Returns
         -------
@@ -98,7 +98,7 @@ class Loss(ABC):
         ----------
         env : array namespace and mesh
         saved : third result of `forward`
-        seed : number by which the gradient is multiplied; with 1 / (weight of the global batch), the result is the
+        seed : number that the gradient is multiplied by; with 1 / (weight of the global batch), the result is the
             gradient of the mean loss
 
         Returns
@@ -114,7 +114,7 @@ class Loss(ABC):
         Parameters
         ----------
         shape : shape of the model's output on this rank
-        target : the values with which the output is compared
+        target : the values that the output is compared with
 
         Raises
         ------
@@ -124,7 +124,7 @@ class Loss(ABC):
 
     def bind_partition(self, parts: FieldPartition) -> "Loss":
         """Return the loss to use if each rank holds one shard of the output field (domain decomposition). By default,
-        this is the loss itself.
+        return the loss itself.
 
         Parameters
         ----------
@@ -217,7 +217,8 @@ class _Elementwise(Loss):
 
 
 class CellWeights:
-    """Weights of the cells of a field, or of the nodes of a mesh. The array covers only this rank's shard.
+    """Weights of the cells of a field, or of the nodes of an unstructured mesh. The array covers only this rank's
+    shard.
 
     Parameters
     ----------
@@ -243,8 +244,8 @@ class CellWeights:
 
     @cached_property
     def of_nodes(self) -> "CellWeights":
-        """The same weights, transposed from (nodes,), (nodes, 1) or (nodes, features) to fit an output with features in
-        dim 1."""
+        """Return the same weights, transposed from (nodes,), (nodes, 1) or (nodes, features) to fit an output with
+        features in dim 1."""
         found = CellWeights(self.owner, self.array.T)
         found.has_cells = False
         return found
@@ -393,7 +394,7 @@ class LossSum(Loss):
 
     The mean loss is the sum of the mean losses of all terms, each multiplied by its factor. If the weight of a term is
     not proportional to the number of samples, the term is averaged within each sample first, and then over the samples.
-    Without this, the sum would depend on how a batch is split over ranks and microbatches.
+    Without the average within each sample, the sum would depend on how a batch is split over ranks and microbatches.
 
     Parameters
     ----------
@@ -445,8 +446,8 @@ class LossSum(Loss):
 
 
 Pieces = list[tuple[float, Any]]
-"""For each slice of the samples on which a loss was computed: the factor of the loss, and the values that its `forward`
-saved."""
+"""For each slice of the samples that a loss was computed on, the factor of the loss and the values saved by its
+`forward`."""
 
 
 def sum_weighted_losses_over_samples(
@@ -456,7 +457,7 @@ def sum_weighted_losses_over_samples(
     total / number of samples, and `pieces` contains, for each loss, the values that `backward_pieces` needs. A sample
     is not counted if its weight is 0 in all losses.
 
-    Collective over the ranks that hold shards of the same samples, if there are several such ranks.
+    Collective over the ranks that hold shards of the same samples, if several ranks share samples.
 
     Parameters
     ----------
@@ -487,8 +488,8 @@ def sum_weighted_losses_over_samples(
 
 
 def backward_pieces(env: LayerContext, loss: Loss, pieces: Pieces, seed: float) -> Any:
-    """Return the gradient of a loss with respect to the model's output. `pieces` describes the slices of samples on
-    which the loss was computed."""
+    """Return the gradient of a loss with respect to the model's output. `pieces` describes the slices of samples that
+    the loss was computed on."""
     found = [loss.backward(env, kept, seed * share) for share, kept in pieces]
     return found[0] if len(found) == 1 else _map_arrays(lambda *a: env.xp.concatenate(a), *found)
 
@@ -516,11 +517,11 @@ def require_target_shape(loss: Loss, wanted: tuple[int, ...], target: Array, wha
 
 
 class WrappedLoss(Loss):
-    """Base class for losses that compute another loss, `loss`, after they have changed the layout of the arrays."""
+    """Base class for losses that change the layout of the arrays, and then compute another loss, `loss`."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
-        for name in ("kernel_names", "counts", "skipna"):  # a loss that is not a `Loss` may lack these
+        for name in ("kernel_names", "counts", "skipna"):  # a loss not derived from `Loss` may lack these attributes
             setattr(self, name, getattr(loss, name, getattr(Loss, name)))
         self.partial = self.partial or getattr(loss, "partial", False)
 
@@ -539,10 +540,10 @@ class TensorParallelModel:
     Parameters
     ----------
     model, loss : the model with sharded layers, and a loss that takes this rank's shard of the output
-    output_dim : the dim along which the model's output is sharded: -1 for classes, 1 for the sequence, 0 for samples;
-        None: the output is not sharded
-    partial : names of the parameters for which each rank computes only a partial gradient; the partial gradients must
-        be summed over the axis once per step
+    output_dim : the dim along which the model's output is sharded: -1 for classes, 1 for the sequence, 0 for samples,
+        or None if the output is not sharded
+    partial : names of the parameters that have only a partial gradient on each rank; the partial gradients must be
+        summed over the axis once per step
     """
 
     model: Layer

@@ -89,7 +89,7 @@ class RMSNorm(_RowNorm):
     Parameters
     ----------
     normalized_shape : the size of the last dim, or the sizes of several last dims
-    eps : number that is added to the mean square; None: the machine epsilon of the compute dtype, as in PyTorch
+    eps : number that is added to the mean square; if None, the machine epsilon of the compute dtype, as in PyTorch
     elementwise_affine : whether there is a `weight` of shape normalized_shape, initialized with ones
     unit_offset : whether to multiply by 1 + weight instead of weight, with `weight` initialized with zeros (Gemma)
     """
@@ -132,7 +132,7 @@ class RMSNorm(_RowNorm):
             return weight
         return (
             weight.astype(accumulation_dtype(weight.dtype), copy=False) + 1.0
-        )  # in float32, because a 16-bit sum 1 + weight would lose most bits of weight
+        )  # computed computed computed in float32, because a 16-bit sum 1 + weight would lose most bits of weight
 
 
 def _as_shape_tuple(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -165,9 +165,9 @@ class BatchNorm(Layer):
     """Batch normalization of each channel (dim 1): `(x - mean) / sqrt(var + eps) * weight + bias` (Ioffe and Szegedy
     2015).
 
-    The input is `(samples, num_features, ...)` with any number of dims. In training, mean and variance are those of the
-    global batch. The forward pass performs two all-reduces over the data axis: one of the sums for the mean
-    (`8 * (num_features + 1)` bytes), and one of the squared deviations from the mean (`8 * num_features` bytes).
+    The input is `(samples, num_features, ...)` with any number of dims. In training, the mean and variance are computed
+    over the global batch. The forward pass performs two all-reduces over the data axis: one for the sums that give the
+    mean (`8 * (num_features + 1)` bytes), and one for the squared deviations from the mean (`8 * num_features` bytes).
     Subtracting the mean first avoids cancellation. The backward pass performs one all-reduce of `16 * num_features`
     bytes. Ranks may hold different numbers of samples, or none. Evaluation uses the running statistics `running_mean`
     and `running_var` (unbiased). Each forward pass in training updates them, unless it is a recomputation. As in
@@ -267,7 +267,7 @@ class BatchNorm(Layer):
 
 
 def cast_channel_arrays(x: Array, *channels: Array) -> tuple[Array, ...]:
-    """Cast arrays with one value per channel to the dtype in which kernels combine them with x: float64 on devices that
-    have their own kernels for sums, else the accumulation dtype of x."""
+    """Cast arrays with one value per channel to the dtype that kernels use to combine them with x: float64 on devices
+    that have their own kernels for sums, else the accumulation dtype of x."""
     dtype = np.dtype(np.float64) if get_device_of_array(x).has_sum_kernels else accumulation_dtype(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)

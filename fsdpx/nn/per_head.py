@@ -27,8 +27,8 @@ __all__ = ["Attention", "HeadNorm", "PerHead"]
 
 
 class PerHead(Layer):
-    """Base class for layers that treat each attention head separately, so that a tensor rank can run them on its own
-    heads. Inputs are the concatenated features of all heads.
+    """Base class for layers that process each attention head separately. A tensor rank can run the layer on only its
+    own heads. Inputs are the concatenated features of all heads.
 
     All heads share the parameters, so a rank that runs only some of the heads computes only the contribution of these
     heads to the gradient of each parameter."""
@@ -39,7 +39,7 @@ class PerHead(Layer):
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         """Return the layer that a rank runs on its own heads, or on its shard of the sequence. Raise ConfigError if the
-        sharding of the inputs splits a head, or if a rank gets different heads of one input than of another."""
+        sharding of the inputs splits a head, or if the shards of two inputs on a rank contain different heads."""
         kinds = request.kinds[:3]  # leave out a fourth input, the segments, which every rank has in full
         cut = [kind for kind in kinds if isinstance(kind, ShardedFeatures)]
         if request.mark is not None or not (cut or any(isinstance(kind, ShardedSequence) for kind in kinds)):
@@ -58,7 +58,7 @@ class PerHead(Layer):
         return ShardedLayer(self, ShardedFeatures(cut[0].total // self.blocks, 1, grain, cut[0].source), self.specs())
 
     def bind_sequence_shard(self, request: ShardingContext) -> Layer:
-        """Return the layer that processes all heads of this rank's shard of the sequence. By default, this is the layer
+        """Return the layer that processes all heads of this rank's shard of the sequence. By default, return the layer
         itself."""
         return self
 
@@ -106,19 +106,19 @@ class Attention(PerHead):
     """Scaled dot-product attention with queries, keys and values as three inputs: `softmax(q @ k^T / sqrt(d_head)) @ v`
     for each head.
 
-    Queries are `(samples, time, n_heads x d_head)`, keys and values `(samples, time, kv_heads x d_head)`. Each group
-    of n_heads / kv_heads consecutive query heads shares one head of keys and values (Ainslie et al. 2023). With
-    "attention" in `env.recompute`, the enclosing layer saves only the inputs; see `AttentionContainer`.
+    Queries are `(samples, time, n_heads x d_head)`, keys and values `(samples, time, kv_heads x d_head)`. Each group of
+    n_heads / kv_heads consecutive query heads shares one head of keys and values (Ainslie et al. 2023). If
+    `env.recompute` contains "attention", the enclosing layer saves only the inputs; see `AttentionContainer`.
 
     Parameters
     ----------
     n_heads, kv_heads : number of query heads, and number of key and value heads; n_heads is a multiple of kv_heads
     d_head : number of features per head
     causal : whether a position attends only to itself and to earlier positions
-    window : with `causal`, number of positions to which a position attends: itself and the window - 1 positions before
-        it (Beltagy et al. 2020); None: itself and all positions before it
+    window : with `causal`, number of positions that a position attends to: itself and the window - 1 positions before
+        it (Beltagy et al. 2020); if None, itself and all positions before it
     segments : whether there is a fourth input, integer segment ids (samples, time); a position then attends only to
-        positions with the same id. Each document in a packed sequence has its own id, and so does the padding
+        positions with the same id. Each document in a packed sequence has its own id, and the padding has a separate id
     fused : whether queries, keys and values are concatenated in one input; kv_heads is then n_heads
     dropout : with `fused`, dropout probability of attention weights. If it is not 0, the attention weights, an array
         (samples, heads, time, time), are saved for the backward pass
@@ -183,7 +183,8 @@ class Attention(PerHead):
                 f"{path!r}: attention within {within} works on whole sequences: use a tensor plan, or "
                 f"sequence='parallel', instead of {sequence!r}"
             )
-        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention  # only sharded sequences need these
+        # only sharded sequences need these classes classes classes
+        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention
 
         new = copy(self)
         new.core = RingAttention(self._heads) if sequence == "ring" else UlyssesAttention(self._heads)

@@ -25,7 +25,7 @@ SCALING_OPTIONS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Required options of each type of position scaling, by `rope_type`."""
+"""Required options of each type of position scaling, keyed by `rope_type`."""
 
 
 class Rotary(PerHead):
@@ -83,7 +83,7 @@ class Rotary(PerHead):
 
         Parameters
         ----------
-        env : array namespace, and the constants in which the table is cached
+        env : array namespace, and the constants that the table is cached in
         first, count : first position, and number of positions
         total : length of the full sequence, on which "dynamic" scaling depends
         dtype : dtype of the activations; the table has the dtype `accumulation_dtype(dtype)`
@@ -95,7 +95,8 @@ class Rotary(PerHead):
         """
         end, kind = first + count, accumulation_dtype(dtype)
         if self._scaling and self._scaling[0] == "dynamic" and total > self.seq_len:
-            cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)  # not cached, since it depends on `total`
+            # not cached, because the table depends on `total`
+            cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)
         else:
             # rounded up to a power of two, so that texts of different lengths can share one table
             rows = 1 << max(end - 1, 0).bit_length()
@@ -128,8 +129,8 @@ class Rotary(PerHead):
 def compute_frequencies(
     d_head: int, theta: float, scaling: Mapping[str, Any] | None = None, seq_len: int = 2048, time: int = 0
 ) -> tuple[np.ndarray, float]:
-    """Return the rotation angle per position of each pair of features, (d_head / 2,) in float64, and the factor by
-    which cosines and sines are multiplied.
+    """Return the rotation angle per position of each pair of features, (d_head / 2,) in float64, and the factor that
+    cosines and sines are multiplied by.
 
     `time` is the length of the current sequence, on which "dynamic" scaling depends. The other arguments are as in
     `Rotary`."""
@@ -148,8 +149,8 @@ def compute_frequencies(
 
 
 def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Return frequencies scaled as in Llama 3, and 1.0, the factor of cosines and sines. Low frequencies are divided by
-    "factor", high ones are kept, and those in between are interpolated."""
+    """Return two values: the frequencies scaled as in Llama 3, and the factor for cosines and sines, which is 1.0. Low
+    frequencies are divided by "factor", high frequencies are kept, and frequencies in between are interpolated."""
     factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
     turns = options["original_max_position_embeddings"] * plain / (2 * math.pi)
     part = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -157,11 +158,11 @@ def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping
 
 
 def _scale_yarn(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Return frequencies scaled by YaRN (Peng et al. 2023), and the factor of cosines and sines.
+    """Return frequencies scaled by YaRN (Peng et al. 2023), and the factor for cosines and sines.
 
     Frequencies that make more than `beta_fast` turns over the original context length are kept. Frequencies that make
-    fewer than `beta_slow` turns are divided by "factor". Those in between are interpolated by a linear ramp over the
-    features."""
+    fewer than `beta_slow` turns are divided by "factor". Frequencies in between are interpolated with a linear ramp
+    over the features."""
     factor, length = options["factor"], options["original_max_position_embeddings"]
 
     def find_feature(turns: float) -> float:

@@ -79,7 +79,7 @@ class Ring(NamedTuple):
 
 
 def find_tensor_ring(env: LayerContext, part: int) -> Ring:
-    """Return the ring of the ranks over which a sequence is sharded, where this rank holds `part` positions."""
+    """Return the ring of ranks that a sequence is sharded over. This rank holds `part` positions of the sequence."""
     comm, (_, time) = env.mesh.tensor, env.sequence_offset(part)
     bounds = (shard_bounds(time, rank, comm.size) for rank in range(comm.size))
     return Ring(comm, [stop - start for start, stop in bounds])
@@ -98,7 +98,7 @@ class RingAttention:
     ----------
     heads : attention of all heads, without a window
     find_ring : function that returns the ring, given the context and the number of positions of this rank; default: the
-        ranks of the tensor axis. Other rings need attention without a causal mask and without dropout
+        ranks of the tensor axis. Other rings support only attention without a causal mask and without dropout
     """
 
     def __init__(

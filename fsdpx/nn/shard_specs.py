@@ -1,5 +1,5 @@
-"""Descriptions of how parameters and values are sharded over the tensor axis, and the marks with which a tensor plan
-selects the sharding of layers."""
+"""Descriptions of how parameters and values are sharded over the tensor axis, and the marks that a tensor plan uses to
+select the sharding of layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ShardSpec:
     dim : the sharded dim of the full array
     blocks : number of equal blocks along the dim, each of which is sharded separately; 3 for stacked queries, keys and
         values
-    grain : number of consecutive elements that must stay on one rank, such as those of one head
+    grain : number of consecutive elements that must stay on one rank, such as the elements of one head
     """
 
     dim: int
@@ -266,9 +266,9 @@ class FieldPartition:
     cuts : for each dim, the first cell of each rank along the dim, followed by the number of cells of the full field
         along the dim
     ghosts : for each dim and each rank along it, the numbers of ghost cells before and after the rank's own cells in
-        the caller's arrays; (): there are no ghost cells
-    periods : for each dim, whether it is periodic, which determines how ghost cells are filled; (): unknown
-    letters : names of the dims in the caller's layout, one letter each; "": not given
+        the caller's arrays; () if there are no ghost cells
+    periods : for each dim, whether the dim is periodic; this determines how ghost cells are filled; () if unknown
+    letters : names of the dims in the caller's layout, one letter each; "" if not given
     """
 
     cuts: tuple[Cuts, ...]
@@ -307,8 +307,8 @@ class FieldPartition:
         return FieldPartition(cuts, letters=self.letters)
 
     def make_single_rank_partition(self) -> FieldPartition:
-        """Return the trivial partition of the same field on one rank. Of the ghost cells, only those beyond the ends of
-        the field are kept."""
+        """Return the trivial partition of the same field on one rank. Only ghost cells beyond the ends of the field are
+        kept."""
         ghosts = []
         for cuts, sides in zip(self.cuts, self.ghosts, strict=False):
             rows = list(zip(cuts, cuts[1:], sides, strict=False))
@@ -338,8 +338,8 @@ class FieldPartition:
 
     @classmethod
     def to_channels_first(cls, array: Any) -> Any:
-        """Return a view of an array of the field with channels in dim 1, or convert such a view back to the field's
-        layout. The same operation does both."""
+        """Return a view of a field array with channels as dim 1, or convert such a view back to the field's layout. The
+        same operation does both."""
         return array
 
     def bind_loss(self, loss: Any) -> Any:
@@ -354,8 +354,8 @@ class FieldPartition:
         return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
 
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
-        """Return the random numbers of `random`, a `core.array.random.Random`, for this rank's shard of an array of the
-        field. Each cell gets the same numbers as in the full field. `lines` is as in `locate_shard`."""
+        """Return random numbers from `random`, a `core.array.random.Random`, for this rank's shard of a field array.
+        Each cell gets the same numbers as in the full field. `lines` is as in `locate_shard`."""
         cuts = self.locate_shard(lines)
         return random.get_number_subarray(shape, cuts) if cuts else random.get_number_range(shape)
 
@@ -365,13 +365,13 @@ class FieldPartition:
         return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
 
     def get_ghosts_along(self, dim: int) -> tuple[GhostWidths, ...]:
-        """Return, for each rank along a dim, the numbers of ghost cells before and after its own cells. Return () if no
+        """For each rank along a dim, return the numbers of ghost cells before and after its own cells. Return () if no
         rank has ghost cells."""
         ghosts = self.ghosts[dim] if self.ghosts else ()
         return ghosts if any(map(any, ghosts)) else ()
 
     def local_shape(self, place: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of cells along each dim, without ghost cells, of the shard of the rank with grid
+        """Return the number of cells along each dim, excluding ghost cells, in the shard of the rank with grid
         coordinates `place`."""
         return tuple(cuts[r + 1] - cuts[r] for cuts, r in zip(self.cuts, place, strict=True))
 
@@ -444,7 +444,7 @@ class ShardingContext:
     path : dotted path of the layer in the model, for error messages
     kinds : sharding of each input, in order
     width : number of ranks on the tensor axis
-    mark : the tensor plan's mark for this layer, such as `ColumnParallel`; None: the layer has no mark
+    mark : the tensor plan's mark for this layer, such as `ColumnParallel`, or None if the layer has no mark
     sequence : the argument `sequence` of `parallelize`
     redistribution_functions : the functions of `ShardingWalk` that insert redistributions, for layers that contain a
         model and shard it themselves
@@ -543,7 +543,7 @@ class ShardingContext:
         ----------
         count : number of items to distribute
         things : name of the items for the error message, such as "heads"
-        instead : for the error message, a remedy other than a smaller tensor axis; "": there is none
+        instead : for the error message, a remedy other than a smaller tensor axis, or "" if there is none
         """
         if count < self.width:
             way = f", or {instead}" if instead else ""

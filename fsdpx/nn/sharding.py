@@ -1,5 +1,5 @@
-"""Classes that shard layers, losses and models over the tensor axis, for use in the option `tensor_plan` and in your
-own layers."""
+"""Classes that shard layers, losses and models over the tensor axis, for use in the `tensor_plan` option and in custom
+layers."""
 
 from typing import TYPE_CHECKING
 

@@ -46,8 +46,8 @@ class Redistribution(NamedTuple):
 
 
 RedistributionFunction = Callable[[Layer, Sequence[Kind]], Sequence[Redistribution | None]]
-"""Function that takes a layer and the sharding of its inputs, and returns for each input the redistribution that it
-needs, or None."""
+"""Function that takes a layer and the sharding of its inputs. For each input, it returns the redistribution that the
+input needs, or None."""
 
 
 class ShardingWalk:
@@ -55,7 +55,7 @@ class ShardingWalk:
 
     Attributes
     ----------
-    partial : names of the parameters for which each rank computes only a partial gradient
+    partial : names of the parameters that have only a partial gradient on each rank
     ties : dict that maps aliases to canonical names, for the tied parameters of the full model
     redistribution_functions : functions that choose which redistributions to insert before a step; they are called in
         order
@@ -173,7 +173,7 @@ class ShardingWalk:
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 FULL_PARAMETER_SEQUENCES = ("ulysses", "ring", "samples")
-"""The values of `sequence` for which no parameters are sharded except those of MoE experts."""
+"""The values of `sequence` that shard no parameters except the ones of MoE experts."""
 
 
 def parallelize(
@@ -191,7 +191,7 @@ def parallelize(
     loss : the loss; it must have `acts_on = "position"` if the model's output is sharded along dim 1 by `sequence`
     width : number of ranks on the tensor axis
     plan : dict that maps name patterns (fnmatch) to `ColumnParallel`, `RowParallel`, `VocabParallel` or `LayerDefault`;
-        None: the layers' built-in plans
+        if None, the layers' built-in plans
     sequence : None, "parallel", "ulysses", "ring" or "samples", see below
 
     With "parallel", activations between sharded layers are sharded along dim 1 (Korthikanti et al. 2022); with None,
@@ -265,7 +265,7 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
 
 def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
     """Raise ConfigError unless the loss has `acts_on = "position"`, so that it can be computed on shards of the
-    sequence. If the attribute is missing, it counts as "sample"."""
+    sequence. A missing attribute counts as "sample"."""
     acts_on = getattr(loss, "acts_on", "sample")
     if acts_on == "position":
         return
@@ -305,7 +305,7 @@ def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]
 
 
 def _add_marks_of_layer_plans(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:
-    """Add to `marks`, in place, the marks that the built-in plans of `layer` and of the layers inside it define.
+    """Update `marks` in place with the marks defined by the built-in plans of `layer` and of the layers inside it.
     `inside` is true if an enclosing layer follows its built-in plan."""
     if isinstance(marks.get(path), LayerDefault):
         if not inside and not any(found.plan for _, found in iterate_layers(layer)):

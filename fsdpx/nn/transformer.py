@@ -20,7 +20,7 @@ from fsdpx.nn.shard_specs import ColumnParallel, RowParallel
 __all__ = ["MLP", "GatedActivation", "GatedMLP", "TransformerBlock"]
 
 GATED_FORMS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu tanh", "gelu_pytorch_tanh": "gelu tanh"}
-"""Names of kernel variants, by the names of activations in model configurations."""
+"""Names of kernel variants, keyed by the names of activations in model configurations."""
 
 
 class GatedActivation(Layer):
@@ -66,7 +66,7 @@ class GatedMLP(Composite):
     d_model : number of features of the input and the output
     d_hidden : number of hidden features
     activation : as in `GatedActivation`
-    bias : whether the three Linear layers have biases, which are initialized with 0
+    bias : whether the three Linear layers have biases, which are initialized to 0
     init, out_init : initializer of `gate.weight` and `up.weight`, and initializer of `down.weight`
     """
 
@@ -97,18 +97,18 @@ class MLP(Container):
     """Feed-forward layer: `down(activation(up(x)))`, followed by dropout. Input and output have the shape
     `(samples, ..., d_model)`.
 
-    The parameters are those of two Linear layers, `up.*` and `down.*`. The result of a GELU is not saved, but
+    The parameters are `up.*` and `down.*`, from the two Linear layers. The result of a GELU is not saved, but
     recomputed in the backward pass.
 
     Parameters
     ----------
     d_model : number of features of the input and the output
-    d_hidden : number of features between the two Linear layers; None: 4 * d_model
+    d_hidden : number of features between the two Linear layers; if None, 4 * d_model
     dropout : probability that an element of the result is dropped
     bias : whether the two Linear layers have biases
-    activation : the activation layer; None: `GELU()`
-    init : initializer of `up.weight`; if given, biases are initialized with 0
-    out_init : initializer of `down.weight`; None: `init`
+    activation : the activation layer; if None, `GELU()`
+    init : initializer of `up.weight`; if given, biases are initialized to 0
+    out_init : initializer of `down.weight`; if None, `init`
     """
 
     unit = fixed = True
@@ -203,7 +203,7 @@ class MLP(Container):
             dy, _ = step.layer.backward_input(env.child(step.name), {}, mask, dy)
         dh, kept = down.backward_input(env, p, (h,), dy)  # dh is a new array, so the kernel may change it in place
         a = kernels.recompute_gelu_and_backward(env.xp, h, dh, gelu.approximate)
-        return dh, (a, *kept[1:])  # `down` needs a, the recomputed array for which the placeholder h stood
+        return dh, (a, *kept[1:])  # `down` needs `a`, the recomputed array that replaces the placeholder `h`
 
 
 class TransformerBlock(Container):
@@ -216,13 +216,13 @@ class TransformerBlock(Container):
     Parameters
     ----------
     d_model, n_heads, causal : as in `MultiHeadAttention`
-    d_hidden : number of hidden features of the MLP; None: 4 * d_model
+    d_hidden : number of hidden features of the MLP; if None, 4 * d_model
     dropout : dropout probability of the attention weights and of the results of both branches
     bias : whether the Linear and LayerNorm layers have biases
     activation : name of the activation of the MLP, such as "gelu" or "gelu_new" (the tanh form of GELU)
     eps : `eps` of the LayerNorm layers
     init : initializer of all weights
-    out_init : initializer of the weights of the last Linear of each branch; None: `init`
+    out_init : initializer of the weights of the last Linear of each branch; if None, `init`
     """
 
     unit = True

@@ -1,4 +1,4 @@
-"""Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019), in the form of `torch.optim`."""
+"""Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019), as implemented in `torch.optim`."""
 
 from typing import Any, ClassVar
 

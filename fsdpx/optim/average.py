@@ -84,7 +84,7 @@ class AveragedOptimizer(WrappedOptimizer):
     ----------
     inner : the optimizer that makes the update
     averaging : an `EMA`, an `SWA`, or any other object with a method `get_kept_share(step)`
-    dtype : dtype of the average; None: the dtype of the shard. A 16-bit shard needs a float32 average, because the
+    dtype : dtype of the average; if None, the dtype of the shard. A 16-bit shard needs a float32 average, because the
         change in one step is too small for 16 bits, and because the rounding errors of the parameters must not
         accumulate in the average
     """
@@ -117,7 +117,7 @@ class AveragedOptimizer(WrappedOptimizer):
         `Optimizer.update`."""
         require_matching_shard(self, p, g, slots, step, segments)
         inner_slots, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE_SLOT]
-        # do not warn of overflow in updates; gradients are checked for NaN and Inf elsewhere
+        # do not warn about overflow in updates; gradients are checked for NaN and Inf elsewhere
         with np.errstate(all="ignore"):
             _add_parameters(xp, distance, p)
             update_parameters(self.inner, xp, p, g, inner_slots, lr=lr, step=step, segments=segments, scale=scale)
@@ -127,7 +127,7 @@ class AveragedOptimizer(WrappedOptimizer):
 
 
 def _add_parameters(xp: Any, total: Any, p: Any) -> None:
-    """Add the parameters `p` to `total` in place. The dtype of `p` may have fewer bits than that of `total`."""
+    """Add the parameters `p` to `total` in place. The dtype of `p` may have fewer bits than the dtype of `total`."""
     if total.dtype == p.dtype:
         total += p
     else:

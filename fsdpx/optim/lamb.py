@@ -84,15 +84,16 @@ def _step_along_direction_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class LAMB:
-    """LAMB (You et al. 2020): Adam's direction u, scaled for each parameter by the norms of parameter and direction.
+    """LAMB (You et al. 2020): Adam's direction u, scaled for each parameter by the ratio of the parameter norm to the
+    direction norm.
 
     `u = m / (sqrt(v) + eps) + weight_decay * p`, then `p -= lr * |p| / |u| * u`, with norms over the full parameter.
 
     m and v are bias-corrected. The ratio |p| / |u| is taken as 1 if one of the norms is 0. Squares are summed in
-    float64 over blocks of 1024 elements, and the sums of the blocks are added exactly. If shard boundaries coincide
-    with block boundaries, results are therefore bit-identical to those of an unsharded parameter; otherwise they agree
-    up to rounding. Slots (state arrays): m, v. Each update of a page (flat parameter buffer) all-gathers `gathers`
-    numbers per parameter.
+    float64 over blocks of 1024 elements, and the sums of the blocks are added exactly. Therefore, if shard boundaries
+    coincide with block boundaries, results are bit-identical to the results for an unsharded parameter. Otherwise, they
+    agree up to rounding. Slots (state arrays): m, v. Each update of a page (flat parameter buffer) all-gathers
+    `gathers` numbers per parameter.
 
     Parameters
     ----------

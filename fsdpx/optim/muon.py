@@ -44,12 +44,12 @@ class Muon:
     steps. The factor `0.2 * sqrt(max(rows, columns))` makes steps as large as AdamW's, so that learning rates and
     weight decays for AdamW also suit Muon (Liu et al. 2025).
 
-    Parameters with one dim, and parameters whose names match `exclude`, are updated by `others`. Kernels of
-    convolutions are treated as matrices with one row per output channel. Every rank that holds a part of a matrix
-    gathers the momentum of the full matrix and computes the full update, so that results are bit-identical for every
-    sharding. Each rank sends its part of the momentum once per update. The tensor axis must have only one rank.
+    Parameters with one dim, and parameters whose names match `exclude`, are updated by `others`. Convolution kernels
+    are treated as matrices with one row per output channel. Every rank that holds a part of a matrix gathers the
+    momentum of the full matrix and computes the full update, so that results are bit-identical for every sharding. Each
+    rank sends its part of the momentum once per update. The tensor axis must have only one rank.
 
-    Slots (state arrays): the same as those of `others`; the slot "m" is the momentum m of matrices.
+    Slots (state arrays): the slots of `others`. For matrices, the slot "m" is the momentum m.
 
     Parameters
     ----------
@@ -58,8 +58,8 @@ class Muon:
     momentum : decay of m per step, in [0, 1)
     weight_decay : coefficient; lr * weight_decay * p is subtracted from p in each step, for all parameters
     exclude : name patterns (fnmatch) of matrices to be updated by `others`
-    others : an `AdamW`, or another elementwise optimizer with a slot "m"; the lr, weight decay and groups of `Muon`
-        replace those of `others`
+    others : an `AdamW`, or another elementwise optimizer with a slot "m"; its lr, weight decay and groups are replaced
+        with the ones of `Muon`
     groups : dict that maps name patterns (fnmatch) to dicts with `weight_decay`, `lr_scale` or both, for the matching
         parameters
     """
@@ -134,7 +134,7 @@ class Muon:
                 self._apply_update_to_matrix_part(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
 
     def count_sent_elements(self, s: ShardSegment) -> int:
-        """Return the number of elements of a parameter that this rank sends to each other rank that holds a part of
+        """Return the number of elements of a parameter that this rank sends to every other rank that holds a part of
         the parameter.
 
         Parameters

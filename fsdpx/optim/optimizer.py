@@ -39,7 +39,7 @@ class SlotFormat:
 
     Parameters
     ----------
-    dtype : name of the slot's dtype; None: the dtype of the shard
+    dtype : name of the slot's dtype; if None, the dtype of the shard
     """
 
     dtype: str | None = None
@@ -61,7 +61,7 @@ class SlotFormat:
 
 def get_slot_formats(optimizer: Any) -> dict[str, SlotFormat]:
     """Return the format of each slot (state array) of an optimizer, as a dict keyed by slot name. The optimizer's own
-    attribute `slot_formats` needs to contain only slots whose dtype differs from that of the shard."""
+    attribute `slot_formats` needs to contain only slots whose dtype differs from the shard's dtype."""
     named: Mapping[str, SlotFormat] = getattr(optimizer, "slot_formats", {})
     return {name: named.get(name, SlotFormat()) for name in optimizer.slots}
 
@@ -78,7 +78,7 @@ def make_zero_slots(xp: Any, optimizer: Any, segments: ShardSegments, dtype: Any
 
 
 class Elementwise(ABC):
-    """Base class of elementwise optimizers. It checks their options, and updates the shard one span at a time, where a
+    """Base class of elementwise optimizers. The class checks the options, and updates the shard one span at a time. A
     span is a range of elements that have the same hyperparameters."""
 
     weight_decay: float
@@ -124,7 +124,7 @@ Slots = Mapping[str, Any]
 GROUP_OPTIONS = ("lr_scale", "weight_decay")
 
 no_decay: ParamGroups = {pattern: {"weight_decay": 0.0} for pattern in ("*bias", NORMS)}
-"""Parameter groups that switch off weight decay for biases, and for the scales and shifts of norms, whatever their
+"""Parameter groups that switch off weight decay for biases, and for the scales and shifts of norms, regardless of their
 names: `AdamW(groups=optim.no_decay)`. The parameters of your own norm layers need `ParameterSpec(..., norm=True)`.
 
 To add your own groups: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`."""
@@ -143,7 +143,7 @@ class Optimizer(Protocol):
         """The names of the state arrays. Each array is as large as the shard, and all zeros before step 1.
 
         An optimizer may also have an attribute `slot_formats`: a dict with a `SlotFormat` for the name of each slot
-        whose dtype differs from that of the shard."""
+        whose dtype differs from the shard's dtype."""
 
     def update(
         self,
@@ -191,10 +191,10 @@ def update_parameters(
     segments: ShardSegments,
     scale: float = 1.0,
 ) -> bool:
-    """Update a shard in place. As in `torch.optim`, the step number of a parameter counts only updates of this
-    parameter. Return False if the arrays have only shapes and no values, so that nothing was computed.
+    """Update a shard in place. As in `torch.optim`, a parameter's step number counts only the updates of this
+    parameter. Return False if the arrays are shape-only and nothing was computed.
 
-    The arguments are those of `Optimizer.update`, except that `step` is the step number of the trainer.
+    The arguments are the same as for `Optimizer.update`, except that `step` is the trainer's step number.
 
     The optimizer is called once for each span of parameters with the same number of updates, and gets this number as
     `step`. Three kinds of optimizers are instead called only once on every rank, and read `missed` from the segments:
@@ -257,7 +257,7 @@ UNSCHEDULED = (0.0, 0.0)
 
 
 def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
-    """Return two values of a step: the learning rate, and the weight of the old parameter average in the new average.
+    """Return two values for a step: the learning rate, and the weight of the old parameter average in the new average.
     The ranks compare these values, because they must be equal on all ranks.
 
     The learning rate is NaN if the schedule is invalid; the error is raised later, once all ranks know about it. The
@@ -284,7 +284,7 @@ def require_number_in_range(owner: object, name: str, value: object, below: floa
 
 def require_valid_hyperparameters(owner: Any) -> None:
     """Raise ConfigError unless `lr`, `weight_decay` and `groups` of the optimizer `owner` are valid. Convert NumPy
-    numbers among its options to Python numbers."""
+    numbers among the options of `owner` to Python numbers."""
     convert_fields_to_python_numbers(owner)
     if not callable(owner.lr):
         require_number_in_range(owner, "lr", owner.lr)
@@ -337,8 +337,8 @@ DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
 class UpdateFormula:
-    """An elementwise update with several implementations: array code, a Numba loop, and a kernel for devices that have
-    one.
+    """An elementwise update with several implementations: array code, a Numba loop, and, if the device provides one, a
+    kernel.
 
     The array code works on blocks that fit into the cache and needs two blocks of scratch memory. It is the reference,
     and runs if no other implementation is available. The loop performs the operations of the array code in the same
@@ -351,8 +351,8 @@ class UpdateFormula:
     def register_loop(self, body: Callable[..., None]) -> Callable[..., None]:
         """Compile `body(*arrays, *numbers)` with Numba as the loop of this update.
 
-        Numba's option fastmath is off. With it, the vectorized part and the scalar remainder of the loop could round
-        differently, and results would depend on shard boundaries."""
+        Numba's option fastmath is off. With fastmath, the vectorized part and the scalar remainder of the loop could
+        round differently, and results would depend on shard boundaries."""
         self.loop = jit(body)
         return body
 
@@ -375,7 +375,7 @@ class UpdateFormula:
         n = arrays[0].size
         size = min(n, BLOCK_ELEMENTS if xp is np else DEVICE_BLOCK_ELEMENTS)
         a, b = xp.empty(size, arrays[0].dtype), xp.empty(size, arrays[0].dtype)
-        # compiled loops do not warn of overflow, so array code should not either; gradients are checked elsewhere
+        # compiled loops do not warn about overflow, so array code should not either; gradients are checked elsewhere
         with np.errstate(all="ignore"):
             for start in range(0, n, size):
                 parts = [x[start : start + size] for x in arrays]
@@ -384,7 +384,8 @@ class UpdateFormula:
 
 
 def declare_update_formula(plain: Callable[..., None]) -> UpdateFormula:
-    """Declare an elementwise update by its array code. Decorate its Numba loop with `@NAME.register_loop`."""
+    """Declare an elementwise update, given its array code. Decorate the Numba loop of the update with
+    `@NAME.register_loop`."""
     formula = FORMULAS_BY_NAME[plain.__name__] = UpdateFormula(plain)
     return formula
 

@@ -132,13 +132,13 @@ class InverseSquareRoot(Schedule):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Step(Schedule):
-    """Step decay: the rate is lr, and is multiplied by `factor` after every `every` steps.
+    """Step decay: the rate starts at lr, and is multiplied by `factor` after every `every` steps.
 
     Parameters
     ----------
     lr : the rate of step 1
     every : number of consecutive steps with the same rate
-    factor : factor by which the rate is multiplied after every `every` steps
+    factor : factor that the rate is multiplied by after every `every` steps
     """
 
     lr: float

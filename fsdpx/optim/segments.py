@@ -19,9 +19,9 @@ NORMS = "<norms>"
 """A special pattern that matches the parameters of norms (`ParameterSpec.norm`), regardless of their names."""
 
 Exchange = Callable[[Mapping[str, Sequence[float]], int], Mapping[str, Sequence[Sequence[float]]]]
-"""Function that all-gathers a few numbers per parameter. Its arguments are a dict of this rank's numbers by parameter
-name, and the count of numbers per parameter. It returns a dict that contains, for each parameter name, one list of
-numbers for each rank that holds a part of the parameter."""
+"""Function that all-gathers a few numbers per parameter. Its arguments are a dict that maps parameter names to this
+rank's numbers, and the count of numbers per parameter. It returns a dict that contains, for each parameter name, one
+list of numbers for each rank that holds a part of the parameter."""
 
 Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 
@@ -37,7 +37,7 @@ class ShardSegment:
     start, stop : range of elements of the shard
     offset : first element of the part in the flat parameter
     size : number of elements of the full parameter
-    shape : shape of the full parameter; () if no code needs it
+    shape : shape of the full parameter; () if it is not needed
     norm : whether the parameter belongs to a normalization layer
     missed : number of updates that the parameter missed while frozen, so that step number `step` of the trainer is
         update number `step - missed` of the parameter
@@ -65,7 +65,7 @@ class HyperparameterSpan:
     ----------
     start, stop : range of elements of the shard
     lr_scale : factor by which the learning rate is multiplied
-    weight_decay : weight decay; None: the weight decay of the optimizer
+    weight_decay : weight decay; if None, the weight decay of the optimizer
     missed : as in `ShardSegment`
     """
 
@@ -115,16 +115,15 @@ class ShardPeers:
 class ShardSegments:
     """The contents of a shard: its segments (parts of parameters) in order, beginning at element 0 and without gaps.
 
-    Only optimizers that need data of full parameters use `exchange` or `peers`; they do so once per update, on every
-    rank.
+    Only optimizers that need data of full parameters use `exchange` or `peers`, once per update on every rank.
 
     Parameters
     ----------
     items : the segments; () if the shard is empty
     exchange : function that all-gathers a few numbers per parameter among the ranks that hold shards of the same flat
-        array; None: there is only one shard
-    peers : the ranks that hold shards of the same flat array, with an all-to-all for large transfers; None: there is
-        only one shard
+        array, or None if there is only one shard
+    peers : the ranks that hold shards of the same flat array, with an all-to-all for large transfers, or None if there
+        is only one shard
     """
 
     items: tuple[ShardSegment, ...]
@@ -188,12 +187,12 @@ class ShardSegments:
 
         Parameters
         ----------
-        groups : the optimizer's hyperparameters by name pattern
+        groups : the optimizer's hyperparameters, keyed by name pattern
 
         Returns
         -------
         tuple of HyperparameterSpan
-            the spans in the order of the shard, without empty ones; cached
+            the nonempty spans in the order of the shard; cached
         """
         return self._get_or_make_hyperparameter_spans(_merge_spans, groups)
 
@@ -202,7 +201,7 @@ class ShardSegments:
 
         Parameters
         ----------
-        groups : the optimizer's hyperparameters by name pattern
+        groups : the optimizer's hyperparameters, keyed by name pattern
 
         Returns
         -------
@@ -255,10 +254,10 @@ class ShardSegments:
     def exchange_parts(
         self, xp: Any, parts: Mapping[str, Any], sends: Callable[[ShardSegment], int], dtype: Any
     ) -> dict[str, list[tuple[ShardSegment, Any]]]:
-        """Exchange parts of parameters between the ranks that hold shards of the same flat array: every rank that
-        holds a part of a parameter gets all parts of it. Collective over these ranks.
+        """Exchange parts of parameters between the ranks that hold shards of the same flat array: every rank that holds
+        a part of a parameter gets all parts of this parameter. Collective over these ranks.
 
-        Each rank sends one message to each rank with which it shares a parameter. If no parameter is split, no message
+        Each rank sends one message to each rank that it shares a parameter with. If no parameter is split, no message
         is sent.
 
         Parameters
@@ -272,8 +271,8 @@ class ShardSegments:
         Returns
         -------
         dict
-            maps parameter names to lists of (segment, flat array), with one pair for each rank that holds a part, this
-            rank first
+            maps parameter names to lists of (segment, flat array), with one pair for each rank that holds a part,
+            starting with this rank
         """
         parts_by_name = {s.name: [(s, parts[s.name])] for s in self.items if s.name in parts}
         if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
@@ -303,7 +302,7 @@ class ShardSegments:
         Returns
         -------
         int or None
-            the number of elements; None if there is no message
+            the number of elements, or None if there is no message
         """
         if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
             return None

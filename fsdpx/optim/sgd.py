@@ -66,7 +66,7 @@ def _momentum_loop(p, g, m, scale, l2, lr, mu, nesterov):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class SGD(Elementwise):
-    """Stochastic gradient descent, optionally with momentum (Sutskever et al. 2013, in the form of `torch.optim.SGD`).
+    """Stochastic gradient descent, optionally with momentum (Sutskever et al. 2013), as in `torch.optim.SGD`.
 
     `d = g + weight_decay * p`, then `m = momentum * m + d`, then `p -= lr * m`. With Nesterov momentum, the last step
     is `p -= lr * (d + momentum * m)`.

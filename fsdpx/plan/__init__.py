@@ -38,7 +38,7 @@ __all__ = [
 
 
 class CallablePackage(ModuleType):
-    """Module type of this package. It makes the package itself callable (calling it calls `search`), and tells type
+    """Module type of this package. It makes the package itself callable, as a shortcut for `search`, and tells type
     checkers what the package contains."""
 
     if TYPE_CHECKING:

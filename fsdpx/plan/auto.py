@@ -28,7 +28,8 @@ __all__ = ["MACHINE_FILE", "fill_in_fastest_configuration"]
 MACHINE_FILE = Path("machine.toml")
 """Path of the file, in the working folder, that `measure-machine` writes and strategy="auto" reads."""
 NOT_PLANNED_OPTIONS = ("model", "strategy", "planned", "device", "device_map", "backend", "check", "tune", "trace")
-"""Fields of a recipe that are not passed to the search, because they do not affect a plan or the plan chooses them."""
+"""Fields of a recipe that are not passed to the search, because they do not affect a plan, or because the plan chooses
+them."""
 
 
 def fill_in_fastest_configuration(
@@ -46,10 +47,10 @@ def fill_in_fastest_configuration(
     recipe : the user's choices, with strategy="auto"
     world : communicator of all ranks
     batch : inputs and targets of the global batch, as for `fsdpx.plan`
-    memory : bytes that a rank may use (default: its share of the host's free memory; for a GPU, the capacity that
-        `machine` states)
+    memory : bytes that a rank may use (default: its share of the host's free memory; for a GPU, the capacity given by
+        `machine`)
     machine : the machine to plan for (default: `machine.toml` in the working folder of rank 0; without this file,
-        `a100-dgx-200g` for device="cuda", and one laptop per host for device="cpu")
+        `a100-dgx-200g` for device="cuda", and hosts of the type `laptop` for device="cpu")
 
     Returns
     -------
@@ -57,7 +58,7 @@ def fill_in_fastest_configuration(
 
     Raises
     ------
-    ConfigError : nothing fits, or `batch`, loss or optimizer is missing; raised on all ranks
+    ConfigError : if no configuration fits, or if `batch`, loss or optimizer is missing; raised on all ranks
     """
     require_loss_and_optimizer("strategy='auto'", recipe.training.loss, recipe.training.optimizer)
     if batch is None:
@@ -93,7 +94,7 @@ def fill_in_fastest_configuration(
 
 
 def _get_fixed_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options that the search must not change: those that the user has set, and always the precision,
+    """Return the options that the search must not change: the options that the user has set, and always the precision,
     `group_bytes` and `offload`.
 
     The precision is kept because a plan must not change results, `group_bytes` because it is measured at runtime, and
@@ -119,7 +120,7 @@ def _count_ranks_per_host_and_hosts(world: Communicator) -> tuple[int, int]:
 
 
 def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
-    """Return the minimum memory limit over all ranks in bytes. Return None if no limit is known, as on GPUs.
+    """Return the minimum memory limit in bytes over all ranks. Return None if no limit is known, as on GPUs.
     Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None

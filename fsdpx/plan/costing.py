@@ -38,7 +38,7 @@ class ActionCost:
     Attributes
     ----------
     work : counted matrix products and kernel calls
-    calls : communication calls, including those inside layers
+    calls : communication calls, including calls inside layers
     """
 
     work: WorkCount
@@ -53,7 +53,7 @@ class _LayerResult(NamedTuple):
     plan : how to rebuild the return value
     work, calls : work and communication of the call
     inner : peak bytes in use during the call, minus the bytes in use before the call
-    flags : for each gradient of the layer, a flag that tells whether it has been written by the end of the call
+    flags : whether each gradient of the layer has been written by the end of the call
     """
 
     plan: Any
@@ -74,8 +74,8 @@ _FIRST_EQUAL: dict[int, tuple[Layer, Layer]] = {}
 
 
 class ActionCostRecorder(TimelineRecorder):
-    """Observer that records the cost of each action of a shape-only training step, in order. The attribute `work` is
-    the counter to which the step adds its work."""
+    """Observer that records the cost of each action of a shape-only training step, in order. The step adds its work to
+    the counter `work`."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -88,7 +88,8 @@ class ActionCostRecorder(TimelineRecorder):
                 known.clear()
 
     def watch_trainer(self, trainer: Trainer, meter: MemoryMeter) -> None:
-        """Record all further actions of the trainer. `meter` measures the memory of the trainer's shape-only arrays."""
+        """Record all subsequent actions of the trainer. `meter` measures the memory of the trainer's shape-only
+        arrays."""
         place = trainer.inspect.placement
         self.meter, self.counters, self._here = meter, place.axes.counters, frozenset(place.stage.own_units)
         trainer.inspect.engine.add_observer(self)
@@ -124,8 +125,8 @@ class ActionCostRecorder(TimelineRecorder):
         """Ignore the event: work outside of programs takes no time in a dry run."""
 
     def _pop_work_and_calls(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
-        """Return the work and the communication calls since the last call of this method. `moved=False` means that
-        nothing was communicated; the returned calls are then empty."""
+        """Return the work and the communication calls since the last call of this method. If `moved` is False, nothing
+        was communicated, and the returned calls are empty."""
         work = self.work.pop_counts()
         if not moved:
             return work, ()
@@ -136,9 +137,9 @@ class ActionCostRecorder(TimelineRecorder):
     def run_memoized(
         self, key: tuple[Any, ...], run: Callable[[], Any], arguments: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
-        """Return the result of `run()`. If an equal call has run before, rebuild its result instead of calling
-        `run()`, and count its work again. Calls are equal if `key`, the shapes of `arguments` and the state of the
-        gradients are equal.
+        """Return the result of `run()`. If an equal call has run before, rebuild the result of that call instead of
+        calling `run()`, and count the work of that call again. Calls are equal if `key`, the shapes of `arguments` and
+        the state of the gradients are equal.
 
         `flags` tells which gradients of the layer have been written. `constants` is the cache of the `LayerContext`;
         calls that add to it are not memoized."""
@@ -195,7 +196,7 @@ class _Flags:
 
 
 ARGUMENTS = {"forward": "p", "backward": "pg", "backward_leaf": "pg", "backward_input": "p", "backward_params": "g"}
-"""For each method of a layer, the arguments between the `LayerContext` and the arrays: p for parameters and g for
+"""Maps each method of a layer to the arguments between the `LayerContext` and the arrays: p for parameters and g for
 gradients."""
 
 

@@ -74,10 +74,10 @@ class ProcessBaseline:
 
     Attributes
     ----------
-    own : private memory of the process, without what MPI adds
-    files : memory for code and data files that the processes of a host share, without the files of MPI
-    mpi : what MPI adds to `own`, including the shared memory of MPI
-    mpi_files : what MPI adds to `files`
+    own : private memory of the process, excluding the memory that MPI adds
+    files : memory for code and data files that the processes on a host share, excluding MPI's files
+    mpi : memory that MPI adds to `own`, including MPI's shared memory
+    mpi_files : memory that MPI adds to `files`
     workspace : workspace of the BLAS library, which holds reordered copies of large operands
     """
 
@@ -118,7 +118,8 @@ def measure_or_load_baseline_memory(mpi: bool, blas: str, ranks_here: int) -> Pr
 
 
 def _measure_baseline_memory_in_child(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline | str:
-    """Measure the resident memory of a new process without a model. Return an error message if that fails."""
+    """Measure the resident memory of a new process without a model. Return an error message if the measurement
+    fails."""
     command = [sys.executable, "-c", CHILD_CODE, "mpi" if mpi else "local", blas, str(ranks_here)]
     try:
         done = subprocess.run(
@@ -140,7 +141,7 @@ def _measure_baseline_memory_in_child(mpi: bool, blas: str, ranks_here: int) -> 
 
 OBJECT_BYTES_PER_PARAMETER = 6 << 10
 """Bytes of Python objects for each parameter tensor: views, fields, and the tensor's share of the objects of its layer
-and of the program. Measured on models with a thousand layers, where such objects take a tenth of the process's memory.
+and of the program. Measured on models with a thousand layers, where these objects take 10% of the process's memory.
 """
 
 
@@ -156,8 +157,8 @@ class DryRun:
     activations : peak bytes of activations that are kept between actions: outputs of the forward pass, their gradients,
         and values kept for the backward pass. A trace measures the same number.
     peak_heap_bytes : peak bytes outside the arena (the preallocated buffers) at any time, including the whole batch and
-        temporaries of layers while they compute. This is larger than `activations`, and is what plans and `footprint`
-        list as "activations".
+        temporaries of layers while they compute. This number is larger than `activations`. Plans and `footprint` list
+        this larger number as "activations".
     ranks_here : number of ranks on this rank's host
     peak : the moment of highest memory use, and the memory held for each unit
     """
@@ -208,13 +209,13 @@ def dry_run(
     ranks_per_host: int = 1,
     **options: Any,
 ) -> DryRun:
-    """Run one training step of one rank on arrays without data, and return its predicted memory and traffic. This needs
-    neither MPI nor initial parameter values.
+    """Run one training step of one rank on arrays without data, and return its predicted memory and traffic. A dry run
+    needs neither MPI nor initial parameter values.
 
     Parameters
     ----------
     model : the model
-    x, y : this rank's batch as arrays, of which only shape and dtype are used, or as (shape, dtype) pairs; for several
+    x, y : this rank's batch as arrays or (shape, dtype) pairs; only the shape and dtype of arrays are used. For several
         inputs, a tuple or dict of arrays or pairs
     ranks : number of ranks in the simulated job
     rank : the rank to run

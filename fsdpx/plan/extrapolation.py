@@ -1,5 +1,5 @@
-"""Predicts a step with many microbatches from dry runs with only a few microbatches, since the time grows linearly
-with the number of microbatches. The compiled programs tell how often each action runs."""
+"""Predicts a step with many microbatches from dry runs with only a few microbatches, since the time grows linearly with
+the number of microbatches. The compiled programs show how often each action runs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["StepDryRuns"]
 
 @dataclass(frozen=True)
 class StepDryRuns:
-    """Shape-only runs of a step on a few ranks, from which the time of the step can be predicted for any machine.
+    """Shape-only runs of a step on a few ranks, used to predict the time of the step on any machine.
 
     Attributes
     ----------
     step : the step
     runs : for each pipeline rank, a run of the data rank with the most samples
-    others : runs of the data rank with the fewest samples and of the data rank that communicates most, unless `runs`
-        already contains them
+    others : runs of the data rank with the fewest samples and of the data rank with the most communication, unless
+        `runs` already contains them
     ran : number of microbatches in each run
     simulated, period : see `WorldStep.count_simulated_microbatches_and_period`
     """
@@ -52,8 +52,8 @@ class StepDryRuns:
     @classmethod
     def _dry_run_one_rank_per_kind(cls, step: WorldStep, ran: int, simulated: int, period: int) -> StepDryRuns:
         """Run the step on one rank of each kind. These are all pipeline ranks of up to three data ranks: the one with
-        the most samples, the one with the fewest samples and, if data ranks share samples, the one that communicates
-        most."""
+        the most samples, the one with the fewest samples and, if data ranks share samples, the one with the most
+        communication."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
         if step.count_samples_of_group(0) < step.count_samples_of_group(last) and (
             step.count_samples_of_group(0) or step.options.get("reproducible_chunks") is None
@@ -78,10 +78,10 @@ class StepDryRuns:
         return True
 
     def extrapolate_step(self, timing: StepTimes) -> tuple[float, dict[str, float], tuple[ActionEvent, ...]]:
-        """Return the predicted time of the step in seconds, how this time divides by cause, and the simulated events.
-        The machine's overhead per step is not included.
+        """Return the predicted time of the step in seconds, the breakdown of this time by cause, and the simulated
+        events. The machine's overhead per step is not included.
 
-        Only some of the microbatches are simulated, since each further microbatch adds an equal amount of time."""
+        Only some of the microbatches are simulated, since each additional microbatch adds the same amount of time."""
         simulated, period, clock = self.simulated, self.period, StepClock(self.runs, timing)
         seconds, rows = clock.simulate_step_timeline(simulated)
         parts = clock.average_seconds_by_cause(rows, seconds)

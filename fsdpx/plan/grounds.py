@@ -12,7 +12,8 @@ MEASURE = "python -m fsdpx measure-machine"
 
 
 def describe_unmeasured_figures(found: Prediction) -> list[str]:
-    """Return one sentence for each figure in a prediction that is not based on measurements; [] if there is none."""
+    """Return one sentence for each figure in a prediction that is not based on measurements. Return [] if there are
+    none."""
     machine, ranks = found.machine, found.mesh.size
     measured = machine.measured or ()
     sentences = []

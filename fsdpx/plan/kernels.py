@@ -1,5 +1,5 @@
-"""Measured rates of compute kernels, for each kernel and number format. The rate of a call of another size is
-interpolated between the measured rates."""
+"""Measured rates of compute kernels, for each kernel and number format. For a call whose size was not measured, the
+rate is interpolated between measured rates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ their weights."""
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Measured rates of a machine's kernels, by number format and kernel name.
+    """Measured rates of a machine's kernels, keyed by number format and kernel name.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class KernelRates:
         """Return the rate of a matrix product inside a kernel. The rate includes all other work that the kernel does
         in the caches.
 
-        For a 16-bit format that was not measured, the rate of float32 is used, because products in such a format are
+        For a 16-bit format that was not measured, the rate of float32 is used, because products in 16-bit formats are
         computed in float32.
 
         Parameters
@@ -89,8 +89,8 @@ class KernelRates:
         return None if grid is None else grid.interpolate_at(locate_product_in_rate_table(product))
 
     def compute_product_seconds(self, product: ProductCount, name: str) -> float | None:
-        """Return the time that a matrix product inside a kernel takes. This includes reordering the weights, which
-        takes a noticeable share of the time if there are few cells.
+        """Return the time that a matrix product inside a kernel takes. The time includes the reordering of the weights,
+        which takes a noticeable share of the time if there are few cells.
 
         Parameters
         ----------
@@ -184,9 +184,9 @@ class _RateGrid:
 
 
 def _find_weighted_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, float]]:
-    """Return (coordinate, interpolation weight) for the two coordinates of an axis between which `value` lies. The
-    weights are linear in log(`value`). If `value` is equal to a coordinate, or beyond the ends of the axis, only one
-    pair is returned."""
+    """Return (coordinate, interpolation weight) for the two neighboring coordinates of an axis that enclose `value`.
+    The weights are linear in log(`value`). If `value` is equal to a coordinate, or beyond the ends of the axis, only
+    one pair is returned."""
     value = min(max(value, axis[0]), axis[-1])
     high = next(n for n, point in enumerate(axis) if point >= value)
     if axis[high] == value:

@@ -1,6 +1,6 @@
-"""Computes the costs of individual layers and a lower bound on the step time, with which the search rules out
-configurations without predicting them. Costs and bound come from one dry run of the layers, which is reused for many
-configurations."""
+"""Computes the costs of individual layers, and a lower bound on the step time. The search uses the lower bound to rule
+out configurations without predicting them. Costs and bound come from one dry run of the layers, which is reused for
+many configurations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fsdpx.plan.world_step import WorldStep
 __all__ = ["LayerPrediction", "compute_lower_bound_seconds", "predict_layers"]
 
 STEP_PARTS = {"F": 0, "C": 0, "LOSS": 0, "B": 1, "I": 1, "R": 2, "W": 3}
-"""The part of a step to which each operation belongs. 0: forward pass. 1: backward pass up to the gradients that other
+"""The part of a step that each operation belongs to. 0: forward pass. 1: backward pass up to the gradients that other
 ranks wait for. 2: recomputation. 3: the rest of the backward pass."""
 LAYERS_ONLY_OPTIONS = {
     "strategy": "ddp", "schedule": "1f1b", "group_bytes": 0, "compression": None, "offload": None,
@@ -30,17 +30,17 @@ LAYERS_ONLY_OPTIONS = {
 }  # fmt: skip
 """Options for a dry run that measures nothing but the layers."""
 MICROBATCHES_RUN = 2
-"""Number of microbatches in the dry run. Only the costs of the last one are used, since the first one costs more than
-the others."""
+"""Number of microbatches in the dry run. Only the costs of the last microbatch are used, since the first microbatch
+costs more than the others."""
 LayerCostList = list[tuple[int, int, ActionCost, int]]
 
 
 def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
-    """Return a lower bound on the time of a step in seconds. It includes only computation, and communication
+    """Return a lower bound on the time of a step in seconds. The bound includes only computation and the communication
     that layers wait for.
 
     Each pipeline rank computes its stages for all microbatches. A rank can begin only when the first microbatch has
-    passed forward through all earlier stages, which are those before the rank's lowest stage. At the end, the last
+    passed forward through all earlier stages (the stages before the rank's lowest stage). At the end, the last
     microbatch must pass backward through these earlier stages; meanwhile, the rank may still be computing parameter
     gradients. The bound is 0 if the option `stages` is given."""
     pipe = PipelineChoice(step.options["schedule"], step.mesh.width_of("pipe"))
@@ -79,7 +79,7 @@ class LayerPrediction(NamedTuple):
     ----------
     forward : seconds of its forward passes in a step, including recomputation and communication inside the layer
     backward : seconds of its backward passes in a step
-    nbytes : bytes of activations that the forward pass of one microbatch keeps, minus those that it frees
+    nbytes : bytes of activations that the forward pass of one microbatch keeps, minus the bytes that it frees
     """
 
     forward: float
@@ -88,8 +88,9 @@ class LayerPrediction(NamedTuple):
 
 
 def predict_layers(step: WorldStep, machine: Machine) -> dict[str, LayerPrediction]:
-    """Return a dict from the path of each layer to its predicted cost. Layers without parameters count with the next
-    layer, and the loss with the last one. The dict is empty if a data rank has fewer samples than microbatches."""
+    """Return a dict that maps each layer's path to its predicted cost. The cost of a layer without parameters is added
+    to the next layer, and the cost of the loss to the last layer. The dict is empty if a data rank has fewer samples
+    than microbatches."""
     m, times, found = step.microbatches, step.make_step_times(machine), dict[str, LayerPrediction]()
     rows = step.count_samples_of_group(step.sample_group_count - 1) // m
     if not rows:

@@ -75,19 +75,19 @@ class Compute:
     ----------
     flops : peak FLOP per second of matrix products, by format: float64, float32, bf16, float16
     memory : peak bytes per second to and from memory
-    efficiency : share of `flops` that large products reach
-    half : number of FLOP of a matrix product that reaches half the rate of large ones; a product of F FLOP reaches `F /
-        (F + half)` of that rate. This holds for the fastest format; in any other format, a small product loses the same
-        time in seconds
-    memory_efficiency : share of `memory` that memory-bound kernels reach
+    efficiency : fraction of `flops` that large products reach
+    half : number of FLOP of a matrix product that reaches half the rate of large products; a product of F FLOP reaches
+        `F / (F + half)` of that rate. This holds for the fastest format; in any other format, a small product loses the
+        same time in seconds
+    memory_efficiency : fraction of `memory` that memory-bound kernels reach
     launch : overhead of each kernel call in seconds
-    spill : share of the intermediate arrays of attention and losses that is written to memory if these layers consist
-        of several kernels; 0 if all intermediate arrays stay in registers and caches
+    spill : fraction of the intermediate arrays of attention and losses that is written to memory if these layers
+        consist of several kernels; 0 if all intermediate arrays stay in registers and caches
     overhead : overhead of each step in seconds
     gpu : whether each rank is a GPU; unlike CPUs, GPUs always compute with 16-bit numbers directly
     cores : number of cores of a rank that is not a GPU; less than 1 if ranks share cores. In this case, all other
         figures apply to a host on which all ranks are computing
-    capacity : bytes of memory of one rank (None: not known)
+    capacity : bytes of memory of one rank (None if not known)
     kernels : rates of kernels that were measured one by one, see `KernelRates`
     """
 
@@ -123,15 +123,15 @@ class DiskSpeed:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine for which steps are predicted. A rank is a GPU, or the cores of one process.
+    """A machine to predict steps for. A rank is a GPU, or the cores of one process.
 
     Parameters
     ----------
     name : name of the machine in tables and messages
-    levels : the network hierarchy: the first level connects the closest ranks, and the last one all ranks
+    levels : the network hierarchy: the first level connects the closest ranks, and the last level connects all ranks
     compute : speed and memory of one rank
-    disk : speed of the disk that holds checkpoints and offloaded state (None: not known)
-    measured : which figures were measured: "compute", "links" or both (None: the file does not say)
+    disk : speed of the disk that holds checkpoints and offloaded state (None if not known)
+    measured : which figures were measured: "compute", "links" or both (None if the file does not say)
     """
 
     name: str
@@ -147,7 +147,7 @@ class Machine:
 
     @classmethod
     def load(cls, name_or_path: str | PathLike[str] | Machine) -> Machine:
-        """Load the description of a machine: a predefined one by its name, or one from a machine.toml file.
+        """Load the description of a machine: either a predefined machine by name, or a machine.toml file by path.
 
         Parameters
         ----------
@@ -159,8 +159,8 @@ class Machine:
 
         Raises
         ------
-        ConfigError : there is no such machine, or its file is invalid; the message then names file, section and key,
-            and says what is needed
+        ConfigError : if the machine is unknown, or if its file is invalid; for an invalid file, the message names the
+            file, section and key, and says what is needed
         """
         if isinstance(name_or_path, Machine):
             return name_or_path
@@ -190,7 +190,7 @@ class Machine:
         return next((level.ranks for level in self.levels if level.name == "host"), self.levels[0].ranks)
 
     def compute_slowdown(self, ranks: int) -> float:
-        """Return the factor by which computing takes longer with `ranks` ranks than the figures of `compute` say.
+        """Return the factor that scales the computing time given by `compute` for a job with `ranks` ranks.
 
         The factor differs from 1 only if ranks share cores (`Compute.cores` < 1). In that case, the ranks on a core
         take turns, and all ranks wait for the core with the most ranks. The figures of `compute` apply to a full host,
@@ -202,7 +202,7 @@ class Machine:
 
         Returns
         -------
-        float : computing time relative to that on a full host
+        float : computing time relative to a full host
         """
         if self.compute.cores >= 1 or self.ranks_per_host == inf:
             return 1.0
@@ -211,7 +211,7 @@ class Machine:
 
 
 def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
-    """Convert the parsed TOML of a machine file to a `Machine`. If it is invalid, raise a ConfigError that names
+    """Convert the parsed TOML of a machine file to a `Machine`. If it is invalid, raise a ConfigError that names the
     section and key."""
 
     def make_error(section: str, what: str, wanted: str) -> ConfigError:
@@ -257,8 +257,8 @@ def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
 
 
 def _explain_invalid_value(key: str, value: Any) -> str:
-    """Return an error message that tells which values the key `key` of a machine file may have. Return "" if `value`
-    is valid."""
+    """Return an error message that says which values are allowed for the key `key` of a machine file. Return "" if
+    `value` is valid."""
     if key in ("name", "gpu"):
         kind = str if key == "name" else bool
         return "" if isinstance(value, kind) else f"a {kind.__name__} is needed"

@@ -9,7 +9,8 @@ __all__ = ["count_blocks", "count_parameters", "with_block_count"]
 
 
 def count_blocks(model: Layer) -> int:
-    """Return how many blocks a model such as `nn.GPT` or `nn.Llama` has; 0 if the model does not repeat a block."""
+    """Return the number of blocks in a model such as `nn.GPT` or `nn.Llama`, or 0 if the model has no repeated
+    block."""
     found = _find_repeated_blocks(model)
     return 0 if found is None else len(found[1].steps)
 

@@ -1,5 +1,5 @@
-"""Measures the speed of this machine, on which predictions are based: matrix products, memory, kernels and their
-overhead, the network and the disk."""
+"""Measures the speed of this machine, as a basis for predictions: the speed of matrix products, memory, kernels and
+their overhead, the network and the disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROUNDS, ROUND_SECONDS, SHORT_ROUND_SECONDS = 5, 0.1, 0.01
 """Each timing consists of `ROUNDS` rounds of at least `ROUND_SECONDS`. If many kernels are timed one by one, each round
 takes at least `SHORT_ROUND_SECONDS`."""
 KERNELS = ("float32", "bf16")
-"""Formats in which kernels are timed one by one. The rates in other formats follow from these rates, see
+"""Formats that kernels are timed in, one by one. The rates in other formats follow from these rates, see
 `KernelRates`."""
 ALL_REDUCE_ELEMENTS = (8, 1 << 20)
 """Numbers of float32 elements of a short and of a long all-reduce."""
@@ -51,7 +51,7 @@ LAYER_COUNTS = (4, 16)
 def measure_this_machine(
     name: str, comm: Communicator, device: str = "cpu", count: ProgressCallback = lambda done: None
 ) -> Machine:
-    """Measure the machine on which these ranks run. The result is identical on all ranks. Collective.
+    """Measure the machine that these ranks run on. The result is identical on all ranks. Collective.
 
     `device` says whether ranks compute on cores ("cpu") or on GPUs ("cuda"). To report progress, `count` is called with
     the number of timings so far."""
@@ -134,7 +134,7 @@ def _measure_call_seconds_over_ranks(
 
 
 def _measure_total_time(call: Callable[[], Any], device: Processors, calls: int) -> float:
-    """Run `call()` `calls` times, and return the total time in seconds, until the device has finished the last call."""
+    """Run `call()` `calls` times, and return the total time in seconds until the device has finished the last call."""
     device.synchronize_device()
     begin = perf_counter()
     for _ in range(calls):

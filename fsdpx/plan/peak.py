@@ -1,5 +1,5 @@
-"""Explains the memory peak of a step: during which action it occurs, what a rank holds at that moment and for which
-layers, and which options would lower the peak."""
+"""Explains the memory peak of a step: which action it occurs in, what a rank holds for which layers at that moment, and
+which options would lower the peak."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ UNIT_SLOT_KINDS = ("saved", "held", "kept")
 """Kinds of slots that are numbered by unit. Slots of other kinds are numbered by value."""
 BATCH = "the batch"
 ACTIVATION_BYTES_PER_GAP_BYTE = 16
-"""At the peak, one byte is lost to gaps in the heap for this many bytes of activations. There are gaps because heap
-memory is never returned to the system (see core/array/arena.py) and activations are not moved. For transformers on 1 to
-4 ranks, measured gaps took 1/20 to 1/7 as many bytes as the activations."""
+"""At the peak, one byte is lost to gaps in the heap for this many bytes of activations. Gaps exist because heap memory
+is never returned to the system (see core/array/arena.py) and activations are not moved. For transformers on 1 to 4
+ranks, the measured size of the gaps was 1/20 to 1/7 of the size of the activations."""
 MAX_UNITS_SHOWN, MAX_UNITS_WIDTH = 4, 76
 """Maximum number of units in a table row, and their maximum width in characters."""
 
@@ -86,7 +86,7 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The moment of a step at which a rank holds the most memory, and what it holds at that moment.
+    """The moment of a step at which a rank holds the most memory, and what the rank holds at that moment.
 
     Parameters
     ----------
@@ -152,7 +152,8 @@ def _format_units(units: Iterable[tuple[str, int]]) -> str:
 
 
 def find_memory_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
-    """Find the moment of a shape-only step at which the rank held the most memory, and return what it held."""
+    """Find the moment of a shape-only step at which the rank held the most memory, and return what the rank held
+    then."""
     program, state = watch.program, engine.state
     assert program is not None
     action = program.actions[watch.action_at_peak]
@@ -203,7 +204,7 @@ def _iterate_persistent_memory_at_peak(state: TrainState, parts: int) -> Iterato
 
 
 def _iterate_buffers_at_peak(state: TrainState, alive: Iterable[BufferLifetime]) -> Iterator[Holding]:
-    """Yield the temporary buffers that are in use at the peak, grouped by purpose, and the unused rest of the memory
+    """Yield the temporary buffers that are in use at the peak, grouped by purpose, and the unused part of the memory
     block (slab) that holds them."""
     units = state.placement.layout.units
     owners = {page: unit.name for unit in reversed(units) for page in unit.pages}
@@ -281,7 +282,7 @@ def list_memory_lowering_changes(
     for options in _iterate_option_changes(current, rows):
         try:
             one = OptionChange(options, *predict_peak(options))
-        except FsdpxError:  # this change is not possible for the model and the number of ranks
+        except FsdpxError:  # this change is not possible with this model and number of ranks
             continue
         if one.nbytes < FITTING_SHARE * least:
             found.append(one)

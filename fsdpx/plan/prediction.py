@@ -29,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 PROCESS_BYTES = 66 << 20
-"""Bytes that interpreter, libraries and MPI take in a process before any training, as measured with CPython 3.11."""
+"""Bytes that the interpreter, libraries and MPI use in a process before any training, as measured with CPython 3.11."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Prediction:
     ----------
     seconds : time of a step in seconds
     parts : seconds by cause, averaged over the pipeline ranks: "compute"; communication that is not hidden behind
-        computing, by mesh axis ("tensor", "shard", "replica", "pipe"); "optimizer"; "bubble", waiting for other
+        computation, by mesh axis ("tensor", "shard", "replica", "pipe"); "optimizer"; "bubble", waiting for other
         pipeline ranks; "overhead". Their sum is `seconds`
     classes : groups of ranks that do the same work, see `RankClass`
     mesh, microbatches : mesh and number of microbatches, with defaults filled in
@@ -68,7 +68,7 @@ class Prediction:
         """Bytes of the whole process of a rank on a CPU (the maximum over all ranks), including interpreter,
         libraries, MPI, and gaps in the heap between activations.
 
-        The part of this memory that does not depend on the model is taken to be `PROCESS_BYTES`, a typical value;
+        The part of this memory that does not depend on the model is assumed to be `PROCESS_BYTES`, a typical value;
         `fsdpx.dry_run` measures this part."""
         return (
             PROCESS_BYTES + self.memory + self.worst_class.memory.get("activations", 0) // ACTIVATION_BYTES_PER_GAP_BYTE
@@ -76,7 +76,7 @@ class Prediction:
 
     @property
     def worst_class(self) -> RankClass:
-        """The group of ranks with equal work that needs the most memory."""
+        """The group of ranks that needs the most memory. All ranks in a group do the same work."""
         return max(self.classes, key=lambda one: one.nbytes)
 
     @property
@@ -99,9 +99,10 @@ class Prediction:
 
     @property
     def layers(self) -> dict[str, LayerPrediction]:
-        """Predicted cost of each layer on one rank, by path: the seconds of its `forward` and `backward` in a step, and
-        the `nbytes` of activations that it keeps for one microbatch. Layers without parameters count with the next
-        layer, and the loss with the last one. Gathering and reducing pages (flat parameter buffers) is not included."""
+        """Predicted cost of each layer on one rank, keyed by path: the seconds of its `forward` and `backward` in a
+        step, and the `nbytes` of activations that it keeps for one microbatch. The cost of a layer without parameters
+        is added to the next layer, and the cost of the loss to the last layer. Gathering and reducing pages (flat
+        parameter buffers) is not included."""
         with memoizing(), disabling_gc():
             return predict_layers(self.step, self.machine)
 
@@ -148,19 +149,19 @@ def predict(
     precision: PrecisionName | Precision | None = None,
     **options: Any,
 ) -> Prediction:
-    """Predict the time, traffic and memory of a training step. This needs neither MPI nor data, and takes a fraction
-    of a second.
+    """Predict the time, traffic and memory of a training step. The prediction needs neither MPI nor data, and takes a
+    fraction of a second.
 
-    In each group of ranks that do the same work, one rank compiles and runs its program on arrays without data, as
-    `fsdpx.dry_run` does. A simulator then runs the programs of all pipeline ranks on the machine. If there are many
-    equal microbatches, the simulator runs only some of them, since each further one adds an equal amount of time.
+    In each group of ranks that do the same work, one rank compiles and runs its program on arrays without data, as in
+    `fsdpx.dry_run`. A simulator then runs the programs of all pipeline ranks on the machine. If there are many equal
+    microbatches, the simulator runs only some of them, since each additional microbatch adds the same amount of time.
 
     Parameters
     ----------
     model : the model
     batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the global batch. Fields have their full shape:
-        samples, channels and cells, or the layout of the given `Grid`. Node values cover all nodes of the mesh:
-        samples, nodes and features. Several inputs are given as a tuple of pairs
+        samples, channels and cells, or the layout of the given `Grid`. Values on the nodes of an unstructured mesh
+        cover all its nodes: samples, nodes and features. Several inputs are given as a tuple of pairs
     ranks : total number of ranks
     machine : a name in `Machine.list_names()`, the path of a machine.toml, or a `Machine`
     mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`; `domain` may
@@ -174,7 +175,7 @@ def predict(
 
     Raises
     ------
-    ConfigError : `fsdpx.distribute` would reject the options, or the mesh has more ranks than the machine
+    ConfigError : if `fsdpx.distribute` would reject the options, or if the mesh has more ranks than the machine
     """
     steps = {"microbatches": microbatches, "schedule": schedule, "recompute": recompute}
     options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision}
@@ -202,10 +203,10 @@ def disabling_gc() -> Iterator[None]:
 def dry_run_one_rank_per_group(
     model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any
 ) -> StepDryRuns:
-    """Run the step on shape-only arrays, on one rank of each group of ranks that do the same work. Return the runs;
-    `predict_from_dry_runs` can predict the step on any machine from them.
+    """Run the step on shape-only arrays, for one rank in each group of ranks that do the same work. Return the runs.
+    `predict_from_dry_runs` uses them to predict the step on any machine.
 
-    `gpu` says whether ranks are GPUs; `options` are those of `predict`."""
+    `gpu` says whether ranks are GPUs; `options` are the same as for `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)
     return StepDryRuns.from_step(step, step.count_simulated_microbatches_and_period()[0])
 

@@ -64,8 +64,8 @@ class StepClock:
         return ActionPrice(*self._timing.predict_action_seconds(cost))
 
     def simulate_step_timeline(self, microbatches: int) -> tuple[float, list[list[ActionEvent]]]:
-        """Simulate the step with the given number of microbatches. Return its time in seconds, and the start and end
-        of each action on each pipeline rank."""
+        """Simulate the step with the given number of microbatches. Return the time of the step in seconds, and the
+        start and end of each action on each pipeline rank."""
         rows = simulate_programs_by_rank(
             [one.get_program(microbatches) for one in self.runs],
             lambda rank, action: self.predict_action_seconds(rank, action).total_seconds,
@@ -74,7 +74,7 @@ class StepClock:
 
     def average_seconds_by_cause(self, rows: list[list[ActionEvent]], step_seconds: float) -> dict[str, float]:
         """Return the step time in seconds by cause ("compute", "bubble", mesh axes, ...), averaged over the pipeline
-        ranks. `rows` are the simulated events of each rank."""
+        ranks. `rows` contains the simulated events of each rank."""
         ways = [
             (partial(self.predict_action_seconds, rank), partial(self._get_transfer_seconds, rank))
             for rank in range(len(rows))

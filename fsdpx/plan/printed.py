@@ -12,8 +12,8 @@ DEEPER = "    "
 
 
 def wrap_call_into_lines(code: str, indent: int = 0, end: str = "") -> str:
-    """Wrap a Python call: return it with one argument per line if it does not fit into one line of 80 characters. Each
-    line is indented by at least `indent` spaces, and `end` is appended to the call."""
+    """Wrap a Python call: if the call does not fit into one line of 80 characters, return the call with one argument
+    per line. Each line is indented by at least `indent` spaces, and `end` is appended to the call."""
     line = " " * indent + code + end
     if len(line) <= COLUMNS or "(" not in code:
         return line

@@ -109,8 +109,8 @@ def _list_pooling_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
 
 
 def _list_cast_and_update_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
-    """Return calls that cast between a number format and the format in which sums of its values are accumulated. For
-    formats of at least 32 bits, also return a call of an optimizer update."""
+    """Return calls that cast between a number format and the format that its sums are accumulated in. For formats of at
+    least 32 bits, also return a call of an optimizer update."""
     size, total = n * WIDTH, accumulation_dtype(dtype)
     short, long = (xp.full((size,), 0.5, dtype=one) for one in (dtype, total))
     calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (dtype != total)]
@@ -131,18 +131,18 @@ def _run_or_count_update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None
 CHANNEL_COUNTS = (2, 8, 32)
 """Numbers of input and of output channels of convolutions."""
 CELL, LINE, CUBE, IMAGE = (1,), (3,), (3, 3, 3), (3, 3)
-"""Shapes of windows of convolutions, which have 1, 3, 27 and 9 cells."""
+"""Window shapes of convolutions, with 1, 3, 27 and 9 cells."""
 FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
     LINE: ((4,), (16,), (64,)), CUBE: ((8, 8, 4), (8, 8, 16), (8, 8, 64)), IMAGE: ((8, 8), (64, 64)),
     CELL: ((1 << 13,), (1 << 16,)),
 }  # fmt: skip
-"""Sizes of fields for each window. Some fields have short rows, in which windows often extend beyond the ends, and
-others have long rows. For lines and cubes with equal row length, the number of windows per row is equal."""
+"""Sizes of fields for each window. Some fields have short rows, where windows often extend beyond the ends, and others
+have long rows. Lines and cubes with equal row length have the same number of windows per row."""
 DEPTHWISE_CASES = (LINE, (16,)), (LINE, (64,)), (CUBE, (8, 8, 16)), (CUBE, (8, 8, 64))
 """(Window, field size) of depthwise convolutions, with the same two row lengths for both windows."""
 ELEMENTS = 1 << 18
-"""Approximate number of elements of a field, over all samples. It is so large that the Python code around a call takes
-negligible time."""
+"""Approximate number of elements of a field, over all samples. It is large enough that the Python code around a call
+takes negligible time."""
 
 
 def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
@@ -163,7 +163,7 @@ def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
 
 
 MANY = 256
-"""Number of channels of convolutions with few cells, in which reordering the weights takes as long as the matrix
+"""Number of channels of convolutions with few cells, where reordering the weights takes as long as the matrix
 products."""
 
 

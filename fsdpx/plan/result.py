@@ -71,7 +71,7 @@ class Candidate:
 
         Parameters
         ----------
-        limit : bytes of memory that a rank may use; None if not known ("?" is then shown)
+        limit : bytes of memory that a rank may use; None if not known, which is shown as "?"
 
         Returns
         -------
@@ -90,7 +90,7 @@ class Candidate:
 HEAD = ("kind", "step", "memory", "fits", "sends", "with")
 CLOSE_TIME_FACTOR = 1.02
 """Configurations whose time is within this factor of the shortest time count as equally fast, because predictions are
-not more accurate than this."""
+not more accurate than this factor."""
 
 
 def _format_whether_fits(nbytes: int, limit: int | None) -> str:
@@ -106,8 +106,8 @@ class Plan:
     candidates : configurations that fit, the fastest first
     rejected : (options, reason) for each configuration that cannot run or does not fit
     search_space : description of what was tried
-    largest_batch : samples of the largest global batch that fits. It is found by doubling, either with the options of
-        the fastest configuration or with those of the configurations that need the least memory
+    largest_batch : number of samples in the largest global batch that fits. It is found by doubling, with the options
+        of the fastest configuration or of the configurations that need the least memory
     machine : the machine for which the steps were predicted
     memory : bytes that a rank may use; None if not known
     samples : number of samples in the global batch
@@ -117,11 +117,11 @@ class Plan:
         dim), found by doubling, as for `largest_batch`; () if the model accepts no size other than the batch's
     scaling : predictions of the fastest configuration on other numbers of ranks, with the same global batch, fewest
         ranks first
-    slow : (options, seconds) for each configuration that was ruled out, because `seconds`, a lower bound on its step
+    slow : (options, seconds) for each configuration that was ruled out because `seconds`, a lower bound on its step
         time, exceeds the step times of the configurations that are shown
     deepest : (blocks, parameters) of the deepest model of the same width that fits, at most 16 times as deep as the
         given model; (0, 0) if the model has no repeated block
-    limits : the options with which the largest batch, size and depth fit; the keys are "batch", "size" and "depth"
+    limits : the options that make the largest batch, size and depth fit; the keys are "batch", "size" and "depth"
     large : configurations that were predicted but do not fit
     """
 
@@ -269,7 +269,7 @@ class Plan:
 
     def _format_largest_that_fit(self) -> str:
         """Return lines of text about the largest batch, sample size and model depth that fit into memory, and about the
-        options with which they fit."""
+        options that make them fit."""
         what = "sequences" if len(self.longest) == 1 else "fields"
         layers, count = self.deepest
         most = {

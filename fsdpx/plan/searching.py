@@ -1,5 +1,5 @@
-"""`search` finds the options of `distribute` (strategy, mesh, microbatches, schedule, recomputation and precision) with
-which a step is fastest and fits into memory."""
+"""`search` finds the options of `distribute` (strategy, mesh, microbatches, schedule, recomputation and precision) that
+make a step as fast as possible while it fits into memory."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ MAX_DEPTHS_TRIED, MAX_DEPTH_FACTOR = 6, 16
 """Limits of the search for the deepest model: at most `MAX_DEPTHS_TRIED` depths are predicted, up to `MAX_DEPTH_FACTOR`
 times the given depth."""
 MAX_DOUBLINGS = 6
-"""Limit of the search for the largest batch and sample: they are at most 2**6 times as large as the given ones."""
+"""Limit of the search for the largest batch and sample: the search tries at most 2**6 times the given batch and sample
+size."""
 FRUGAL_COUNT = 4
-"""Number of configurations that are tried, besides the fastest one, in the search for the largest batch, sample and
-model. They are the configurations that need the least memory."""
+"""Number of configurations that are tried, in addition to the fastest one, in the search for the largest batch, sample
+and model. These configurations need the least memory."""
 OFFLOAD_FOLDER = "/local/disk"
 """Placeholder for the folder of offloaded state."""
 ANY_GRID = "any"
@@ -92,11 +93,12 @@ def search(
 ) -> Plan:
     """Search for the fastest configurations that fit into memory, as predicted by `predict`.
 
-    First, each strategy is tried on each mesh, with a number of microbatches and a recomputation with which the step
-    fits. If nothing fits, the configurations that need the least memory are tried with offloaded state. Then each
-    strategy and mesh that can fit is tried with all numbers of microbatches, schedules and recomputations, and the
-    three fastest configurations are also tried with other `group_bytes` and codecs. A configuration is not predicted if
-    a lower bound on its step time, which is computed from its layers, exceeds 1.3 times the fastest step time.
+    First, each strategy is tried on each mesh, with a number of microbatches and a recomputation option that make the
+    step fit into memory. If nothing fits, the configurations that need the least memory are tried with offloaded state.
+    Then each strategy and mesh that can fit is tried with every schedule, recomputation option and number of
+    microbatches. The three fastest configurations are also tried with other `group_bytes` and codecs. A configuration
+    is not predicted if a lower bound on its step time, which is computed from its layers, exceeds 1.3 times the fastest
+    step time.
 
     Parameters
     ----------
@@ -109,7 +111,7 @@ def search(
     most : maximum number of configurations that are predicted
     say : function that is called with a line of text after each prediction, to report progress (default: none)
     options : options of `predict`, such as `precision="bf16"` or `mesh=...`, which are fixed instead of searched; with
-        `domain="any"`, all grids over which the fields of the batch can be split are tried
+        `domain="any"`, all grids that can split the fields of the batch are tried
 
     Returns
     -------
@@ -117,8 +119,8 @@ def search(
 
     Raises
     ------
-    ConfigError : nothing fits (the message states how much memory would be enough), there is no mesh for these ranks,
-        or dry runs do not support a layer
+    ConfigError : if nothing fits (the message states how much memory would be enough), if there is no mesh for these
+        ranks, or if dry runs do not support a layer
     """
     where = Machine.load(machine)
     require_no_arrays(options)
@@ -239,7 +241,7 @@ class _Search:
                     yield chosen | {"recompute": recompute, "microbatches": microbatches, **more}
 
     def _compute_lower_bound(self, options: dict[str, Any]) -> float:
-        """Return a lower bound on the step time of a configuration in seconds; 0 if the configuration cannot run."""
+        """Return a lower bound on the step time of a configuration in seconds, or 0 if the configuration cannot run."""
 
         def compute_least() -> float:
             with suppress(FsdpxError):
@@ -332,9 +334,9 @@ class _Search:
             before = len(self.large)
             self.try_options(chosen | {"microbatches": microbatches})
             if len(self.large) == before:
-                return True  # more microbatches would not help: the step fits, is too slow, or cannot run
+                return True  # the step fits, is too slow, or cannot run, so more microbatches would not help
             if _get_bytes_without_activations(self.large[-1].prediction) > (self.limit or 0):
-                return False  # more microbatches lower only the memory of activations
+                return False  # more microbatches would lower only activation memory, which is not enough
         return False
 
     def _count_pipe_ranks_and_samples(self, chosen: dict[str, Any]) -> tuple[int, int]:
@@ -349,7 +351,8 @@ class _Search:
         cannot run, does not fit, or is too slow to be shown.
 
         By default, a configuration that may be the fastest of its own kind of parallelism is predicted even if other
-        kinds are faster. With `all_kinds`, it is predicted only if it may be shown among the fastest of all kinds."""
+        kinds are faster. With `all_kinds`, a configuration is predicted only if it may be shown among the fastest of
+        all kinds."""
         words, least = _make_options_key(options), self._compute_lower_bound(options)
         if words in self.seen:
             return None
@@ -419,10 +422,10 @@ class _Search:
         return Plan(found, refused, searched, largest[0], *about, longest[0], scaling, slow, *most, large)
 
     def _list_memory_saving_options(self, best: Candidate) -> list[dict[str, Any]]:
-        """Return a list of options with which to search for the largest batch, sample size or depth that fits: first
+        """Return a list of options to use in the search for the largest batch, sample size or depth that fits: first
         the options of the fastest configuration, then options that need the least memory.
 
-        Options of the second kind recompute all activations, and have as many microbatches as samples."""
+        The options that need the least memory recompute all activations, and use as many microbatches as samples."""
         placed: dict[str, Candidate] = {}
         for one in sorted([*self.found, *self.large], key=lambda one: one.prediction.memory):
             placed.setdefault(
@@ -437,7 +440,7 @@ class _Search:
         return found
 
     def _find_largest_batch(self, frugal: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
-        """Return the number of samples of the largest global batch that fits, and the options with which it fits."""
+        """Return the number of samples of the largest global batch that fits, and the options that make it fit."""
         times, options = self._find_max_growth_of_batch_dims(frugal, 0, 1)
         return self.sample_count * (times or 1), options
 
@@ -445,7 +448,7 @@ class _Search:
         self, frugal: Sequence[dict[str, Any]]
     ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
         """Return the size of the longest sequence that fits (in tokens) or of the largest field that fits (in cells
-        along each dim), and the options with which it fits.
+        along each dim), and the options that make it fit.
 
         Return () and None if the model accepts no size other than the batch's."""
         shape = self.batch[0][0]
@@ -459,7 +462,7 @@ class _Search:
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
         """Return the largest factor by which dims [first, last) of the batch can grow so that a step still fits, and
-        the options with which it fits. The factor is a power of 2, at most 2**MAX_DOUBLINGS.
+        the options that make it fit. The factor is a power of 2, at most 2**MAX_DOUBLINGS.
 
         The factor is None if the model rejects larger dims."""
         if self.limit is None:
@@ -477,8 +480,8 @@ class _Search:
         return None if refused and not doublings else 2**doublings, by
 
     def _predict_bytes_of_doubled_dims(self, options: dict[str, Any], first: int, last: int, doublings: int) -> float:
-        """Return the bytes of memory that a rank needs if dims [first, last) of the batch are doubled `doublings`
-        times. Return infinity if the model rejects this batch."""
+        """Return the number of bytes of memory that a rank needs if dims [first, last) of the batch are doubled
+        `doublings` times. Return infinity if the model rejects this batch."""
         batch = [
             ((*shape[:first], *(n << doublings for n in shape[first:last]), *shape[last:]), dtype)
             for shape, dtype in self.batch
@@ -490,7 +493,7 @@ class _Search:
     def _find_deepest_model(
         self, frugal: Sequence[dict[str, Any]], best: Candidate
     ) -> tuple[tuple[int, int], dict[str, Any] | None]:
-        """Return (blocks, parameters) of the deepest model that fits, and the options with which it fits. Return (0,
+        """Return (blocks, parameters) of the deepest model that fits, and the options that make it fit. Return (0,
         0) and None if the model has no repeated block, or if there is no memory limit."""
         now = count_blocks(self.model)
         if not now or self.limit is None:
@@ -506,13 +509,13 @@ class _Search:
         return (fits, count_parameters(with_block_count(self.model, fits))), by
 
     def _predict_bytes_at_depth(self, options: dict[str, Any], layers: int) -> int:
-        """Return the bytes of memory that a rank needs if the model has `layers` blocks."""
+        """Return the number of bytes of memory that a rank needs if the model has `layers` blocks."""
         step = self._make_world_step(self.batch, self.ranks, options, with_block_count(self.model, layers))
         return predict_step(step, self.machine).memory
 
     def _find_max_blocks(self, options: dict[str, Any], blocks: int, memory: int) -> int:
-        """Return the largest number of blocks with which the model fits. The model is known to fit with `blocks`
-        blocks, which need `memory` bytes.
+        """Return the largest number of blocks that fits. The model is known to fit with `blocks` blocks, which need
+        `memory` bytes.
 
         Memory is linear in the depth, except for effects of pipeline stages, so the memory at two known depths
         predicts which depth to try next."""
@@ -557,8 +560,8 @@ class _Search:
         return tuple(found[ranks] for ranks in sorted(found))
 
     def _choose_field_grid_for_data_ranks(self, mesh: Mesh, data: int) -> tuple[int, ...]:
-        """Return a grid that splits a field over `data` data ranks and processes as many samples in parallel as `mesh`
-        does. Raise ValueError if there is none."""
+        """Return a grid that splits a field over `data` data ranks and processes the same number of samples in parallel
+        as `mesh`. Raise ValueError if there is none."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]
         grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if can_split_evenly(dims, cells)]
         return min(grids, key=lambda dims: _compute_halo_to_cell_ratio(dims, cells))
@@ -596,7 +599,7 @@ def _make_sort_key(candidate: Candidate) -> tuple[float, int]:
 
 
 def _get_bytes_without_activations(found: Prediction) -> int:
-    """Return the bytes that a rank needs, not counting activations. Using more microbatches would not lower this
+    """Return the number of bytes that a rank needs, excluding activations. Using more microbatches would not lower this
     number."""
     return min(one.nbytes - one.memory.get("activations", 0) for one in found.classes)
 
@@ -617,8 +620,8 @@ def _iterate_factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
 
 
 def _compute_halo_to_cell_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
-    """Return a number proportional to the ratio of halo cells to own cells in one rank's shard of a field. It is a
-    measure of how much the rank communicates. Only dims that are split count."""
+    """Return a number proportional to the ratio of halo cells to own cells in one rank's shard of a field. The number
+    indicates how much the rank communicates. Dims that are not split are ignored."""
     return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
 
 

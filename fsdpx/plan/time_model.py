@@ -31,7 +31,7 @@ def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
 
     Kernels that were measured on the machine have their own rates. Any other matrix product takes `FLOP /
     Compute.flops` for computing and `bytes / Compute.memory` for memory access. On a CPU, these two times are added,
-    because operands are first copied into the order in which they are multiplied. On a GPU, the longer of the two
+    because operands are first copied into the order needed for the multiplication. On a GPU, the longer of the two
     counts. `Compute.half` makes small matrix products slower. All other work takes `bytes / Compute.memory`."""
     products = sum(_compute_product_seconds(p, compute, half) * times for p, times in work.products.items())
     passes = sum(_compute_memory_bound_seconds(p, compute, half) * times for p, times in work.passes.items())
@@ -69,7 +69,7 @@ def _compute_product_seconds(product: ProductCount, compute: Compute, half: str)
         have = ", ".join(compute.flops)
         raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
     rate = flops * compute.efficiency
-    # fixed overhead of a product, expressed in FLOP; it takes the same time in every format
+    # fixed overhead of a product, expressed in FLOP; this overhead takes the same time in every format
     slow = compute.half * flops / max(compute.flops.values())
     seconds = (product.flops + slow) / rate
     if product.is_fused:
@@ -79,15 +79,15 @@ def _compute_product_seconds(product: ProductCount, compute: Compute, half: str)
 
 
 class LevelCrossing(NamedTuple):
-    """A network level (such as the network between hosts) across which a group of ranks communicates. The units of the
+    """A network level (such as the network between hosts) that a group of ranks communicates across. The units of the
     level are the hosts, sockets or racks that it connects.
 
     Attributes
     ----------
     level : the network level
-    width : number of connected units over which the group is spread
+    width : number of connected units that the group is spread over
     members : number of ranks of the group in each unit
-    users : total number of ranks in a unit; they share its links
+    users : total number of ranks in a unit, which share the links of the unit
     """
 
     level: NetworkLevel
@@ -108,7 +108,7 @@ class MeshOnMachine:
     Attributes
     ----------
     mesh, machine : the mesh and the machine
-    faces : for each dim of a split field, the share of a rank's halo bytes that is exchanged along this dim
+    faces : for each dim of a split field, the fraction of a rank's halo bytes that is exchanged along this dim
     """
 
     mesh: Mesh
@@ -125,8 +125,8 @@ class MeshOnMachine:
         return found
 
     def find_crossed_network_levels(self, axes: tuple[str, ...]) -> list[LevelCrossing]:
-        """Return the network levels across which a group of ranks along these mesh axes communicates, the lowest level
-        first."""
+        """Return the network levels that a group of ranks along these mesh axes communicates across, from lowest to
+        highest."""
         found, before, unit, size = list[LevelCrossing](), 1.0, 1.0, self.mesh.size
         for level in self.machine.levels:
             inside = 1.0
@@ -150,8 +150,8 @@ class MeshOnMachine:
 
     @cached_property
     def crossed_network_levels_by_axis(self) -> dict[str, list[LevelCrossing]]:
-        """The network levels across which ranks communicate along each axis. The keys are the axis names of the
-        traffic counters."""
+        """For each axis, the network levels that ranks along the axis communicate across. The keys are the axis names
+        of the traffic counters."""
         groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
         groups |= {"peers": ("pipe",), "domain": ("replica", "shard")}
         return {name: self.find_crossed_network_levels(axes) for name, axes in groups.items()}
@@ -159,7 +159,7 @@ class MeshOnMachine:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Computes the time of communication calls and of actions of a step. `lines` tells which network levels each mesh
+    """Computes the time of communication calls and of actions of a step. `lines` says which network levels each mesh
     axis uses on the machine, and `half` is the 16-bit format of the step."""
 
     lines: MeshOnMachine
@@ -172,7 +172,8 @@ class StepTimes:
         - ring: each step has the largest latency, and bytes move at the speed of the slowest link
         - tree: for an all-reduce, log2(ranks) steps in each direction, each of which sends the full array; for small
           MPI messages, log2(ranks) steps that send everything received so far (Bruck et al. 1997)
-        - hierarchy: one network level after another, each with the bytes that remain after the levels below it
+        - hierarchy: one network level after another; each level transfers the bytes that remain after the levels below
+          it
 
         A message to a neighbor takes one latency plus the time for its bytes. Receiving it takes no additional time."""
         if axis == "disk":
@@ -183,7 +184,7 @@ class StepTimes:
             return 0.0
         if verb == "send":
             return self._compute_neighbor_message_seconds(axis, reaches, nbytes)
-        # an all-reduce is a reduce-scatter and an all-gather, each of which sends the bytes once
+        # an all-reduce is a reduce-scatter and an all-gather, and each of them sends the bytes once
         times = 2 if verb == "all_reduce" else 1
         ranks = prod(r.width for r in reaches)
         whole = nbytes / times * ranks / (ranks - 1)
@@ -238,8 +239,8 @@ class StepTimes:
         """Return the computing time of an action in seconds, and the seconds of its communication by axis.
 
         On a GPU, the host launches the next kernels during computing, so the action takes the longer of the computing
-        time and the launching time. On a CPU, `Compute.launch`, which is the time of the Python code around a kernel,
-        is added for each kernel."""
+        time and the launch time. On a CPU, `Compute.launch`, which is the time of the Python code around a kernel, is
+        added for each kernel."""
         moving: dict[str, float] = {}
         launches = _count_launched_kernels(cost.work)
         for axis, verb, calls, nbytes in cost.calls:

@@ -72,8 +72,8 @@ class RankClass:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes that a rank holds at its memory peak, by kind of memory. Here, "activations" include the batch and the
-        temporary arrays of the action at the peak, which `DryRun.activations` does not include."""
+        """Bytes that a rank holds at its memory peak, by kind of memory. The kind "activations" includes the batch and
+        the temporary arrays of the action at the peak, which `DryRun.activations` excludes."""
         return self.peak.memory
 
     @property
@@ -108,8 +108,8 @@ class RankDryRun(NamedTuple):
         return self.programs[microbatches]
 
     def count_actions(self, microbatches: int) -> Counter[Action]:
-        """Return how often each action occurs in the program for `microbatches` microbatches. An action of a
-        microbatch that did not run counts as the same operation on the last microbatch that ran."""
+        """Return how often each action occurs in the program for `microbatches` microbatches. An action of a microbatch
+        that did not run is counted as the same operation on the last microbatch that ran."""
         return Counter(
             find_representative_action(action, min(self.programs)) for action in self.get_program(microbatches).actions
         )
@@ -135,8 +135,8 @@ class WorldStep:
 
     @classmethod
     def from_options(cls, model: nn.Layer, batch: Batch, ranks: int, options: dict[str, Any]) -> WorldStep:
-        """Return the step, with mesh and number of microbatches derived from the options. Raise ConfigError if the
-        options do not fit the number of ranks."""
+        """Return the step, with the mesh and the number of microbatches derived from the options. Raise ConfigError if
+        the options do not fit the number of ranks."""
         mesh = (options["mesh"] or Mesh()).fill_from_strategy(options["strategy"], ranks)
         domain = _make_domain(options.get("domain") or mesh.domain, model, batch, mesh)
         mesh = replace(mesh, domain=domain.dims)
@@ -151,14 +151,14 @@ class WorldStep:
         return int(self.batch[0][0][0])
 
     def count_bytes_per_sample(self, representative_index: int) -> int:
-        """Return the bytes that the inputs and targets of one sample take on a rank. If ranks share samples,
-        `representative_index` selects the rank that computes most (0) or that communicates most (1)."""
+        """Return the number of bytes that the inputs and targets of one sample take on a rank. If ranks share samples,
+        `representative_index` selects the rank with the most computation (0) or the most communication (1)."""
         batch = self._get_batch_of_rank(representative_index)
         return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in batch)
 
     def _get_batch_of_rank(self, representative_index: int) -> Batch:
-        """Return the (shape, dtype) of each array of the batch. If ranks share samples, the shapes are those on the
-        rank that computes most (`representative_index` 0) or that communicates most (1)."""
+        """Return the (shape, dtype) of each array of the batch. If ranks share samples, the shapes are taken from the
+        rank with the most computation (`representative_index` 0) or the most communication (1)."""
         part = self._get_part(representative_index)
         *shapes, target = [shape for shape, _ in self.batch]
         inputs, target = part.compute_local_shapes(self.model, shapes, target)
@@ -170,8 +170,8 @@ class WorldStep:
 
     @property
     def halo_byte_shares_by_dim(self) -> tuple[float, ...]:
-        """For each dim of the grid, the share of a rank's halo bytes that is exchanged along this dim; () without a
-        grid."""
+        """For each dim of the grid, the fraction of a rank's halo bytes that is exchanged along this dim; () if there
+        is no grid."""
         own = self._get_part(0).local_shape
         sizes = [(width > 1) / max(n, 1) for n, width in zip(own, self.domain.dims, strict=True)]
         return tuple(size / (sum(sizes) or 1.0) for size in sizes)
@@ -206,12 +206,12 @@ class WorldStep:
         return known and equal and self.options.get("reproducible_chunks") is None
 
     def count_simulated_microbatches_and_period(self) -> tuple[int, int]:
-        """Return (simulated, period): it is enough to simulate `simulated` microbatches, because each group of
-        `period` further microbatches adds an equal amount of time.
+        """Return (simulated, period): it is enough to simulate `simulated` microbatches, because each group of `period`
+        additional microbatches adds the same amount of time.
 
-        `period` is the width of the pipeline axis, since the pattern in which pipeline ranks wait for each other
-        repeats after that many microbatches. If microbatches differ, or if there are only a few, `simulated` is the
-        number of all microbatches, and `period` is 0."""
+        `period` is the width of the pipeline axis, since the waiting pattern of the pipeline ranks repeats after that
+        many microbatches. If microbatches differ, or if there are only a few, `simulated` is the number of all
+        microbatches, and `period` is 0."""
         m, pipe = self.microbatches, self.mesh.width_of("pipe")
         enough = (
             self._steady_microbatch_count * pipe + 1
@@ -223,11 +223,11 @@ class WorldStep:
         )
 
     def count_dry_run_microbatches(self) -> int:
-        """Return how many microbatches a dry run needs so that memory and costs of all microbatches are known.
+        """Return the number of microbatches that a dry run needs to determine the memory and costs of all microbatches.
 
-        Usually, this is slightly more than the number of microbatches that a pipeline rank begins before it completes
-        the first one. With an interleaved schedule, it is a multiple of the pipeline's width. With offload, all
-        simulated microbatches run."""
+        Usually, the result is slightly more than the number of microbatches that a pipeline rank begins before it
+        completes the first one. With an interleaved schedule, the result is a multiple of the pipeline's width. With
+        offload, all simulated microbatches run."""
         most, pipe = self.count_simulated_microbatches_and_period()[0], self.mesh.width_of("pipe")
         if not self.has_equally_long_microbatches or pipe == 1 or self.options.get("offload") is not None:
             return most
@@ -236,7 +236,7 @@ class WorldStep:
     def dry_run_pipe_ranks(self, group: int, microbatches: int, representative_index: int = 0) -> Iterator[RankDryRun]:
         """For each position along the pipeline axis, run the step on shape-only arrays on one rank of group number
         `group` (see `sample_group_count`), and yield the run. If ranks share samples, `representative_index` selects
-        the rank that computes most (0) or that communicates most (1)."""
+        the rank with the most computation (0) or the most communication (1)."""
         rows = self.count_samples_of_group(group)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
@@ -248,7 +248,7 @@ class WorldStep:
             yield found
 
     def _iterate_pipe_coordinates(self, group: int, representative_index: int) -> Iterator[MeshCoordinates]:
-        """Yield, for each position along the pipeline axis, the mesh coordinates of one rank of group number `group`.
+        """For each position along the pipeline axis, yield the mesh coordinates of one rank of group number `group`.
         The coordinate along the tensor axis is always 0."""
         data_rank, shard = group * prod(self.mesh.domain), self.mesh.width_of("shard")
         data_rank += self.domain.busiest_ranks[representative_index]
@@ -263,7 +263,7 @@ class WorldStep:
         return StepTimes(lines, normalize_half_name(formats_of(self.options["precision"]).compute))
 
     def _add_step_end_message_costs(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
-        """Add to `costs` the small messages that additional microbatches cause: at the end of a step, each rank sends
+        """Add the small messages caused by additional microbatches to `costs`: at the end of a step, each rank sends
         two float64 numbers per microbatch to all other ranks."""
         more = microbatches * 2 * 8 * (self.mesh.size - 1)
         for action in [a for a in costs if "loss:all" in VERBS[a.op].takes] if more else ():
@@ -272,7 +272,7 @@ class WorldStep:
 
     def _make_dry_run_trainer(self, rank: int, microbatches: int, representative_index: int) -> Trainer:
         """Return a trainer that runs one rank on shape-only arrays. If ranks share samples, `representative_index`
-        selects the rank that computes most (0) or that communicates most (1)."""
+        selects the rank with the most computation (0) or the most communication (1)."""
         options = self.options | {"microbatches": microbatches, "device": "shape"}
         options |= {"domain": self._get_part(representative_index)} if self.domain.dims else {}
         comm = FakeCommunicator(rank, self.mesh.size)
@@ -359,8 +359,8 @@ def _make_domain(space: Any, model: nn.Layer, batch: Batch, mesh: Mesh) -> Domai
 
 
 def require_no_mesh_layers(model: nn.Layer, space: Any) -> None:
-    """Raise ConfigError if a layer of the model needs a mesh of nodes (a `Partition`). The value `space` of the option
-    `domain` does not describe such a mesh; it is named in the error message."""
+    """Raise ConfigError if a layer of the model needs a mesh of nodes (a `Partition`). The error message names `space`,
+    the value of the option `domain`, which does not describe a mesh of nodes."""
     for path, layer in iterate_layers(model):
         if isinstance(layer, TakesRows):
             raise ConfigError(
@@ -420,6 +420,6 @@ def parse_domain_dims(space: Any) -> tuple[int, ...]:
 
 
 def find_representative_action(action: Action, ran: int) -> Action:
-    """Only the first `ran` microbatches ran. Return the action from which the cost of `action` is taken: the action
-    itself, or the same operation on the last microbatch that ran."""
+    """Return the action whose cost is used for `action` if only the first `ran` microbatches ran: the action itself, or
+    the same operation on the last microbatch that ran."""
     return action if action.mb is None or action.mb < ran else Action(action.op, action.unit, ran - 1)

@@ -1,6 +1,6 @@
-"""Test classes (contracts) to inherit, which test custom codecs, communicators, layers, losses, optimizers and
-schedules. The package also provides a comparison of arrays that reports the worst element, fault injection, and virtual
-time for ranks that run as threads at different speeds."""
+"""Base classes (contracts) for tests of custom codecs, communicators, layers, losses, optimizers and schedules. The
+package also provides an array comparison that reports the worst element, fault injection, and virtual time for ranks
+that run as threads at different speeds."""
 
 from typing import TYPE_CHECKING
 

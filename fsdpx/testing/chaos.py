@@ -1,5 +1,5 @@
 """Fault injection: kill, stop or delay ranks at chosen actions of their programs. Faults are reproducible from a seed.
-A step log then shows whether a restarted job is correct: each step must count once, and a repeated step must give a
+A step log then shows whether a restarted job is correct: no step may be skipped, and a repeated step must give a
 bit-identical loss."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class InjectedFault(RankDied):
-    """Error raised in a rank that runs as a thread, to simulate that the rank is killed or stopped."""
+    """Error raised in a rank that runs as a thread, to simulate killing or stopping the rank."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Fault:
     Attributes
     ----------
     kind : "kill", "stop" or "delay"
-    rank : the rank on which the fault occurs
+    rank : the rank where the fault occurs
     action : the fault occurs when the rank has run this number of actions since it was last started
     seconds : duration of a delay
     start : number of restarts of the job before the fault occurs: 0 if it occurs in the first run
@@ -84,7 +84,7 @@ def draw_faults(
 
 
 def inject_faults(trainer: Any, faults: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
-    """Inject the faults that are meant for this rank and for start number `start` of the job (0: the first start,
+    """Inject the faults that are meant for this rank and for start number `start` of the job (0 is the first start,
     before any restart).
 
     To kill or stop a rank that is a process, SIGKILL or SIGSTOP is sent to it. If ranks are threads (`threads`),
@@ -137,7 +137,7 @@ class StepLog:
         folder.mkdir(parents=True, exist_ok=True)
 
     def record_step(self, start: int, rank: int, step: int, loss: float) -> None:
-        """Append a step (counted from 0) and its loss to the file of this start and rank."""
+        """Append a step (counted from 0) and its loss to the file for this start and rank."""
         with (self.folder / f"{start:03}-{rank:05}").open("a") as file:
             file.write(f"{step} {loss.hex()}\n")
 

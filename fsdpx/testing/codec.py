@@ -1,4 +1,4 @@
-"""`CodecContract`: tests that every compression codec must pass, in a class to inherit."""
+"""`CodecContract`, a base class with tests that every compression codec must pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARED_CASES = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
 
 
 class CodecContract:
-    """Tests of a compression codec. Inherit the class and define `make`, which returns the codec to be tested."""
+    """Tests for a compression codec. Inherit from this class and define `make`, which returns the codec to test."""
 
     allowed_error: float = 0.0
     """Allowed error of a sum in the first step, relative to `error_scale`. For `reduce_all`, twice this error is
@@ -41,7 +41,7 @@ class CodecContract:
     """Dtype of the gradients."""
 
     def make(self) -> Codec:
-        """Return a new codec to test. To be overridden."""
+        """Return a new codec to test. Must be overridden."""
         raise TypeError(f"{type(self).__name__} must define make()")
 
     @pytest.mark.parametrize(("size", "counts", "into"), REDUCE_CASES)
@@ -62,8 +62,8 @@ class CodecContract:
     @pytest.mark.parametrize("whole", [False, True])
     def test_error_feedback_loses_nothing(self, whole: bool) -> None:
         """For a codec with error feedback, check that the sum of all sent values plus the values kept for later equals
-        the sum of all gradients. The kept values are in those memory arrays for which `reshard_rules` has the rule
-        "sum"."""
+        the sum of all gradients. The kept values are in the memory arrays that have the rule "sum" in
+        `reshard_rules`."""
         size, n, steps = 3, 61, 3
 
         def body(comm: Communicator) -> np.ndarray:
@@ -133,7 +133,7 @@ class CodecContract:
         spawn(body, size, timeout=60)
 
     def test_codec_keeps_no_state_outside_memory(self) -> None:
-        """Check that two codecs that take turns with the same memory arrays give the same bits as a single codec. This
+        """Check that two codecs that alternate on the same memory arrays give the same bits as a single codec. This
         shows that a codec stores no state elsewhere."""
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:

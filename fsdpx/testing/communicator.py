@@ -1,4 +1,4 @@
-"""`CommunicatorContract`: tests that every communicator must pass, in a class to inherit."""
+"""`CommunicatorContract`, a base class with tests that every communicator must pass."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LENGTHS = (0, 1, 7, 60)
 
 
 def _run_on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """Decorator for test methods. It runs the test on every rank by means of the contract's method `run`, and passes
-    the rank's communicator to the test."""
+    """Decorator for test methods. It runs the test on every rank with the contract's `run` method, and passes the
+    rank's communicator to the test."""
 
     @wraps(test)
     def everywhere(contract: CommunicatorContract, **given: Any) -> None:
@@ -40,14 +40,14 @@ def _run_on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
 
 
 class CommunicatorContract:
-    """Tests of a communicator. Inherit the class and define `run`, which every test calls once."""
+    """Tests for a communicator. Inherit from this class and define `run`, which every test calls once."""
 
     def run(self, body: Callable[[Communicator], Any]) -> Any:
-        """Call `body(comm)` on every rank. If calls fail, raise the error of one of them. To be overridden.
+        """Call `body(comm)` on every rank. If calls fail, raise the error of one of them. Must be overridden.
 
         Parameters
         ----------
-        body : function to call; its argument is the communicator to be tested
+        body : function to call; its argument is the communicator to test
         """
         raise TypeError(f"{type(self).__name__} must define run(body)")
 
@@ -125,7 +125,7 @@ class CommunicatorContract:
     @_run_on_every_rank
     def test_16_bit_floats_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
         ours = [_make_random_array(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
-        if comm.size > 2:  # in rank order, large values cancel first; otherwise, small values would be lost
+        if comm.size > 2:  # in rank order, the large values cancel first; in another order, small values would be lost
             ours[0] = _make_random_array(dtype, 33, seed=9) * 4096
             ours[1] = -ours[0]
         ours = [array.astype(dtype) for array in ours]

@@ -56,8 +56,8 @@ def assert_close(
     Parameters
     ----------
     got, want : an array, a number, or a mapping or sequence of these; both must have the same structure
-    tolerance : allowed difference relative to the largest element of the tensor; 0: arrays must be bit-identical
-    rank, step : rank and step from which the arrays come, for the error message
+    tolerance : allowed difference relative to the largest element of the tensor; if 0, arrays must be bit-identical
+    rank, step : rank and step that the arrays come from, for the error message
     """
     found = find_difference(got, want, tolerance)
     if found is not None:
@@ -67,12 +67,12 @@ def assert_close(
 
 
 def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement | None:
-    """Return the element that differs most between two sets of arrays; None if they agree.
+    """Return the element that differs most between two sets of arrays, or None if the arrays agree.
 
     Parameters
     ----------
     got, want : an array, a number, or a mapping or sequence of these; both must have the same structure
-    tolerance : allowed difference relative to the largest element of the tensor; 0: arrays must be bit-identical
+    tolerance : allowed difference relative to the largest element of the tensor; if 0, arrays must be bit-identical
 
     Raises
     ------
@@ -107,7 +107,7 @@ def _iterate_tensor_pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str,
 
 
 def _find_worst_element(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> WorstElement | None:
-    """Return the element of a tensor that differs most; None if all elements are within the tolerance."""
+    """Return the element of a tensor that differs most, or None if all elements are within the tolerance."""
     assert got.shape == want.shape, f"{name} has shape {got.shape} and should have {want.shape}"
     assert tolerance or got.dtype == want.dtype, f"{name} has dtype {got.dtype} and should have {want.dtype}"
     if got.dtype == want.dtype and got.tobytes() == want.tobytes():
@@ -128,7 +128,7 @@ def _find_worst_element(name: str, got: np.ndarray, want: np.ndarray, tolerance:
 
 
 def _view_as_bits(array: np.ndarray) -> np.ndarray:
-    """Return a view of the array, or of a contiguous copy of it, in which each element is raw bytes. This makes it
-    possible to compare elements bit by bit."""
+    """Return a view of the array, or of a contiguous copy, with raw bytes as elements. The view can be used to compare
+    elements bit by bit."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(f"V{array.dtype.itemsize}").reshape(array.shape)

@@ -1,4 +1,4 @@
-"""`LayerContract` and `LossContract`: tests that every layer and every loss must pass, in classes to inherit."""
+"""`LayerContract` and `LossContract`, base classes with tests that every layer and every loss must pass."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -21,7 +21,7 @@ Arrays = tuple[np.ndarray, ...]
 
 
 class GradientContract:
-    """Base class of the test classes for layers and for losses."""
+    """Base class of the test classes for layers and losses."""
 
     training = True
     """Whether layers run in training mode (see `LayerContext`)."""
@@ -34,11 +34,11 @@ class GradientContract:
     """Allowed difference between float32 and float64 results, both relative and absolute."""
 
     def make(self) -> Any:
-        """Return a new instance of the layer or loss to test. To be overridden."""
+        """Return a new instance of the layer or loss to test. Must be overridden."""
         raise NotImplementedError
 
     def draw_integers(self, below: int, *shape: int) -> np.ndarray:
-        """Return random integers in [0, below), the same ones in every run.
+        """Return random integers in [0, below), the same in every run.
 
         Parameters
         ----------
@@ -67,7 +67,7 @@ class GradientContract:
 
 
 class LayerContract(GradientContract):
-    """Tests of a layer. Inherit the class, define `make` and `inputs`, and run it with pytest:
+    """Tests for a layer. Inherit from this class, define `make` and `inputs`, and run the tests with pytest:
 
         class TestScale(LayerContract):
             def make(self): return Scale(6)
@@ -79,12 +79,12 @@ class LayerContract(GradientContract):
     """Whether the result for a sample is independent of the other samples (False for BatchNorm)."""
 
     def make(self) -> Layer:
-        """Return a new instance of the layer to test. To be overridden."""
+        """Return a new instance of the layer to test. Must be overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the layer to be tested")
 
     def inputs(self) -> Any:
-        """Return inputs of the layer: an array, or a tuple of arrays. Each array is float64 or integer, and has at
-        least 2 samples in dim 0. To be overridden."""
+        """Return inputs for the layer: an array, or a tuple of arrays. Each array is float64 or integer, and has at
+        least 2 samples in dim 0. Must be overridden."""
         raise TypeError(f"{type(self).__name__} must define inputs(), which returns what the layer is tested on")
 
     def draw_normal(self, *shape: int) -> np.ndarray:
@@ -152,7 +152,7 @@ class LayerContract(GradientContract):
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
         """Check that two threads can run the forward and backward passes of one layer concurrently, each on its own
-        samples. The results must be bit-identical to those of separate runs."""
+        samples. The results must be bit-identical to the results of separate runs."""
         layer, x, p = self._make_test_case()
         halves = [tuple(part[rows] for part in x) for rows in (slice(None), slice(None, None, -1))]
         wanted = [self._run_forward_backward(self.make(), p, half) for half in halves]
@@ -191,7 +191,8 @@ class LayerContract(GradientContract):
 
     def test_samples_are_computed_independently(self) -> None:
         """Split a batch into two parts. Check that the parts give the same outputs as the full batch, even if the layer
-        draws random numbers. Also check that the parameter gradients of the parts add up to those of the full batch."""
+        draws random numbers. Also check that the parameter gradients of the parts add up to the gradients of the full
+        batch."""
         layer, x, p = self._make_test_case()
         if not self.samples_are_independent:
             return
@@ -277,8 +278,8 @@ class LayerContract(GradientContract):
         return layer, x, moved
 
     def _forward(self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays) -> tuple[Arrays, Any]:
-        """Run the forward pass on a copy of the parameters, since it may update running statistics. Return the outputs,
-        and what the forward pass saved for the backward pass."""
+        """Run the forward pass on a copy of the parameters, because the forward pass may update running statistics.
+        Return the outputs, and what the forward pass saved for the backward pass."""
         y, saved = layer.forward(
             self._make_layer_context(np), {name: array.copy() for name, array in p.items()}, unwrap_single(x)
         )
@@ -325,7 +326,7 @@ def _get_shape_and_dtype(a: Any) -> Any:
 
 
 class LossContract(GradientContract):
-    """Tests of a loss. Inherit the class, define `make`, `outputs` and `target`, and run it with pytest:
+    """Tests for a loss. Inherit from this class, define `make`, `outputs` and `target`, and run the tests with pytest:
 
         class TestHuber(LossContract):
             def make(self): return Huber()
@@ -335,16 +336,16 @@ class LossContract(GradientContract):
     Gradients are compared in float64 with central differences along random directions (`step`, `tolerance`)."""
 
     def make(self) -> Loss:
-        """Return a new instance of the loss to test. To be overridden."""
+        """Return a new instance of the loss to test. Must be overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the loss to be tested")
 
     def outputs(self) -> Any:
-        """Return outputs of a model, on which the loss is computed: a float64 array of at least 3 samples, or a tuple
-        of such arrays. To be overridden."""
+        """Return model outputs to compute the loss for: a float64 array with at least 3 samples, or a tuple of these
+        arrays. Must be overridden."""
         raise TypeError(f"{type(self).__name__} must define outputs(), which returns what a model gives")
 
     def target(self) -> np.ndarray:
-        """Return targets for the samples of `outputs`. To be overridden."""
+        """Return targets for the samples of `outputs`. Must be overridden."""
         raise TypeError(f"{type(self).__name__} must define target(), which returns what outputs are compared with")
 
     def draw_normal(self, *shape: int, seed: int = 0) -> np.ndarray:
@@ -391,8 +392,8 @@ class LossContract(GradientContract):
                 np.testing.assert_array_equal(got, wanted)
 
     def test_parts_of_a_batch_add_up(self) -> None:
-        """Check that the loss sums, weights and gradients of the parts of a batch add up to those of the full batch.
-        This is necessary because batches are split over ranks and microbatches. A part may be empty."""
+        """Check that the loss sums, weights and gradients of the parts of a batch add up to the values for the full
+        batch. This is necessary because batches are split over ranks and microbatches. A part may be empty."""
         y, target = self._make_test_case()
         n = len(target)
         self._assert_adds_up(y, target, [slice(0, 1), slice(1, n - 1), slice(n - 1, n), slice(n, n)], 0)

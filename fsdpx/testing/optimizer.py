@@ -1,4 +1,4 @@
-"""`OptimizerContract`: tests that every optimizer must pass, in a class to inherit."""
+"""`OptimizerContract`, a base class with tests that every optimizer must pass."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -21,24 +21,24 @@ TOTAL_SIZE = sum(PARAMETER_SIZES.values())
 
 
 class OptimizerContract:
-    """Tests of an optimizer. Inherit the class, define `make`, and run it with pytest:
+    """Tests for an optimizer. Inherit from this class, define `make`, and run the tests with pytest:
 
         class TestMine(OptimizerContract):
             takes_groups = False  # Mine takes no `groups`, or no `weight_decay`
             def make(self, **options): return Mine(**options)
 
-    `make` must take the option `lr`, a number or a function from the step (counted from 1) to a number. If
+    `make` must take the option `lr`, a number or a function that maps the step (counted from 1) to a number. If
     `takes_groups` is True (the default), `make` must also take the options `weight_decay` and `groups`. Each shard is
     updated in its own thread, so that optimizers can sum the norms of full parameters over shards."""
 
     shard_alignment: int = 1
-    """1 if results do not depend on where shards begin; 1024 if they do not depend on it as long as each shard begins
-    at a multiple of 1024 elements in a parameter."""
+    """Use 1 if results never depend on where shards begin. Use 1024 if results stay the same only as long as each shard
+    begins at a multiple of 1024 elements in a parameter."""
     takes_groups: bool = True
     """Whether `make` takes `weight_decay`, and `groups` with "lr_scale" and "weight_decay"."""
 
     def make(self, **options: Any) -> Optimizer:
-        """Return a new optimizer to test. To be overridden.
+        """Return a new optimizer to test. Must be overridden.
 
         Parameters
         ----------
@@ -98,8 +98,8 @@ class OptimizerContract:
         assert np.array_equal(p, before)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that two threads can share one optimizer: each thread must get the same bits as with an
-        optimizer of its own."""
+        """Check that two threads can share one optimizer: each thread must get the same bits as with its own
+        optimizer."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
             p, g, slots = self._make_parameters_gradients_and_slots("float32", slice(None), optimizer)

@@ -1,4 +1,4 @@
-"""`ScheduleContract`: tests that every pipeline schedule must pass, in a class to inherit."""
+"""`ScheduleContract`, a base class with tests that every pipeline schedule must pass."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ __all__ = ["ScheduleContract"]
 
 
 class ScheduleContract:
-    """Tests of a pipeline schedule. Inherit the class, define `make`, and run it with pytest:
+    """Tests for a pipeline schedule. Inherit from this class, define `make`, and run the tests with pytest:
 
         class TestMine(ScheduleContract):
             def make(self): return mine
@@ -36,16 +36,16 @@ class ScheduleContract:
     microbatches: tuple[int, ...] = (1, 2, 3, 4, 9)
     """Numbers of microbatches per step to test."""
     per_rank: int | None = None
-    """Number of stages per rank; None: the default of the schedule."""
+    """Number of stages per rank. If None, use the schedule's default."""
 
     def make(self) -> str | Path | ScheduleFunction:
-        """Return the schedule to be tested: a function, a name or a path that `distribute(schedule=)` accepts. To be
+        """Return the schedule to test: a function, a name or a path that `distribute(schedule=)` accepts. Must be
         overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the schedule to be tested")
 
     def max_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
-        """Return the maximum number of (stage, microbatch) pairs whose activations a rank may hold at the same time;
-        None: any number.
+        """Return the maximum number of (stage, microbatch) pairs whose activations a rank may hold at the same time.
+        Return None if there is no limit.
 
         Parameters
         ----------
@@ -80,8 +80,8 @@ class ScheduleContract:
                     assert done in (["B", "F"], ["F", "I", "W"]), f"{made.name}: stage {stage}, microbatch {mb}: {done}"
 
     def test_gradients_are_added_in_the_order_of_microbatches(self) -> None:
-        """Check that gradients are added in the order of microbatches. Otherwise, the results of different schedules
-        would not be bit-identical."""
+        """Check that gradients are added in microbatch order. Otherwise, the results of different schedules would not
+        be bit-identical."""
         for made in self._iterate_schedules():
             for row in made.ranks:
                 for stage in {a.unit for a in row}:
@@ -99,7 +99,7 @@ class ScheduleContract:
                 assert max(event.end for event in simulate(made, costs)) <= work + messages
 
     def test_compiled_programs_complete(self) -> None:
-        """Check that the compiled programs of all ranks, including messages, gathers and reductions, run to their end.
+        """Check that the compiled programs of all ranks, including messages, gathers and reductions, run to completion.
         The model has one unit per stage, and an activation that skips stages."""
         for made in self._iterate_schedules():
             n = made.stages

@@ -1,5 +1,5 @@
-"""Helpers for testing objects that several ranks share if ranks run as threads. They run functions in threads between
-which Python can switch at every bytecode."""
+"""Helpers for testing objects that are shared by ranks that run as threads. They run functions in threads, and Python
+can switch between these threads at every bytecode."""
 
 import sys
 import threading
@@ -17,18 +17,17 @@ _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", 
 
 
 MAX_VISITS = 1
-"""Number of times that a thread yields at the same bytecode. One visit suffices, because objects that are created
-lazily are created in the first visit. Further visits do not reveal more layers that wrongly store data of a call in
-their own attributes."""
+"""Number of times that a thread yields at the same bytecode. One visit is enough, because lazily created objects are
+created on the first visit. Further visits do not reveal more layers that incorrectly store per-call data in their own
+attributes."""
 
 
 @contextmanager
 def switching_at_every_bytecode() -> Iterator[None]:
-    """Return a context manager in which other threads may run at every bytecode that this thread executes.
+    """Return a context manager that lets other threads run at every bytecode that this thread executes.
 
-    Threads do not switch in frames of NumPy, of Numba, or of those modules of Python's standard library that wrap
-    calls. They also do not switch at a bytecode that has already been executed `MAX_VISITS` times, for example in a
-    loop."""
+    Threads do not switch in frames of NumPy, Numba, or standard library modules that wrap calls. They also do not
+    switch at a bytecode that has already been executed `MAX_VISITS` times, for example in a loop."""
     before, visits = sys.gettrace(), Counter[tuple[CodeType, int]]()
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Virtual time for ranks that run as threads. The threads access shared memory in the order in which ranks of given
-speeds would access it, so that asynchronous training is reproducible."""
+"""Virtual time for ranks that run as threads. The threads access shared memory in the same order as ranks of the given
+speeds, so that asynchronous training is reproducible."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["VirtualTime"]
 class VirtualTime:
     """A virtual clock for ranks that run as threads: `distribute(..., comm=virtual.wrap_communicator(comm))`.
 
-    Reading and updating parameters takes no time. The step between reading and updating takes the time that `seconds`
-    gives for the rank. If two ranks are at the same virtual time, the one with the lower number continues first. Ranks
-    compute one at a time.
+    Reading and updating parameters takes no time. The step between reading and updating takes the time given by
+    `seconds` for this rank. If two ranks are at the same virtual time, the one with the lower number continues first.
+    Ranks compute one at a time.
 
     Parameters
     ----------
     seconds : virtual duration of a step in seconds, for each rank
     seed : seed of the random jitter
-    jitter : maximum relative deviation of the duration of a step from `seconds`; 0: no jitter
+    jitter : maximum relative deviation of a step's duration from `seconds`, or 0 for no jitter
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class VirtualTime:
 
         Parameters
         ----------
-        comm : communicator of a rank that runs as a thread, as `spawn` passes it
+        comm : communicator of a rank that runs as a thread, as passed by `spawn`
         """
         return _TimedCommunicator(comm, self)
 
@@ -77,7 +77,7 @@ class VirtualTime:
 
     def wait_for_turn(self, rank: int, window: Window) -> None:
         """Block this rank until no other rank can still access a window (shared memory) at an earlier virtual time than
-        this rank's.
+        this rank.
 
         Parameters
         ----------
@@ -104,8 +104,8 @@ class VirtualTime:
             self.wake_ready_ranks(rank)
 
     def wake_ready_ranks(self, rank: int) -> None:
-        """Wake each rank that waits in `wait_until` for a condition that is now true. If the virtual time of a woken
-        rank is earlier than that of `rank`, it is set to that of `rank`.
+        """Wake each rank that waits in `wait_until` for a condition that is now true. If a woken rank has an earlier
+        virtual time than `rank`, the woken rank gets the virtual time of `rank`.
 
         Parameters
         ----------
@@ -185,7 +185,7 @@ class _TimedCommunicator(CommunicatorWrapper):
 
 
 class _TimedWindow(Window):
-    """A window (shared memory) in which each access waits for its turn in virtual time."""
+    """A window (shared memory) where each access waits for its turn in virtual time."""
 
     def __init__(self, window: Window, virtual: VirtualTime) -> None:
         super().__init__(window.rank, window.size, window.own, window.timeout)
@@ -230,7 +230,7 @@ class _TimedWindow(Window):
 
 
 def _is_ready_or_raises(ready: Callable[[], bool]) -> bool:
-    """Return whether `ready()` is true or raises an error. In case of an error, the waiting rank is woken, calls
+    """Return whether `ready()` is true or raises an error. If it raises an error, the waiting rank is woken, calls
     `ready` itself, and gets the error."""
     try:
         return ready()

@@ -1,10 +1,10 @@
 """The memory of a rank: the arena, which allocates all large buffers of the rank, and the C heap, which is configured
 not to return freed memory to the system.
 
-Some buffers live as long as the trainer. All other buffers live for part of a program, which is the list of actions of
-a step. Their lifetimes are known before the program runs, so these buffers are packed into one allocation, the slab, in
-which buffers that are never alive at the same time share memory. Memory that a step frees stays with the process, so
-that the next step has no page faults."""
+Some buffers live as long as the trainer. All others live only during part of a program, the list of actions in a step.
+Their lifetimes are known before the program runs, so they are packed into a single allocation, the slab. In the slab,
+buffers that are never alive at the same time share memory. Memory freed by a step stays with the process, so the next
+step causes no page faults."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ NEVER = -1
 
 def keep_freed_memory() -> bool:
     """Make the C library keep freed memory for later allocations, instead of returning the memory of large arrays
-    (above 128 KiB) to the system. Return whether this worked. It works on Linux with glibc; elsewhere nothing changes.
+    (above 128 KiB) to the system. Return whether the setting succeeded. It succeeds only on Linux with glibc; other
+    systems are left unchanged.
 
-    This saves time, because each new memory page costs a page fault, in which the kernel fills the page with zeros.
-    For a page of 4 KiB, the fault takes about as long as writing data to the entire page. The price is that the memory
-    of the process never drops below its peak."""
+    Keeping the memory saves time, because each new memory page costs a page fault, in which the kernel fills the page
+    with zeros. For a page of 4 KiB, the fault takes about as long as writing data to the entire page. The cost is that
+    the process's memory use never drops below its peak."""
     library = _load_glibc()
     return library is not None and bool(library.mallopt(MMAP_MAX, 0)) and bool(library.mallopt(TRIM_THRESHOLD, NEVER))
 
 
 def trim_heap() -> None:
-    """Return free heap memory to the system. Called once before training, because steps do not need the memory that was
-    used during setup."""
+    """Return free heap memory to the system. This function is called once before training, because steps do not need
+    the memory that was used during setup."""
     library = _load_glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -77,7 +78,7 @@ class SlabPlan:
 
     Attributes
     ----------
-    offsets : the offset of each buffer in bytes, by the buffer's name
+    offsets : the offset of each buffer in bytes, keyed by buffer name
     nbytes : size of the slab in bytes
     peak : maximum total size in bytes of the buffers that are alive at the same time
     """
@@ -145,8 +146,8 @@ def _compute_peak_bytes(lives: Sequence[BufferLifetime]) -> int:
 
 
 def _map_zero_pages(nbytes: int) -> Any:
-    """Return `nbytes` zero bytes mapped from the operating system. Pages that are never written take neither memory nor
-    time, whereas `numpy.zeros` may reuse freed memory, which has to be cleared first."""
+    """Return `nbytes` bytes of zeroed memory, mapped from the operating system. Pages that are never written take
+    neither memory nor time, whereas `numpy.zeros` may reuse freed memory, which has to be cleared first."""
     # Windows does not have these flags
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
@@ -205,11 +206,11 @@ class Arena:
         # incremented when the slab moves or a buffer is dropped, because earlier views are then invalid
         self.generation = 0
         self.views: dict[tuple[int, int, np.dtype], Any] = {}
-        self._rest = np.empty(0, np.uint8)  # unused remainder of the block from which buffers are currently cut
+        self._rest = np.empty(0, np.uint8)  # unused remainder of the block that new buffers are taken from
 
     def get_or_create_buffer(self, name: Hashable, size: int, dtype: Any, *, temporary: bool = False) -> Any:
-        """Return the buffer with this name, which lives until `drop_buffer`. If there is none, create one of `size`
-        elements, filled with zeros.
+        """Return the buffer with this name, which lives until `drop_buffer` is called. If there is none, create one of
+        `size` elements, filled with zeros.
 
         Set `temporary` if the buffer will be dropped before other buffers. It then gets a separate allocation, since a
         block that several buffers share can be freed only as a whole.
@@ -220,8 +221,8 @@ class Arena:
         return self.kept[name]
 
     def _allocate_aligned_zeros(self, shape: tuple[int], dtype: Any) -> Any:
-        """Return a buffer of zeros whose address is a multiple of the cache line size. (NumPy's own arrays begin 16
-        bytes after such an address.)
+        """Return a buffer of zeros whose address is a multiple of the cache line size. (NumPy's own arrays start 16
+        bytes past a cache line boundary.)
 
         Many buffers are slices of one large block, so that the system can store even small buffers in huge pages."""
         used = shape[0] * np.dtype(dtype).itemsize
@@ -241,7 +242,7 @@ class Arena:
         return block[start : start + nbytes].view(dtype)
 
     def register_buffer(self, name: Hashable, buffer: Any) -> None:
-        """Keep `buffer`, which was allocated elsewhere, under the name `name`."""
+        """Register `buffer`, which was allocated elsewhere, under the name `name`."""
         self.kept[name] = buffer
 
     def drop_buffer(self, name: Hashable) -> None:

@@ -1,4 +1,5 @@
-"""Divide the cores of a host among its ranks, because BLAS by default would start one thread per core in every rank."""
+"""Divide the cores of a host among its ranks, because by default, BLAS would start one thread per core in every
+rank."""
 
 import os
 
@@ -9,8 +10,8 @@ __all__ = ["count_threads_per_rank", "count_usable_cores", "set_threads_per_rank
 
 
 def set_threads_per_rank(ranks_here: int) -> int:
-    """Set the number of threads that fsdpx uses in each rank, and return it. It is the number that the user has set. If
-    there is none, it is the number of cores divided by `ranks_here` (the number of ranks on the host), but at least 1.
+    """Set the number of threads that fsdpx uses in each rank, and return this number. If the user has not set a number,
+    it is the number of cores divided by `ranks_here` (the number of ranks on the host), but at least 1.
 
     Without this limit, each rank on a host would run one thread per core, and the threads would slow each other down.
     The limit does not apply to matrix products of the user's program."""

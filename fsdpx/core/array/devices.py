@@ -1,5 +1,5 @@
-"""Devices, which hold arrays and compute on them. The CPU is implemented here. Other devices are subclasses of
-`Device`. A device is looked up by its name, by its array module or by one of its arrays."""
+"""Devices, which hold arrays and compute on them. The class `Device` implements the CPU device. Other devices are
+subclasses of `Device`. A device is looked up by its name, by its array module or by one of its arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ DeviceMap = Sequence[int] | Mapping[int, int] | None
 
 
 class Device:
-    """Interface of a device, implemented here for the CPU with NumPy arrays. Each class has one instance.
+    """Interface of a device. This class implements the interface for the CPU, with NumPy arrays. Each class has one
+    instance.
 
     Attributes
     ----------
@@ -69,7 +70,7 @@ class Device:
         return self.xp.asarray(array)
 
     def describe_location(self, array: Any) -> str:
-        """Return a description, for messages, of where an array of this device is stored."""
+        """Return a description of where an array of this device is stored, for use in messages."""
         return "on the host"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
@@ -116,7 +117,7 @@ class Device:
 
     def run_shard_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
         """Call `run`, which updates the parameter shard p in place. If the arrays have no values, return False without
-        calling `run`. g are the gradients of the shard, and `slots` are the optimizer's state arrays."""
+        calling `run`. g holds the gradients of the shard, and `slots` holds the optimizer's state arrays."""
         run()
         return True
 

@@ -38,7 +38,7 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, na
     a different `name`."""
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
-    function.__qualname__ = name or function.__qualname__  # this name becomes part of the name of the cache file
+    function.__qualname__ = name or function.__qualname__  # this name becomes part of the cache file name
     return CompiledFunction(function, fastmath)
 
 
@@ -46,15 +46,15 @@ def specialize(
     function: CompiledFunction, arguments: str, formats: tuple[str, ...] = ("float32", "float64")
 ) -> CompiledFunction:
     """Return `function`, compiled for one declared memory layout of its arguments and for each dtype in `formats`.
-    Without this, Numba compiles again for every layout that occurs in a call.
+    Without this declaration, Numba compiles the function again for every layout that occurs in a call.
 
     Parameters
     ----------
     function : function to compile
     arguments : one word for each argument: `i` for int64, `b` for bool, `A2` for a 2-D array of any layout, `C2` for a
         2-D array in C order. After the number, `h` means that the array contains the bits of 16-bit numbers, and `s`
-        that it is float32. A final `r` means that the function only reads the array, so a read-only or unaligned array
-        may be passed
+        means that it is float32. A final `r` means that the function only reads the array, so a read-only or unaligned
+        array may be passed
     formats : names of the dtypes that arrays without `h` or `s` may have
     """
     compiled = _fixed.get(function)
@@ -65,7 +65,7 @@ def specialize(
 
 
 class CodeStore(Protocol):
-    """An on-disk cache of compiled functions. It is implemented by the extension "disk" of the kind "code"."""
+    """An on-disk cache of compiled functions. The extension "disk" in `EXTENSIONS["code"]` implements it."""
 
     def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
         """Load a function from disk for arguments of these kinds (dtypes and layouts), or compile and store it. Return
@@ -73,8 +73,8 @@ class CodeStore(Protocol):
         return None."""
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-        """Make Numba's dispatcher write the code that it compiles to the disk cache. `bare` is true if the code has no
-        entry point for Python."""
+        """Make Numba's dispatcher write its compiled code to the disk cache. `bare` is true if the code has no entry
+        point for Python."""
 
     def compile_dispatcher(self, dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
         """Compile Numba's dispatcher for arguments of these kinds and return it. If the kinds were declared with
@@ -113,8 +113,8 @@ def parse_declared_kinds(
 ) -> tuple[str, ...] | None:
     """Translate the words of a `specialize` declaration into the kinds (dtype, dims and layout) of these arguments.
 
-    All arrays whose words contain no dtype must have the same dtype, that of the first of these arrays. Return None if
-    this dtype is not in `formats`.
+    All arrays whose words contain no dtype must have the dtype of the first such array. Return None if this dtype is
+    not in `formats`.
     """
     free = (a for a, word in zip(arguments, words, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
     real = next((a.dtype.name for a in free), formats[0])
@@ -138,7 +138,7 @@ def _format_array_kind(a: np.ndarray) -> str | None:
 
 class CompiledFunction:
     """A Python function that is compiled when it is called. `wanted` is a function that takes the arguments of a call
-    and returns the kinds of arguments for which to compile (default: the kinds of these arguments)."""
+    and returns the argument kinds to compile for (default: the kinds of the arguments themselves)."""
 
     def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = get_argument_kinds) -> None:
         self.function = function

@@ -1,8 +1,8 @@
 """Stand-ins for objects of Numba and llvmlite. The objects are looked up when a function is compiled, not when a file
 is imported.
 
-Files of compiled code import the stand-ins, so importing such a file loads neither library.
-`replace_lazy_objects_in_function` copies a function that is to be compiled, and replaces the stand-ins in the copy with
+Files of compiled code import the stand-ins, so importing these files loads neither library.
+`replace_lazy_objects_in_function` copies a function before it is compiled, and replaces the stand-ins in the copy with
 the libraries' own objects.
 """
 
@@ -53,8 +53,8 @@ class LazyObject:
 
 
 class LazyIntrinsic:
-    """Stand-in for `numba.extending.intrinsic`. Wherever compiled code calls an intrinsic, the wrapped function emits
-    LLVM instructions."""
+    """Stand-in for `numba.extending.intrinsic`. For each call to the intrinsic in compiled code, the wrapped function
+    emits LLVM instructions."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -78,7 +78,7 @@ def register_jitable(function: Any) -> Any:
 
 
 def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
-    """Return a decorator that registers how compiled code implements calls of `target`. The decorated function takes
+    """Return a decorator that registers how compiled code implements calls to `target`. The decorated function takes
     the types of the arguments and returns the implementation."""
 
     def register_overload(function: Any) -> Any:
@@ -165,8 +165,8 @@ def hash_function(function: Any) -> str:
 
 @functools.cache
 def _describe_function_and_callees(function: FunctionType) -> tuple[str, list[FunctionType]]:
-    """Return a text that contains everything on which the machine code of a function may depend, and a list of the
-    functions that it calls. The text is the same in every process."""
+    """Return a string that contains everything that the machine code of a function may depend on, and a list of the
+    functions that this function calls. The string is the same in every process."""
     reached: list[FunctionType] = []
     if not _may_use_lazy_names(function):
         return f"{function.__module__}.{function.__qualname__}", reached

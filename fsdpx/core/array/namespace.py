@@ -31,8 +31,8 @@ def get_namespace(device: str) -> Any:
 
 
 def concatenate_on_device(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:
-    """Concatenate arrays of one dtype so that the operation can be captured in a CUDA graph. `cupy.concatenate` is not
-    used, because it reads the addresses of the arrays from host memory, and a graph would read this memory again on
+    """Concatenate arrays of the same dtype so that the operation can be captured in a CUDA graph. `cupy.concatenate` is
+    not used, because it reads the addresses of the arrays from host memory, and a graph would read this memory again on
     each replay."""
     axis %= arrays[0].ndim
     ends = list(accumulate(array.shape[axis] for array in arrays))
@@ -43,7 +43,7 @@ def concatenate_on_device(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any
 
 
 def namespace_of(array: Any) -> Any:
-    """Return the array module (NumPy, CuPy or shape-only) to which `array` belongs."""
+    """Return the array module (NumPy, CuPy or shape-only) that `array` belongs to."""
     return get_device_of_array(array).xp
 
 

@@ -1,10 +1,10 @@
-"""Threads that compute kernels. The calling thread and the workers of a pool each compute part of a call, and flush
-denormals to 0 during a step.
+"""Run kernels on several threads. The calling thread and the workers of a pool each compute part of a call. During a
+step, they flush denormals to 0.
 
 Kernels are split by rows, columns or elements, and workers treat denormals in the same way as the calling thread, so no
 result depends on the number of threads or on which thread computed it. Numba's `prange` is not used for two reasons:
-its default layer ("workqueue") ends the process when two threads call it at once, as ranks that run as threads do, and
-its split depends on the number of threads.
+its default layer ("workqueue") ends the process when two threads call it at once, which happens if ranks run as
+threads, and its split depends on the number of threads.
 
 Processors compute far more slowly with denormals (numbers below 1.2e-38 in float32 or 2.2e-308 in float64). Vanishing
 gradients, their squares in an optimizer, and the far tail of a softmax consist largely of denormals. GPUs and
@@ -60,11 +60,11 @@ def _load_control_register_module() -> Any:
 MIN_PIECE_ELEMENTS = 1 << 16
 """Minimum number of elements per piece when a call is split over threads."""
 MIN_PARALLEL_SIZE = 1 << 18
-"""Minimum number of elements for which splitting a call pays off. A pass over this number of elements takes 80 us,
+"""Minimum number of elements at which splitting a call pays off. A pass over this number of elements takes 80 us,
 whereas waking a thread and getting its answer takes 30 us."""
 PER_THREAD = 4  # number of pieces per thread; with smaller pieces, a worker that wakes up late delays the call less
 
-# splits are at multiples of this many elements, so that threads never write to the same cache line
+# arrays are split at multiples of this many elements, so that threads never write to the same cache line
 PIECE_ALIGNMENT = 64
 
 _threads = 1
@@ -74,12 +74,12 @@ _calls: SimpleQueue[_ParallelCall] = SimpleQueue()
 
 
 def get_threads() -> int:
-    """Return the number of threads over which kernels are split."""
+    """Return the number of threads that kernels are split over."""
     return _threads
 
 
 def set_threads(n: int) -> None:
-    """Set the number of threads over which the kernels of this process are split, including the calling thread."""
+    """Set the number of threads that this process splits kernels over, including the calling thread."""
     global _threads
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ConfigError(f"set_threads({n!r}): a number of threads, 1 or more, is needed")
@@ -121,7 +121,7 @@ def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) ->
     """Run `function(start, stop, rows, *rest)` for ranges [start, stop) that together cover all columns of the array
     `rows` (n, columns).
 
-    Use this for sums over rows: each column is added in the order of the rows, no matter how the columns are split.
+    Use this for sums over rows: each column is summed in row order, no matter how the columns are split.
     """
     size = rows.shape[1]
     if _threads == 1 or rows.size < MIN_PARALLEL_SIZE or size < 2 * PIECE_ALIGNMENT:
@@ -166,7 +166,7 @@ def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -
 
 
 class _ParallelCall:
-    """The state of one call of `run_tasks`. Threads take pieces from a deque, so that each piece is taken by only one
+    """The state of one call to `run_tasks`. Threads take pieces from a deque, so that each piece is taken by only one
     thread. Workers report each finished piece in the queue `finished`.
 
     `control` is the control register of the caller's vector unit. Workers copy it, because results depend on whether

@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 PIECE_ELEMENTS = 1 << 16  # number of elements generated at a time, so that temporaries stay in cache
-MIN_RUN_ELEMENTS = 1024  # minimum number of elements for which a contiguous run is generated separately
+MIN_RUN_ELEMENTS = 1024  # minimum length of a contiguous run that is generated separately
 WORD_MASK = 0xFFFFFFFF
 MIX = (0x7FEB352D, 0x846CA68B)
 WORDS_PER_STEP = 4  # number of 64-bit numbers that Philox generates from one counter value
@@ -74,14 +74,14 @@ def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
 
 @dataclass
 class TrainingMoment:
-    """The current step (`step`), and the global batch index of the first sample of the microbatch (`row`). All layers
-    share one such object, which is updated in place, so they all see the current values.
+    """The current step (`step`), and the position of the microbatch's first sample in the global batch (`row`). All
+    layers share one instance, which is updated in place, so they all see the current values.
 
     Attributes
     ----------
-    on_numbers : function (numbers, repeat) that is called whenever a layer requests random numbers. `repeat` is a
-        function without arguments that makes the same request again, so it returns the numbers of the step in which it
-        is called. None: no function is called
+    on_numbers : function (numbers, repeat) that is called whenever a layer requests random numbers. `repeat` takes no
+        arguments and makes the same request again. It returns the numbers for the step in which `repeat` is called. If
+        `on_numbers` is None, nothing is called
     """
 
     step: int = 0
@@ -113,7 +113,7 @@ class Random:
         return Random(self.seed, path, moment=self.moment)
 
     def get_number_range(self, shape: tuple[int, ...]) -> NumberRange:
-        """Return the range of random numbers for an array of `shape` whose dim 0 is the sample dim. Element (i, j) has
+        """Return the range of random numbers for an array of `shape` whose dim 0 is the sample dim. Element (i, j) uses
         number `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
         start = self.moment.row * width
@@ -171,9 +171,9 @@ class NumberRange:
         return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
 
     def iterate_runs_of_equal_upper_word(self) -> Iterator[tuple[slice, int, int, int]]:
-        """Split the range into runs of positions that share their upper 32 bits. For each run, yield three values: the
-        run's slice of this range, the lower 32 bits of the run's first position, and the two key words that are to be
-        mixed with the lower bits."""
+        """Split the range into runs of positions that share their upper 32 bits. For each run, yield the run's slice of
+        this range, the lower 32 bits of the run's first position, and two 32-bit keys to mix with the lower bits of
+        each position."""
         key0, key1 = (int(key) & WORD_MASK for key in self.keys)
         position = self.start
         while position < self.stop:
@@ -185,8 +185,8 @@ class NumberRange:
         """Return random 16-bit numbers, one per position, as uint32.
 
         Each number consists of the upper bits of `mix(mix(position ^ key0) ^ key1)`, where mix is the 32-bit mixing
-        function from C. Wellons' "hash prospector". This is faster than Philox, and random enough for stochastic
-        rounding.
+        function from C. Wellons' "hash prospector". The mixing function is faster than Philox, and random enough for
+        stochastic rounding.
         """
         numbers = np.empty(self.stop - self.start, np.uint32)
         for offset, start, key0, key1 in self.iterate_runs_of_equal_upper_word():
@@ -213,8 +213,8 @@ class NumberSubarray:
     """Random numbers of the counter-based stream (seed, name) for an array of shape `shape`, which is a part of a
     larger array of shape `whole`.
 
-    Element (i, j, ...) of the part has the number of element (starts[0] + i, starts[1] + j, ...) of the larger array,
-    counted in C order. The number of samples, `whole[0]`, does not matter.
+    Element (i, j, ...) of the part has the random number of element (starts[0] + i, starts[1] + j, ...) of the larger
+    array, whose elements are numbered in C order. The number of samples, `whole[0]`, does not matter.
     """
 
     seed: int
@@ -239,8 +239,8 @@ class NumberSubarray:
         return xp.asarray(out)
 
     def _find_split_dim(self) -> int:
-        """Return the dim at which the work is divided. There is a loop over the dims before it. In each iteration, one
-        call generates all numbers along this dim and the dims after it; numbers outside the part are dropped."""
+        """Return the dim at which the work is divided. A loop runs over the dims before it. In each iteration, one call
+        generates all numbers along this dim and the dims after it; numbers outside the part are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]
         if not cut:
             return 0
@@ -253,8 +253,8 @@ class NumberSubarray:
 class NumberRows:
     """Random numbers of the counter-based stream (seed, name), for some rows of a larger array.
 
-    Element (i, j, ...) has the number of element (first_sample + i, rows[j], ...) of the larger array, counted in C
-    order. Dim 1 of the larger array has `total` rows.
+    Element (i, j, ...) has the random number of element (first_sample + i, rows[j], ...) of the larger array, whose
+    elements are numbered in C order. Dim 1 of the larger array has `total` rows.
     """
 
     seed: int

@@ -1,5 +1,5 @@
-"""Sums that are bitwise the same however the terms are distributed over ranks, because the sums of fixed blocks are
-added exactly. Also merges means and variances without cancellation."""
+"""Sums that are bitwise identical no matter how the terms are distributed over ranks, because the sums of fixed blocks
+are added exactly. The module also merges means and variances without cancellation."""
 
 import math
 from collections.abc import Sequence

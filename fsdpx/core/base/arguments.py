@@ -29,7 +29,7 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_ARRAY_INTEGER = 2**64
-"""Smallest magnitude of integers that fit into no array dtype. Such integers are rejected as mistakes."""
+"""Integers of this magnitude or larger do not fit into any array dtype, and are rejected as mistakes."""
 
 
 def wrap_with_type_hint_check(
@@ -41,9 +41,9 @@ def wrap_with_type_hint_check(
     ----------
     function : the function to wrap
     name : name of the function in error messages (default: its own name)
-    when : when the hints are checked. "after": after the function has returned or failed, for constructors, whose own
-        checks raise more specific errors. "failed": only after the function has failed, for calls with side effects. An
-        FsdpxError does not count as a failure and is passed on
+    when : when the hints are checked. "after": after the function has returned or failed (for constructors, because
+        their own checks raise more specific errors). "failed": only after the function has failed (for calls with side
+        effects). An FsdpxError does not count as a failure and is passed on
     """
     label = name or function.__qualname__.removesuffix(".__init__")
 

@@ -1,8 +1,7 @@
 """User options as dataclasses: sharding strategies, precision, and traces.
 
-A sharding strategy consists of the widths of two mesh axes, and of the periods for which full parameters and full
-gradients are kept. The familiar strategy names are presets for these values (ZeRO: Rajbhandari et al., SC'20; FSDP:
-Zhao et al., VLDB'23).
+A sharding strategy specifies the widths of two mesh axes, and how long full parameters and full gradients are kept. The
+familiar strategy names are presets for these values (ZeRO: Rajbhandari et al., SC'20; FSDP: Zhao et al., VLDB'23).
 """
 
 from __future__ import annotations
@@ -97,13 +96,13 @@ LIFETIMES = get_args(Lifetime)
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding strategy: over how many ranks the model is replicated and sharded, and how long full parameters and full
+    """Sharding strategy: how many ranks the model is replicated and sharded over, and how long full parameters and full
     gradients are kept. Raises ConfigError for invalid values.
 
     Parameters
     ----------
-    replica, shard : widths of the two data-parallel mesh axes; None: the number of data-parallel ranks divided by the
-        other width
+    replica, shard : widths of the two data-parallel mesh axes; if None, the number of data-parallel ranks divided by
+        the other width
     full_params : "use" frees gathered parameters as soon as their layers have run, "step" keeps them until the update
     full_grads : "use" reduces gradients after each microbatch, "step" reduces only the sum of the gradients of all
         microbatches
@@ -142,8 +141,8 @@ PRESETS: dict[str, Sharding] = {
 
 
 PRESETS_BY_MEMORY = tuple({one: name for name, one in PRESETS.items() if one.replica or one.shard}.values())
-"""Presets with one data axis, in order of decreasing memory per rank. Of identical presets, only the last name is
-listed."""
+"""Presets with one data axis, in order of decreasing memory per rank. If several presets are identical, only the last
+name is listed."""
 
 
 def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
@@ -201,7 +200,7 @@ class TraceConfig:
 
         Parameters
         ----------
-        given : a `TraceConfig`, or a folder; with a folder, all other fields have their defaults
+        given : a `TraceConfig`, or a folder; if it is a folder, all other fields keep their defaults
 
         Returns
         -------
@@ -209,7 +208,7 @@ class TraceConfig:
 
         Raises
         ------
-        ConfigError : `given` is neither of these
+        ConfigError : `given` is neither a `TraceConfig` nor a folder
         """
         return convert_folder_to_config(cls, given, "trace={}", "steps")
 
@@ -226,13 +225,13 @@ class Precision:
     ----------
     compute : dtype of computation, and of the outputs and saved activations of layers: "float32", "float64", "bf16" (or
         "bfloat16"), "fp16" (or "float16")
-    param : dtype in which the all-gather sends parameters. None: the same as `compute`. Other choices are float32
+    param : dtype in which the all-gather sends parameters. If None, the same as `compute`. Other choices are float32
         (float64 if `compute` is float64) and, unless `compute` is a 16-bit dtype, "bf16" or "fp16"
-    reduce : dtype to which gradients are rounded before the reduction, which adds them in float32: "bf16" or "fp16";
-        None: no rounding
-    buffers : dtype of running statistics, "float32" or "float64"; None: float32 (float64 if `compute` is float64).
+    reduce : dtype to which gradients are rounded before the reduction, which adds them in float32: "bf16" or "fp16", or
+        None for no rounding
+    buffers : dtype of running statistics, "float32" or "float64"; if None, float32 (float64 if `compute` is float64).
         16-bit dtypes are rejected, because the change in a single step is smaller than the last bit of a 16-bit number
-    master : dtype of the parameter shard that the optimizer updates, and of the optimizer's state; None: float32
+    master : dtype of the parameter shard that the optimizer updates, and of the optimizer's state; if None, float32
         (float64 if `compute` is float64). "bf16" with compute="bf16" trains in 16 bits throughout
     rounding : how updates smaller than the last bit of a 16-bit master are applied. None or "stochastic": the result is
         rounded up or down at random, without bias (Gupta et al. 2015); "kahan": the rounding error is kept as part of

@@ -31,10 +31,10 @@ _LAUNCHERS = {
     "mpiexec or srun with PMI": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "mpiexec of MVAPICH": tuple(f"MV2_COMM_WORLD_{what}" for what in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")),
 }
-"""For each launcher, the names of the variables in which it stores size, rank, local rank and local size. The first
-launcher whose variables are set applies."""
+"""For each launcher, the names of the variables that contain the size, rank, local rank and local size. The first
+launcher whose variables are set is used."""
 _NO_TASKS = 0xFFFFFFF0
-"""Slurm's step numbers from this value on denote the batch script and the shell of an interactive allocation."""
+"""Slurm step numbers at or above this value denote the batch script and the shell of an interactive allocation."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RendezvousStore:
     Attributes
     ----------
     served : whether a process other than rank 0 is already listening on the port, as under torchrun
-    start : text that distinguishes restarts of a job that use the same store
+    start : string that distinguishes restarts of a job that use the same store
     """
 
     address: str = ""
@@ -60,8 +60,8 @@ class RendezvousStore:
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """The launcher that started this process as one of several ranks, and the rank and size variables that it set
-    (None: the variable is not set).
+    """The launcher that started this process as one of several ranks, and the rank and size variables that it set (None
+    if a variable is not set).
 
     Attributes
     ----------
@@ -89,20 +89,21 @@ class Environment:
     Parameters
     ----------
     check : whether ranks check, before each collective, that all of them make the same call (FSDPX_CHECK=1)
-    node : whether ranks on the same host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
+    node : whether ranks on the same host communicate through shared memory (FSDPX_NODE=0: through MPI messages)
     tune : whether options that the user has not set are chosen by measurement (FSDPX_TUNE=0: use the defaults)
     retune : whether to measure again even if results are cached (FSDPX_TUNE=again), except after `fsdpx run` has
         restarted the job
     cache : folder for cached measurements, plans and compiled kernels (FSDPX_CACHE; default: fsdpx in the user's cache
         folder)
-    timeout : maximum time in seconds to wait for other ranks (FSDPX_TIMEOUT); None: the default time
-    start_timeout : maximum time in seconds for which the ranks of a host wait for each other while MPI starts
+    timeout : maximum time in seconds to wait for other ranks (FSDPX_TIMEOUT); None means the default time
+    start_timeout : maximum time in seconds that the ranks of a host wait for each other while MPI starts
         (FSDPX_START_TIMEOUT)
     launcher : the launcher that started this process as one of several ranks; None if there is none
     expected_size : number of ranks that the launcher started (FSDPX_EXPECT_SIZE takes precedence); None if unknown
     watch : whether every rank has a watchdog, and a flight record that shows what the rank is doing (FSDPX_WATCH=0:
         neither)
-    run : folder for the flight records and notes of this job, created by `fsdpx run` (FSDPX_RUN; None: temporary files)
+    run : folder for the flight records and notes of this job, created by `fsdpx run` (FSDPX_RUN); if None, temporary
+        files are used
     restart : number of times that `fsdpx run` or Slurm has restarted this job (FSDPX_RESTART, SLURM_RESTART_COUNT)
     ulfm : whether Open MPI lets the job continue after a rank has failed (mpiexec --with-ft ulfm, which sets
         OMPI_MCA_mpi_ft_enable)
@@ -162,8 +163,8 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Return the settings of this process. Raise LaunchError for a variable that cannot be parsed.
 
     In a Slurm job, SLURM_ variables are set even for processes that are not ranks, such as the batch script and the
-    daemons of mpiexec. They are used only in a job step without PMI_ or OMPI_ variables, because such a variable means
-    that another launcher runs inside the step.
+    daemons of mpiexec. SLURM_ variables are used only in a job step without PMI_ or OMPI_ variables, because a PMI_ or
+    OMPI_ variable means that another launcher runs inside the step.
     """
     launcher, expected = _find_launcher(environ), _read_positive_number(environ, "FSDPX_EXPECT_SIZE")
     if launcher is None and expected is not None:
@@ -192,8 +193,8 @@ def set_rank_variables(
 ) -> None:
     """Set RANK, LOCAL_RANK and WORLD_SIZE for the user's script, regardless of the launcher that started it.
 
-    Set nothing if these variables would make fsdpx detect a different launcher. For example, if FSDPX_STORE is set as
-    well, they mean that the ranks do not use MPI."""
+    Set nothing if these variables would make fsdpx detect a different launcher. For example, if FSDPX_STORE is also
+    set, RANK and WORLD_SIZE mean that the ranks do not use MPI."""
     numbers = {"RANK": launcher.rank, "LOCAL_RANK": launcher.local_rank, "WORLD_SIZE": size}
     rank_texts = {name: str(value) for name, value in numbers.items() if value is not None}
     if _find_launcher({**environ, **rank_texts}) == _find_launcher(environ):
@@ -340,9 +341,9 @@ def _parse_rendezvous_store(environ: Mapping[str, str]) -> RendezvousStore | Non
 
 
 def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the secret that the ranks of a job share (FSDPX_SECRET), as bytes; b"" if the variable is not set.
+    """Return the secret that the ranks of a job share (FSDPX_SECRET), as bytes. Return b"" if the variable is not set.
 
-    Raise LaunchError if it has fewer than `MIN_SECRET_CHARS` characters.
+    Raise LaunchError if the secret has fewer than `MIN_SECRET_CHARS` characters.
     """
     secret_bytes = environ.get("FSDPX_SECRET", "").strip().encode()
     if 0 < len(secret_bytes) < MIN_SECRET_CHARS:
@@ -355,13 +356,13 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def get_gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name of the network interface that Gloo is to use (GLOO_SOCKET_IFNAME, which PyTorch reads as well),
+    """Return the name of the network interface that Gloo should use (GLOO_SOCKET_IFNAME, which PyTorch reads as well),
     or "" if the variable is not set."""
     return environ.get("GLOO_SOCKET_IFNAME", "")
 
 
 def _list_missing_master_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the missing or invalid ones among the variables MASTER_ADDR and MASTER_PORT."""
+    """Return the names of the missing or invalid variables among MASTER_ADDR and MASTER_PORT."""
     address, port = environ.get("MASTER_ADDR", "").strip(), _parse_count_variable(environ, "MASTER_PORT") or 0
     missing = [] if address else ["MASTER_ADDR"]
     return missing if 0 < port < 1 << 16 else [*missing, "MASTER_PORT (from 1 to 65535)"]
@@ -375,8 +376,8 @@ def _parse_count_variable(environ: Mapping[str, str], variable: str) -> int | No
 
 
 def _read_thread_count(environ: Mapping[str, str]) -> int | None:
-    """Return the number of BLAS threads that the user has set, or None if the user has set none. Invalid values are
-    ignored, as they are by BLAS libraries."""
+    """Return the number of BLAS threads that the user has set, or None if the user has set none. Like BLAS libraries,
+    this function ignores invalid values."""
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         text = environ.get(variable, "").strip()
         if text.isdecimal() and int(text) > 0:
@@ -394,20 +395,20 @@ def _read_positive_number(environ: Mapping[str, str], variable: str) -> int | No
 
 
 def describe_compiler_target(environ: Mapping[str, str] = os.environ) -> str:
-    """Return a description of the processor for which the user has told Numba to compile (NUMBA_CPU_NAME,
-    NUMBA_CPU_FEATURES, NUMBA_OPT); "" if none of these variables is set."""
+    """Return a description of the processor that the user has told Numba to compile for (NUMBA_CPU_NAME,
+    NUMBA_CPU_FEATURES, NUMBA_OPT). Return "" if none of these variables is set."""
     return " ".join(environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES", "OPT")).strip()
 
 
 def get_trace_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder for training traces that is used if the script does not set one (FSDPX_TRACE). Return None if
+    """Return the folder for training traces (FSDPX_TRACE), which is used if the script does not set one. Return None if
     the variable is not set."""
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
 
 
 def get_record_folder_and_steps(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
-    """Return the folder for recordings of the values that each action of a step writes (FSDPX_RECORD), and the number
-    of steps to record (FSDPX_RECORD_STEPS). Return None if nothing is to be recorded."""
+    """Return the folder in which to record the values that each action of a step writes (FSDPX_RECORD), and the number
+    of steps to record (FSDPX_RECORD_STEPS). Return None if nothing should be recorded."""
     if not environ.get("FSDPX_RECORD"):
         return None
     return Path(environ["FSDPX_RECORD"]), _parse_count_variable(environ, "FSDPX_RECORD_STEPS") or DEFAULT_RECORDED_STEPS
@@ -420,7 +421,7 @@ def make_recording_environment(folder: Path, steps: int, environ: Mapping[str, s
 
 
 def get_allocated_ranks_and_variable(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the number of ranks for which the scheduler has allocated resources, and the name of the environment
+    """Return the number of ranks that the scheduler has allocated resources for, and the name of the environment
     variable that contains this number. Return None if there is no allocation.
 
     If SLURM_NTASKS is not set, the number is computed from the number of nodes and the tasks per node (default: 1)."""
@@ -466,8 +467,8 @@ def get_visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def get_gpu_aware_mpi_setting(environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Return whether GPU arrays are to be passed to MPI directly (FSDPX_GPU_AWARE_MPI). None means that a probe finds
-    out whether MPI accepts them."""
+    """Return whether to pass GPU arrays to MPI directly (FSDPX_GPU_AWARE_MPI). If None, probe whether MPI accepts
+    them."""
     text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()
     return None if text == "auto" else _read_boolean(environ, "FSDPX_GPU_AWARE_MPI")
 

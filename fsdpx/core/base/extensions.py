@@ -69,35 +69,35 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "generate": "fsdpx.models.generation.generate:generate",
     },
 }
-"""Extensions by kind and name, each as `module:attribute`. The kind determines what the attribute is:
+"""Extensions, keyed by kind and name, each as `module:attribute`. The kind determines what the attribute is:
 
 codec : a class or function that makes a `Codec` and can be called without arguments
 backend : a function that opens a communicator for a `core.comm.init.CommunicatorRequest`
 kernels : a package of kernels, with the compiled ones in its folder `compiled`; `python -m fsdpx compile --all`
     compiles the kernels of every package
-code : a store of machine code, see `core.array.jit.CodeStore`
-device : a `core.array.devices.Device`, by its name in `distribute(device=...)`
-array : a `Device` as well, by the module that defines the class of its arrays
-half : 16-bit arithmetic: the module of matrix products, a function that names the library which computes them, a
-    function that returns the formats of precision="fp16", and the optimizer for parameters held in bfloat16
+code : a store of machine code (a `core.array.jit.CodeStore`)
+device : a `core.array.devices.Device`, keyed by its name in `distribute(device=...)`
+array : a `core.array.devices.Device`, keyed by the module that defines the class of the device's arrays
+half : 16-bit arithmetic: the module of matrix products, a function that names the library that computes these products,
+    a function that returns the formats of precision="fp16", and the optimizer for parameters held in bfloat16
 strategy : a function that makes a `SyncChoice` for ranks that do not perform every step together
-verbs : the table of verbs to which the module adds its own verbs on import, so that tools can read programs of other
-    runs
+verbs : the table of verbs (operations of a program) to which the module adds its own verbs on import, so that tools can
+    read programs of other runs
 planner : a strategy that chooses all other options: a function of a recipe, a communicator and the given options
-ranks : a `CallRunnerChoice` for ranks that may change, with its defaults when it is called without arguments
+ranks : a `CallRunnerChoice` class for ranks that may change; without arguments, its constructor uses defaults
 layer : a layer class that a model of `fsdpx.nn` uses if an option requests it
-library : another library, by its import name: a function that converts a model and a loss of that library to layers.
-    Its third argument is the domain over which they are to run, if there is one
+library : a function that converts a model and a loss of another library to layers, keyed by the library's import name.
+    The function's third argument is the domain that the layers run over, if there is one
 observer : an observer that is created on request: "watchdog" watches the ranks of a communicator, unless
     FSDPX_WATCH=0; "trace", "values" and "replay" observe an engine, with `trace=`, FSDPX_RECORD and `replay=`. Other
     observers are passed to `Engine.add_observer`
-fit : objects that `fit` creates by default: callbacks, the reaction to signals, and metrics of layers with experts
+fit : objects that `fit` creates by default: callbacks, a handler of stop signals, and metrics of layers with experts
 trainer : the function that implements a method of a trainer, or of `trainer.inspect`
 """
 
 
 def find_extension(kind: str, name: str, optional: bool = False) -> Any:
-    """Import and return the extension `name` of a kind such as "codec"; return None if no such extension is declared.
+    """Import and return the extension `name` of a kind such as "codec"; return None if it is not declared.
 
     If `optional` is true, also return None if the files of the extension are missing.
 
@@ -124,7 +124,7 @@ def import_extension_module(module: str, what: str, optional: bool = False) -> A
         is_missing_module = f"{module}.".startswith(f"{error.name}.")
         if is_missing_module and optional:
             return None
-        # a library that the extension imports is missing, not the extension
+        # the missing module is a library that the extension imports, not the extension itself
         if not is_missing_module and not str(error.name).startswith("fsdpx."):
             raise
         raise ConfigError(
@@ -134,8 +134,7 @@ def import_extension_module(module: str, what: str, optional: bool = False) -> A
 
 
 def load_extension(kind: str, name: str) -> Any:
-    """Import and return the extension `name` of a kind such as "codec"; raise ConfigError if no such extension is
-    declared."""
+    """Import and return the extension `name` of a kind such as "codec"; raise ConfigError if it is not declared."""
     extension = find_extension(kind, name)
     if extension is None:
         raise ConfigError(f"unknown {kind} {name!r}: choose one of {', '.join(list_extensions(kind))}")
@@ -143,14 +142,14 @@ def load_extension(kind: str, name: str) -> Any:
 
 
 def list_extensions(kind: str) -> list[str]:
-    """Return the names of all extensions of a kind such as "codec": first those of fsdpx, then those of other
-    packages."""
+    """Return the names of all extensions of a kind such as "codec". Names from fsdpx come first, followed by names from
+    other packages."""
     return [*EXTENSIONS[kind], *_load_entry_points(kind)]
 
 
 @cache
 def _load_entry_points(kind: str) -> Mapping[str, str]:
-    """Return a dict {name: `module:attribute`} of the extensions of this kind that installed packages declare."""
+    """Return the extensions of this kind that installed packages declare, as a dict {name: `module:attribute`}."""
     # imported only when needed, because importing importlib.metadata is slow
     from importlib.metadata import entry_points
 

@@ -2,8 +2,8 @@
 handlers, and are removed when they are no longer needed.
 
 Hooks stay installed while they have an owner: a trainer that runs on several processes, or a communicator that the
-user's program has opened. They are removed when the last owner releases them. If the program has since installed a
-hook of its own on top, that hook stays, and the hook of fsdpx only forwards calls to the function that it replaced.
+user's program has opened. They are removed when the last owner releases them. If the program has since installed its
+own hook on top, that hook stays, and fsdpx's hook only forwards calls to the function that it replaced.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = [
 
 
 class _HookLink:
-    """A wrapper that replaces a function of a module, such as `sys.excepthook`. After `bypass`, it only calls the
-    function that it replaced."""
+    """A wrapper that replaces a function of a module, such as `sys.excepthook`. After `bypass` is called, it only calls
+    the function that it replaced."""
 
     def __init__(self, former: Callable[..., Any], ours: Callable[..., Any]) -> None:
         update_wrapper(self, former, updated=())
@@ -50,7 +50,7 @@ class _HookLink:
 
 
 def _skip_bypassed_links(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Unwrap `function` as long as it is a bypassed wrapper, and return the result."""
+    """Unwrap `function` while it is a bypassed wrapper, and return the result."""
     while isinstance(function, _HookLink) and function.is_bypassed:
         function = function.former
     return function
@@ -106,7 +106,7 @@ _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
 def register_process_hooks(*hooks: Hook) -> None:
-    """Add hooks that are installed as long as there is an owner of the hooks. If there already is one, install them
+    """Add hooks that are installed while the hooks have an owner. If an owner already exists, install the new hooks
     immediately."""
     with _lock:
         _hooks.extend(hooks)
@@ -168,7 +168,7 @@ class _ExceptionHolder:
 
 @contextmanager
 def releasing_hooks_after_block() -> Iterator[None]:
-    """Return a context manager that, when its block ends, removes all hook owners that were added inside the block.
+    """Return a context manager that removes all hook owners added inside its block when the block ends.
 
     If an exception leaves the block, the exception becomes an owner in their place. The hooks then stay installed, and
     they end all ranks if nobody catches the exception."""
@@ -241,7 +241,7 @@ class SignalHandler:
     def is_needed_by_program(self) -> bool:
         """Return whether this handler must not be replaced, because the user's program relies on it.
 
-        This is the case for SIGHUP if it is ignored (nohup), and for SIGQUIT if it is handled by C code, such as
+        The program relies on a handler that ignores SIGHUP (nohup), and on a SIGQUIT handler in C code, such as
         faulthandler's stack dump.
         """
         if self.number.name == "SIGHUP":
@@ -256,8 +256,8 @@ class SignalHandler:
             self.function(int(self.number), frame)
 
     def reinstall_unless_replaced(self, ours: Any) -> None:
-        """Install this handler again, unless the program has meanwhile replaced `ours`, the handler of fsdpx, with
-        another function."""
+        """Install this handler again, unless the program has meanwhile replaced `ours`, fsdpx's handler, with another
+        function."""
         if signal.getsignal(self.number) != ours:
             return
         signal.signal(self.number, signal.SIG_DFL if self.function is None else self.function)

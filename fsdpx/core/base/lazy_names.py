@@ -40,15 +40,15 @@ def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[
         inside = getattr(home, name, home)
         imported = (
             import_extension_module(f"{homes[name]}.{name}", full_name) if inside is home else inside
-        )  # the name may be that of a submodule
+        )  # the name may refer to a submodule
         return vars(module).setdefault(name, imported)
 
     return import_name, names.copy, names
 
 
 def _map_names_to_modules(package: str, source: str) -> dict[str, str]:
-    """Return a dict {name: module} that gives, for each name declared in the source of a package, the module from which
-    to import it."""
+    """Return a dict {name: module} that maps each name declared in a package's source to the module to import it
+    from."""
     homes: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 COLUMNS = 80
-"""Width, in characters, that is assumed for a terminal that does not report its width."""
+"""Width in characters to assume for a terminal that does not report its width."""
 
 SILENCE_SECONDS = 1.0
 """Time in seconds after which a running task is reported."""
@@ -33,7 +33,7 @@ CLEAR_LINE = "\r\x1b[K"
 """Terminal sequence that clears the current line."""
 ProgressCallback = Callable[..., None]
 """Function that is called with the number of items done and the total number. If the total is unknown, it is called
-with only the number of items done, or with a text."""
+with only the number of items done, or with a string."""
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -62,7 +62,7 @@ if not LOGGER.handlers and LOGGER.level == logging.NOTSET:
 
 
 def log_line(text: str) -> None:
-    """Log one line of text to the logger of fsdpx, which by default writes to standard error."""
+    """Log one line of text to fsdpx's logger, which writes to standard error by default."""
     LOGGER.info("%s", text)
 
 
@@ -99,9 +99,9 @@ def reporting_if_slow(
     enabled: bool, what: str, outcome: Callable[[], str] | None = str
 ) -> Iterator[ProgressCallback]:
     """Return a context manager for the task `what`. If the task takes longer than `SILENCE_SECONDS`, a message says
-    that it is running, and another says at the end how long it took.
+    that it is running, and a final message says how long it took.
 
-    The context manager yields a function (done, total) with which the task reports its progress. On a terminal, the
+    The context manager yields a function (done, total) that the task calls to report its progress. On a terminal, the
     progress is updated in place; elsewhere it is printed as a few lines, at intervals that triple each time.
 
     Parameters
@@ -109,8 +109,8 @@ def reporting_if_slow(
     enabled : whether to report anything. If False, no thread is started, since a simulated rank may not have enough
         memory for it
     what : name of the task
-    outcome : function that returns text to append to the last line; None: no last line, because the caller prints a
-        result
+    outcome : function that returns text to append to the last line; if None, there is no last line, because the caller
+        prints a result
     """
     if not enabled:
         yield lambda *reached: None
@@ -216,7 +216,7 @@ def _format_row(cells: tuple[str, ...], widths: list[int]) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return a text that lists rank numbers, such as "rank 3" or "ranks 0, 2"."""
+    """Return a string that lists rank numbers, such as "rank 3" or "ranks 0, 2"."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 

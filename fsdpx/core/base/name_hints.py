@@ -119,9 +119,9 @@ _EQUIVALENTS = {
     "trainer.save(folder)": "save",
     "trainer.load(folder)": "load",
 }  # fmt: skip
-"""For each name in fsdpx, the names of its equivalents in other libraries."""
+"""Maps each fsdpx name to the equivalent names in other libraries."""
 NAMES_ELSEWHERE: dict[str, str] = {word: ours for ours, words in _EQUIVALENTS.items() for word in words.split()}
-"""For each name in another library, its equivalent in fsdpx. Case, dashes and underscores in names are ignored."""
+"""Maps each name in another library to its equivalent in fsdpx. Case, dashes and underscores in names are ignored."""
 CALLS_ELSEWHERE: dict[str, str] = {
     "state_dict": "trainer.parameters(), or trainer.save(folder)",
     "load_state_dict": "trainer.load_parameters(values), or trainer.load(folder)",
@@ -133,7 +133,7 @@ CALLS_ELSEWHERE: dict[str, str] = {
     "to": "distribute(..., device=...)",
     "cuda": 'distribute(..., device="cuda")',
 }  # fmt: skip
-"""For each method name of a model or engine in another library, its equivalent in fsdpx."""
+"""Maps each method name of a model or engine in another library to its equivalent in fsdpx."""
 _OPTIONS: dict[str, str] = {
     "learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas",
     "beta_2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay", "decay": "weight_decay",
@@ -141,13 +141,13 @@ _OPTIONS: dict[str, str] = {
     "nproc_per_node": "per_node", "nnodes": "nodes", "num_nodes": "nodes", "nprocs": "ranks", "num_processes": "ranks",
     "world_size": "ranks", "spawn.nprocs": "size", "spawn.world_size": "size", "spawn.nproc_per_node": "size",
 }  # fmt: skip
-"""Maps option names that a user may try to the right option of fsdpx. They are options of optimizers, schedules and
-launchers in other libraries, or of other fsdpx functions."""
+"""Maps each wrong option name that a user may try to the correct fsdpx option. The wrong names are options of
+optimizers, schedules and launchers in other libraries, or of other fsdpx functions."""
 _FORMATS = {
     "float64": "fp64 64 64-true double", "float32": "fp32 32 32-true float single no",
     "bf16": "bfloat16 bf16-mixed mixed_bfloat16", "float16": "fp16 16 16-mixed mixed_float16 half",
 }  # fmt: skip
-"""For each number format of fsdpx, its names in other libraries."""
+"""Maps each number format of fsdpx to its names in other libraries."""
 _FORMATS_ELSEWHERE = {word: ours for ours, words in _FORMATS.items() for word in words.split()}
 _PLAIN = str.maketrans("", "", "-_ ")
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHERE.items()}
@@ -155,7 +155,7 @@ _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHER
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a suggestion for an unknown word, as the end of a sentence: the word's equivalent in fsdpx, or the most
-    similar of the `known` words. Return "" if no such word exists."""
+    similar of the `known` words. Return "" if there is none."""
     ours = _OTHERS.get(word.rpartition(".")[2].lower().translate(_PLAIN))
     if ours is not None:
         return f"; here that is {ours}"

@@ -50,5 +50,5 @@ def require_valid_options(owner: Any) -> None:
 
 
 def get_field_values(dataclass_type: type[Any], owner: Any) -> dict[str, Any]:
-    """Return a dict {name: value} of those attributes of `owner` that are fields of the dataclass `dataclass_type`."""
+    """Return the attributes of `owner` that are fields of the dataclass `dataclass_type`, as a dict {name: value}."""
     return {one.name: getattr(owner, one.name) for one in fields(dataclass_type)}

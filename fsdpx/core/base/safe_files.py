@@ -71,14 +71,14 @@ def expanduser(path: str | os.PathLike[str]) -> Path:
 
 
 def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: bool = True) -> BinaryIO:
-    """Open a file for reading after checking that it is safe. Raise `Untrusted` if it is not, and OSError if it cannot
-    be opened.
+    """Open a file for reading after checking that it is safe. Raise `Untrusted` if it is not safe, and OSError if it
+    cannot be opened.
 
     Parameters
     ----------
     path : path of the file
-    max_bytes : maximum size in bytes; None: any size
-    ours : whether fsdpx itself wrote the file; otherwise the file is the user's input
+    max_bytes : maximum size in bytes, or None for any size
+    ours : whether fsdpx itself wrote the file; if False, the file is the user's input
     """
     # check the status first, because opening a device can have side effects
     before = os.lstat(path) if ours else os.stat(path)
@@ -94,7 +94,7 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: 
 
 def get_path_of_open_file(file: BinaryIO, path: Path) -> Path:
     """Return the real path of an open file, with links resolved. If the system does not provide it, resolve `path`, the
-    path with which the file was opened."""
+    path used to open the file."""
     real_path = Path(f"/proc/self/fd/{file.fileno()}")
     return (real_path if real_path.exists() else path).resolve()
 
@@ -110,8 +110,8 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, o
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> Any:
-    """Return the parsed content of a JSON file. The arguments and errors are those of `read_file`. If the JSON is
-    invalid, raise a ValueError that states the file, line and byte."""
+    """Return the parsed content of a JSON file. The arguments and errors are the same as for `read_file`. If the JSON
+    is invalid, raise a ValueError that states the file, line and byte."""
     data = read_file(path, max_bytes, ours)
     try:
         return parse_json(data)
@@ -120,8 +120,8 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, o
 
 
 def read_if_trusted(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes | None:
-    """Return the content of a file that fsdpx wrote itself. Return None if the file is missing, or if it is not safe.
-    In the latter case, warn once."""
+    """Return the content of a file that fsdpx wrote itself. Return None if the file is missing. If the file is not
+    safe, warn once and return None."""
     try:
         return read_file(path, max_bytes)
     except Untrusted as error:
@@ -132,7 +132,7 @@ def read_if_trusted(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes | No
 
 
 def describe_read_error(error: Exception, path: str | os.PathLike[str]) -> str:
-    """Return an error message for a file that could not be read. It contains the reason, and contains the path exactly
+    """Return an error message for a file that could not be read. It states the reason, and mentions the path exactly
     once."""
     return str(error) if isinstance(error, Untrusted) else f"{path}: {getattr(error, 'strerror', None) or error}"
 
@@ -173,7 +173,7 @@ def _require_owner_and_mode(
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON text, in time linear in its length.
+    """Parse JSON text in time linear in its length.
 
     Raise ValueError if the text is not valid JSON, if an object has duplicate names, if lists and objects are nested
     more than 64 levels deep, if an integer has more than 64 digits, or if a string cannot be encoded, for example
@@ -319,7 +319,7 @@ def open_self_deleting_file(folder: str | os.PathLike[str]) -> int:
     """Create a file that is deleted when the last process closes it. Return its file descriptor, open for reading and
     writing.
 
-    If the system cannot create files without a name, the file has a name for a short time, while it is empty.
+    If the system cannot create files without a name, the file briefly has a name while it is empty.
     """
     if hasattr(os, "O_TMPFILE"):
         with suppress(OSError):  # some file systems do not support O_TMPFILE

@@ -46,7 +46,7 @@ HOST = "host"
 def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
     """Call `body()` on every rank, and return the results of all ranks in rank order. If `body` raises an error on any
     rank, all ranks raise CheckpointError with the text of that error (if several ranks fail, the text from the lowest
-    of them), so that no rank is left waiting. Error messages begin with `where`. Collective."""
+    rank), so that no rank is left waiting. Error messages begin with `where`. Collective."""
     value: Any = None
     problem, cause = None, None
     try:
@@ -103,7 +103,7 @@ def _require_same_choices(where: str, everyone: Sequence[Mapping[str, str]]) -> 
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
             if name == HOST or (name == "working folder" and theirs.get(HOST) != everyone[0][HOST]):
-                continue  # ranks on different hosts: the same folder may have different paths there
+                continue  # the ranks are on different hosts, where the same folder may have different paths
             if (other := theirs.get(name, "none")) != first:
                 raise CheckpointError(f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}")
 
@@ -142,7 +142,7 @@ class SaveTarget:
     Attributes
     ----------
     path : final folder of the checkpoint
-    partial : temporary folder into which all ranks write
+    partial : temporary folder that all ranks write to
     lock : file descriptor of the lock that keeps other jobs from saving to `path`; None once it is released
     """
 
@@ -152,8 +152,8 @@ class SaveTarget:
 
     @classmethod
     def lock_and_create_files(cls, path: Path, token: str, layout: FileLayout) -> SaveTarget:
-        """Lock the folder `path` against other jobs, and remove temporary folders left behind by saves to this path
-        that were killed. Then create a new temporary folder with the files of `layout`, filled with zeros."""
+        """Lock the folder `path` against other jobs, and remove temporary folders that killed saves to this path have
+        left behind. Then create a new temporary folder with the files of `layout`, filled with zeros."""
         path = resolve_replaceable_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         target = cls(path, make_sibling_path(path, PARTIAL + token), _lock_checkpoint(path))
@@ -174,7 +174,8 @@ class SaveTarget:
         """Write the headers and the manifest, and rename the temporary folder to `path`. All tensors must already be on
         disk.
 
-        `find_committed_folder` finds the old checkpoint until the temporary folder is renamed, and then the new one."""
+        `find_committed_folder` finds the old checkpoint until the temporary folder is renamed, and the new one
+        afterwards."""
         for name, contents in layout.files.items():
             write_header_and_sync(self.partial / name, contents.header)
         note = {} if layout.note is None else {NOTE_FILE_NAME: layout.note}
@@ -221,7 +222,7 @@ def make_sibling_path(path: Path, kind: str) -> Path:
 
 def _parse_sibling_name(name: str) -> tuple[str, str] | None:
     """Split the name of a temporary file or folder of a save into (kind, name of the checkpoint). Return None if `name`
-    is not such a name."""
+    does not have this form."""
     match = _SIBLING_PATTERN.fullmatch(name)
     return match and (match[1], match[2])
 
@@ -277,9 +278,9 @@ def follow_link(path: Path) -> Path:
 
 
 def resolve_replaceable_folder(path: Path) -> Path:
-    """Return the folder that `path` names, or the target if `path` is a symbolic link. Raise CheckpointError if its
-    name is reserved. Also raise it if the folder is the current folder or a mount point, because another folder could
-    then not be renamed to take its place."""
+    """Return the folder at `path`, or its target if `path` is a symbolic link. Raise CheckpointError if the folder's
+    name is reserved. Also raise CheckpointError if the folder is the current folder or a mount point, because no other
+    folder could then be renamed to replace it."""
     folder = follow_link(path)
     if folder.name.lower().startswith(_RESERVED_PREFIX):
         raise CheckpointError(
@@ -343,9 +344,9 @@ def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]
 def prune_checkpoints(path: Path, keep: int, keep_also: str | None = None) -> None:
     """Delete old checkpoints, so that only the newest `keep` remain, including `path`.
 
-    Only checkpoints that have the same prefix as `path` and a lower number are deleted; those with higher numbers must
-    come from another run. The checkpoint named `keep_also`, symbolic links, and checkpoints to which a symbolic link in
-    the same folder points are never deleted."""
+    Only checkpoints that have the same prefix as `path` and a lower number are deleted; checkpoints with higher numbers
+    must come from another run. The checkpoint named `keep_also`, symbolic links, and checkpoints that a symbolic link
+    in the same folder points to are never deleted."""
     prefix = strip_trailing_number(path)
     links = [p for p in path.parent.iterdir() if p.is_symlink()]
     linked = {os.path.realpath(p) for p in links}
@@ -404,8 +405,8 @@ def lock_file(path: Path, busy_text: str) -> int:
     """Create and lock a file. Return a file descriptor that holds the lock until the descriptor is closed or the
     process ends.
 
-    If another process holds the lock, raise CheckpointError. The error message begins with `busy_text` and gives the
-    host and the id of the other process, and the time at which it took the lock."""
+    If another process holds the lock, raise CheckpointError. The error message begins with `busy_text`, and gives the
+    other process's host and id and the time when it took the lock."""
     while True:
         try:
             fd = safe_files.open_lock_file(path)
@@ -422,10 +423,12 @@ def lock_file(path: Path, busy_text: str) -> int:
                 pass  # continue without a lock, because some file systems do not support locks
             if _is_same_file(fd, path):
                 text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-                with suppress(OSError):  # the text is only informative; if the disk is full, the save itself will fail
+                # the text is only informational; if the disk is full, the save itself will fail
+                with suppress(OSError):
                     safe_files.write_lock_text(fd, json.dumps(text))
                 return fd
-        except BaseException:  # also on Ctrl-C: if the process then continued, it would never release the lock
+        # close the file on Ctrl-C too: otherwise the process might continue and never release the lock
+        except BaseException:
             os.close(fd)
             raise
         os.close(fd)  # try again: the previous owner of the lock deleted the file after we opened it

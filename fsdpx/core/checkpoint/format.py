@@ -68,8 +68,8 @@ def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
     """Convert a float64 array to float32 by rounding to odd: a value that float32 cannot represent becomes the neighbor
     whose last bit is 1.
 
-    Rounding the result to bfloat16 is then bitwise equal to rounding the float64 values directly (Boldo and Melquiond,
-    2008, "Emulation of FMA and correctly rounded sums"). ml_dtypes alone would round twice."""
+    Rounding the result to bfloat16 then gives the same bits as rounding the float64 values directly (Boldo and
+    Melquiond, 2008, "Emulation of FMA and correctly rounded sums"). ml_dtypes alone would round twice."""
     near = array.astype(np.float32)
     back = near.astype(np.float64)
     bits = near.view(np.uint32)
@@ -82,7 +82,7 @@ def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
 
 ONES = 0xFFFFFFFF
 POLYNOMIAL = 0xEDB88320  # CRC-32 polynomial with reflected bits: the highest bit is the coefficient of x**0
-PAGE_OF_ZEROS = memoryview(bytes(4096))  # for at most this many zeros, zlib is faster than _multiply_polynomials
+PAGE_OF_ZEROS = memoryview(bytes(4096))  # for up to this many zeros, zlib is faster than _multiply_polynomials
 
 
 class PartialCrc:
@@ -196,8 +196,8 @@ class FileHeader:
 
     Attributes
     ----------
-    tensors : the entry of each tensor by name, in the order of the tensors in the file
-    metadata : texts by name
+    tensors : the entry of each tensor, keyed by name, in file order
+    metadata : strings, keyed by name
     header : all bytes before the first tensor
     size : size of the file in bytes
     """
@@ -226,8 +226,8 @@ def code_to_dtype(code: str) -> np.dtype:
 def make_file_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> FileHeader:
-    """Make the header of a file that contains these tensors. It has the same bytes as one that the `safetensors`
-    library would write. `tensors` maps each name to (dtype code, shape).
+    """Make the header of a file that contains these tensors. The header is byte-identical to the one that the
+    `safetensors` library would write. `tensors` maps each name to (dtype code, shape).
 
     Tensors are sorted by dtype (wide dtypes first, so that all tensors are aligned), then by name. The header is JSON
     without spaces, padded at the end with spaces to a multiple of 8 bytes. Metadata entries are sorted by name."""
@@ -258,7 +258,8 @@ _OTHER_FORMATS = {
     **{bytes([0x80, protocol]): f"a pickle, as torch.save writes: {_FROM_PYTORCH}" for protocol in range(2, 6)},
     b"\x89HDF\r\n\x1a\n": "an HDF5 file: read its arrays with h5py, and pass them to load_parameters as a dict",
 }  # fmt: skip
-"""Formats other than safetensors, by the first bytes of a file: the name of the format, and how to convert it."""
+"""Formats other than safetensors, keyed by the first bytes of a file. Each value names the format and says how to
+convert it."""
 
 
 def identify_other_format(start: bytes) -> str:
@@ -439,10 +440,10 @@ INDEX_FILE_NAME = "model.safetensors.index.json"
 STATE_FILE_NAME = "state.safetensors"
 NOTE_FILE_NAME = "written.json"
 STATE_KEY = "fsdpx"
-"""Metadata key of `STATE_FILE_NAME` under which `CheckpointScalars` are stored, as JSON."""
+"""Metadata key in `STATE_FILE_NAME` that stores the `CheckpointScalars` as JSON."""
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""The (dtype code, shape) of each tensor, by tensor name."""
+"""The (dtype code, shape) of each tensor, keyed by tensor name."""
 
 
 @dataclass(frozen=True)
@@ -451,8 +452,8 @@ class FileLayout:
 
     Attributes
     ----------
-    files : the header of each safetensors file, by file name
-    texts : the contents of each text file, by file name
+    files : the header of each safetensors file, keyed by file name
+    texts : the contents of each text file, keyed by file name
     note : contents of `NOTE_FILE_NAME`, a description of the run that writes the files; no checksum covers it, because
         it may differ between otherwise equal checkpoints
     """
@@ -463,7 +464,7 @@ class FileLayout:
 
     @cached_property
     def locations(self) -> dict[str, tuple[str, TensorEntry]]:
-        """The (file name, entry) of each tensor, by tensor name."""
+        """The (file name, entry) of each tensor, keyed by tensor name."""
         return {name: (file, entry) for file, name, entry in self.iterate_tensors()}
 
     def iterate_tensors(self) -> Iterator[tuple[str, str, TensorEntry]]:

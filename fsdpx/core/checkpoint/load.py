@@ -81,11 +81,11 @@ def load(
     ----------
     state : train state to fill
     path : folder of the checkpoint
-    loader : data loader whose position is restored with `load_state_dict`; None: ignore the saved position
-    convert : whether to accept weights and optimizer state whose dtype differs from that in the trainer, and convert
+    loader : data loader whose position is restored with `load_state_dict`; if None, the saved position is ignored
+    convert : whether to accept weights and optimizer state whose dtype differs from the trainer's dtype, and convert
         them
     verify : whether to check the checksums of all tensors before anything is loaded
-    count : counter to which the bytes that this rank reads are added
+    count : counter for the bytes that this rank reads
     """
     world = state.placement.axes.world
     options = f"convert={convert}, verify={verify}, {'no ' if loader is None else ''}loader"
@@ -129,8 +129,8 @@ def load(
 
 
 def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> list[str]:
-    """Read all tensors on this rank, and return the names of those whose checksum differs from the one in the manifest.
-    `count` is a progress callback (done, total)."""
+    """Read all tensors on this rank, and return the names of tensors whose checksum differs from the one in the
+    manifest. `count` is a progress callback (done, total)."""
     assert source.manifest is not None
     return source.manifest.list_damaged_tensors(source.files, compute_partial_crcs(source, 0, 1, count).tolist())
 
@@ -139,7 +139,8 @@ def verify_checksums_on_all_ranks(
     world: Communicator, source: CheckpointSource, where: str, count: ByteCounter
 ) -> None:
     """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. All ranks
-    read about the same number of bytes, and add it to `count`. Error messages begin with `where`. Collective."""
+    read about the same number of bytes, and add this number to `count`. Error messages begin with `where`.
+    Collective."""
     parts: list[np.ndarray] = []
     compute = partial(compute_partial_crcs, source, world.rank, world.size, count=count)
     run_on_all_ranks(world, where, lambda: parts.append(compute()))
@@ -157,8 +158,8 @@ def verify_checksums_on_all_ranks(
 def fill_state(
     state: TrainState, where: str, read: Callable[[Iterable[LocalShard]], None], replicas: int | None = None
 ) -> None:
-    """Fill the arrays of the train state. To do so, call `read(shards)`, which must fill the array of each shard. This
-    is the first function in a load that changes the trainer. Collective.
+    """Fill the arrays of the train state by calling `read(shards)`, which must fill the array of each shard. In a load,
+    this is the first function that changes the trainer. Collective.
 
     For `replicas`, see `iterate_local_shards`."""
     world = state.placement.axes.world
@@ -208,8 +209,8 @@ def _format_slots(slots: tuple[str, ...]) -> str:
 
 
 def _require_same_tensors(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
-    """Raise CheckpointError unless the tensors of the checkpoint (`found`) are exactly those in `wanted`, with the same
-    shapes and dtypes. If `convert` is true, float dtypes may differ. Error messages begin with `where`."""
+    """Raise CheckpointError unless the checkpoint (`found`) has exactly the tensors in `wanted`, with the same shapes
+    and dtypes. If `convert` is true, float dtypes may differ. Error messages begin with `where`."""
     _require_no_names(where, "missing", wanted.keys() - found.keys())
     _require_no_names(where, "not in the model", found.keys() - wanted.keys())
     require_shapes_and_dtypes(wanted, found, where, convert)
@@ -217,8 +218,8 @@ def _require_same_tensors(wanted: Wanted, found: Tensors, where: str, convert: b
 
 def require_shapes_and_dtypes(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
     """Raise CheckpointError unless the tensors in `found` have the shapes and dtypes given in `wanted`. If `convert` is
-    true, float dtypes may differ. `found` must have all names in `wanted`. `remedy` is advice that is appended to
-    error messages about wrong shapes."""
+    true, float dtypes may differ. `found` must have all names in `wanted`. `remedy` is advice to append to error
+    messages about wrong shapes."""
     shapes = {n: f"{n} is {found[n][1]} instead of {s}" for n, (_, s) in wanted.items() if found[n][1] != s}
     _require_no_names(where, "of the wrong shape", shapes.values(), remedy)
     for name, (dtype, _) in wanted.items():
@@ -278,12 +279,12 @@ class WeightsReport:
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """The files or arrays from which weights are loaded.
+    """The files or arrays to load weights from.
 
     Attributes
     ----------
     where : name of the source, for error messages
-    tensors : the (dtype code, shape) of each tensor, by name
+    tensors : the (dtype code, shape) of each tensor, keyed by name
     read : function (shards, array module) that fills the arrays of shards; the names of the shards must be names of
         tensors in the source
     verify_checksums_on_all_ranks : collective function that raises CheckpointError if checksums do not match; it does
@@ -317,8 +318,8 @@ def load_parameters(
     call : name of the public method, for error messages
     strict : whether to raise an error if a parameter is missing, or if the source has a tensor that the model lacks
     rename : dict that maps name patterns in the source to names in the model; see `_RenameRules`
-    convert : whether to accept weights whose dtype differs from that in the trainer, and convert them
-    count : counter to which the bytes that this rank reads from files are added
+    convert : whether to accept weights whose dtype differs from the trainer's dtype, and convert them
+    count : counter for the bytes that this rank reads from files
     """
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
     open_file_source = partial(_open_file_source, count=count or ByteCounter())
@@ -459,8 +460,8 @@ class _RenameRules:
 
 
 def _map_known_aliases(placement: Placement) -> dict[str, str | None]:
-    """Return a dict that maps names that other libraries use for parameters to the names in this model. A tensor that
-    the model does not need is mapped to None."""
+    """Return a dict that maps parameter names used by other libraries to the names in this model. A tensor that the
+    model does not need is mapped to None."""
     return dict(pair for node in placement.model.nodes for pair in _iterate_aliases(node.path, node.layer))
 
 

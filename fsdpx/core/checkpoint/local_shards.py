@@ -38,9 +38,9 @@ class ShardBlock:
 
 
 class ByteCounter:
-    """Counts the tensor bytes that a rank writes to files during a save, or reads from files during a load. Bytes that
-    are read only for verification count too. So do gaps between the ranges of the rank's shards, if they are read
-    together with the ranges."""
+    """Counts the tensor bytes that a rank writes to files during a save, or reads from files during a load. The count
+    includes bytes that are read only for verification. It also includes gaps between the ranges of the rank's shards,
+    if they are read together with the ranges."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -74,7 +74,7 @@ class LocalShard:
     width: int
 
     def get_equal_part(self, index: int, count: int) -> LocalShard:
-        """Split this shard into `count` parts, as equal as possible, and return part number `index`."""
+        """Split this shard into `count` parts that are as equal as possible, and return part number `index`."""
         first, last = shard_bounds(int(self.array.size), index, count)
         return LocalShard(self.name, self.array[first:last], self.start + first, self.spec, self.rank, self.width)
 
@@ -108,7 +108,7 @@ def iterate_blocks(piece: TensorPiece, itemsize: int) -> Iterator[ShardBlock]:
 
 
 def iterate_local_shards(state: TrainState, replicas: int | None = None) -> Iterator[LocalShard]:
-    """Yield all shards of the training state on this rank, except arrays of compression codecs (for these, see
+    """Yield all shards of the training state on this rank, except arrays of compression codecs (see
     `iterate_codec_memory`).
 
     If each replica has its own state, `replicas` is the number of replicas whose state is in the checkpoint. Replica r
@@ -166,8 +166,8 @@ class CodecMemoryName(NamedTuple):
     memory : the codec's name for the array
     rank_number : index of the rank among all ranks that have such an array. If all ranks along the axis have the same
         array, they count as one rank
-    tensor : name of the parameter. If the array does not have one element per parameter element, name of the page (flat
-        parameter buffer)
+    tensor : name of the parameter. If the array does not have one element per parameter element, this is the name of
+        the page (flat parameter buffer)
     """
 
     axis: str
@@ -197,14 +197,13 @@ class SavedPart:
 
 def iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
     """Yield the shards of the arrays that compression codecs keep on this rank. `instead` maps keys of the ledger
-    (table of a rank's arrays) to arrays. Such an array is used in place of the array that the ledger has under the same
-    key."""
+    (table of a rank's arrays) to arrays. These arrays replace the ledger's arrays that have the same keys."""
     return (part.held for one in _iterate_codec_rows(state, instead or {}) for part in one.iterate_saved_parts())
 
 
 def iterate_codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
     """Yield the shards of codec arrays that this rank writes. An array that several ranks share is written by the first
-    of them."""
+    of these ranks."""
     return (part.held for one in _iterate_codec_rows(state, {}) for part in one.iterate_saved_parts() if part.writes)
 
 
@@ -309,12 +308,12 @@ class CodecMemory:
         return axis, memory
 
     def _get_saved_index_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
-        """A checkpoint may store several tensors of this codec array for one parameter. Return the index of the tensor
-        that this rank uses, and the number of these tensors.
+        """Return the index of the saved tensor that this rank uses, and the number of saved tensors. A checkpoint may
+        store several tensors of this codec array for one parameter.
 
-        If the parameter is not sharded over the tensor axis, all tensor ranks usually use the same tensor. The
-        exception is a parameter for which each tensor rank computes only a partial sum of the gradient: each tensor
-        rank then has its own tensor."""
+        If the parameter is not sharded over the tensor axis, all tensor ranks usually use the same tensor. However, if
+        each tensor rank computes only a partial sum of the parameter's gradient, each tensor rank has its own
+        tensor."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
         if spec.cut is None and self.page.partial:

@@ -1,4 +1,4 @@
-"""Search a folder for the newest checkpoint from which training can resume."""
+"""Search a folder for the newest checkpoint that training can resume from."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     """Return the path of the newest complete checkpoint in a folder, or None if there is none. The path can be passed
     to `load`.
 
-    The newest checkpoint is the one with the largest numbers in its name. If names have equal numbers or none, it is
-    the one written last. A checkpoint is complete if its manifest is intact and all its files exist and have the right
-    size. An incomplete checkpoint is skipped with a warning. A checkpoint that has only weights is skipped silently."""
+    The newest checkpoint is the one with the largest numbers in its name. If names have equal numbers or no numbers, it
+    is the checkpoint written last. A checkpoint is complete if its manifest is intact and all its files exist and have
+    the right size. An incomplete checkpoint is skipped with a warning. A checkpoint that has only weights is skipped
+    silently."""
     entries = folder.iterdir() if folder.exists() else ()
     names = {name for path in entries if (name := get_checkpoint_name_of_folder(path.name))}
     steps_by_folder = {folder / name: find_committed_folder(folder / name) for name in names}

@@ -52,7 +52,7 @@ class TensorDifference:
     Attributes
     ----------
     what : description of the difference
-    largest : largest absolute difference of corresponding elements; nan if an element is NaN in only one of the
+    largest : largest absolute difference between corresponding elements; nan if an element is NaN in only one of the
         tensors; None if the tensors cannot be compared
     """
 

@@ -63,7 +63,7 @@ class CheckpointSource:
     Attributes
     ----------
     folder : the folder
-    files : the header of each file, by file name
+    files : the header of each file, keyed by file name
     manifest : list of files with sizes and checksums; None if the files were not written by fsdpx as a checkpoint
     """
 
@@ -73,12 +73,12 @@ class CheckpointSource:
 
     @cached_property
     def locations(self) -> dict[str, tuple[str, TensorEntry]]:
-        """The (file name, entry) of each tensor, by tensor name."""
+        """The (file name, entry) of each tensor, keyed by tensor name."""
         return FileLayout(self.files).locations
 
     @property
     def tensors(self) -> Tensors:
-        """The (dtype code, shape) of each tensor by name, in the order in which the tensors are stored."""
+        """The (dtype code, shape) of each tensor, keyed by name, in the order in which the tensors are stored."""
         return {name: (entry.code, entry.shape) for name, (_, entry) in self.locations.items()}
 
     def select_state_or_weights(self, state: bool) -> CheckpointSource:
@@ -213,8 +213,8 @@ def _describe_nearest_folder(path: Path) -> str:
 
 
 def _describe_newest_checkpoint(folder: Path) -> str:
-    """Return a phrase, to be appended to an error message, that names the newest checkpoint in a folder. Return "" if
-    there is no checkpoint, or if the name of the newest one contains no number."""
+    """Return a phrase that names the newest checkpoint in a folder, to append to an error message. Return "" if there
+    is no checkpoint, or if the name of the newest one contains no number."""
     newest_folder = find_newest_checkpoint(folder)
     return (
         ""
@@ -229,8 +229,8 @@ def _join_file_names(folder: Path) -> str:
 
 
 def _describe_file_of_other_format(folder: Path) -> str:
-    """Return a phrase, to be appended to an error message, that describes the first file of another known format in a
-    folder. Return "" if there is no such file."""
+    """Return a phrase that describes the first file of another known format in a folder, to append to an error message.
+    Return "" if there is no such file."""
     for path in sorted(folder.iterdir()):
         if path.is_file():
             with open_regular_file(path) as fd:
@@ -268,9 +268,9 @@ def compute_partial_crcs(
     """Read this rank's share of the bytes of all tensors, and return this share's contribution to the CRC-32 of each
     tensor.
 
-    The result is a uint64 array in the order of `FileLayout.iterate_tensors`. The elementwise xor of the results of
-    all ranks is the input of `compute_crc_from_xor`. `progress` is a callback (done, total). The number of bytes read
-    is added to `count`."""
+    The result is a uint64 array in the order of `FileLayout.iterate_tensors`. The elementwise xor of the results of all
+    ranks is the input to `compute_crc_from_xor`. `progress` is a callback (done, total). The number of bytes read is
+    added to `count`."""
     tensors = list(FileLayout(source.files).iterate_tensors())
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))
@@ -337,8 +337,8 @@ def fill_shards_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[L
 
 
 def _reuse_or_allocate_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
-    """Return a NumPy array of dtype `dtype` into which a file can be read: `array` itself if it is a contiguous NumPy
-    array of that dtype, and otherwise a new array of the same size."""
+    """Return a NumPy array of dtype `dtype` to read a file into: `array` itself if it is a contiguous NumPy array of
+    that dtype, otherwise a new array of the same size."""
     if isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.c_contiguous:
         return array
     return np.empty(array.size, dtype)

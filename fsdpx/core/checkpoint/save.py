@@ -113,7 +113,7 @@ def read_run_description(source: CheckpointSource) -> bytes | None:
 
 
 def format_run_description(note: bytes | None) -> str:
-    """Format the description of a run as one line of text. The description is only informative, so no error is raised
+    """Format the description of a run as one line of text. The description is only informational, so no error is raised
     if it is malformed."""
     if note is None:
         return UNKNOWN
@@ -135,7 +135,7 @@ def _find_strategy_name(sharding: Sharding) -> str:
 
 
 def _get_mpi_library_version() -> str | None:
-    """Return the first line of the MPI library's version text, or None if this process has not loaded MPI."""
+    """Return the first line of the MPI library's version string, or None if this process has not loaded MPI."""
     loaded: Any = sys.modules.get("mpi4py.MPI")
     return None if loaded is None else " ".join(loaded.Get_library_version().strip("\0\n ").split("\n")[0].split())
 
@@ -149,9 +149,9 @@ class SaveChoices:
 
     Attributes
     ----------
-    dtype : dtype of the weights in the files; None: the same as in the trainer
-    shard_bytes : maximum number of bytes per weights file; None: one file
-    keep : how many checkpoints with numbered names to keep; None: all
+    dtype : dtype of the weights in the files; if None, the same as in the trainer
+    shard_bytes : maximum number of bytes per weights file, or None for a single file
+    keep : how many checkpoints with numbered names to keep, or None to keep all
     keep_also : name of another checkpoint that is kept
     weights : "parameters", or "average" to save only the averaged weights, without training state
     """
@@ -181,7 +181,7 @@ class PreparedSave:
     ----------
     where : name of the call and path, for error messages
     layout : layout of the checkpoint's files
-    folder : temporary folder into which all ranks write
+    folder : temporary folder that all ranks write to
     target : on rank 0, the folders and the lock of the checkpoint; None on other ranks
     """
 
@@ -201,7 +201,7 @@ class PreparedSave:
         )
 
     def commit_and_prune(self, sums: np.ndarray) -> None:
-        """Commit the checkpoint and delete old ones. Only rank 0 calls this, once the data of all ranks are on disk.
+        """Commit the checkpoint and delete old ones. Only rank 0 calls this, once the data of all ranks is on disk.
 
         `sums` is the xor of the partial CRCs of all ranks, as returned by `gather_xor_of_checksums`."""
         assert self.target is not None
@@ -291,7 +291,7 @@ def make_file_layout(
     placement: Placement, choices: SaveChoices, scalars: CheckpointScalars, memory: Shapes
 ) -> FileLayout:
     """Return the layout of a checkpoint's files. It is the same on all ranks. `memory` maps names to shapes for all
-    arrays that compression codecs keep between steps, including those on other ranks."""
+    arrays that compression codecs keep between steps, including arrays on other ranks."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
         n: (dtype_to_code(get_state_dtype(placement, n)), s.shape)
@@ -315,16 +315,16 @@ def gather_xor_of_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray
     return sums if everyone is None else np.bitwise_xor.reduce(everyone.reshape(world.size, -1))
 
 
-POLL_SECONDS = 0.01  # time between two checks by rank 0 for the checksum files of other ranks
-GRACE_SECONDS = 10.0  # time for which rank 0 waits for checksum files after the main program has ended
+POLL_SECONDS = 0.01  # interval at which rank 0 checks for the checksum files of other ranks
+GRACE_SECONDS = 10.0  # how long rank 0 waits for checksum files after the main program has ended
 
 
 class BackgroundSave:
     """A save in which each rank has a thread that writes while training continues.
 
-    The constructor copies the shards that this rank must write, and starts the thread. The thread writes the copies
-    and then, on ranks other than 0, a file with the rank's checksums to the temporary folder. Once all these files
-    exist, rank 0's thread commits the checkpoint. No call of the trainer is needed for this."""
+    The constructor copies the shards that this rank must write, and starts the thread. The thread writes the copies and
+    then, on ranks other than 0, a file with the rank's checksums to the temporary folder. Once all these files exist,
+    rank 0's thread commits the checkpoint. The commit does not require a call to the trainer."""
 
     def __init__(self, state: TrainState, prepared: PreparedSave, count: ByteCounter) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
@@ -407,7 +407,7 @@ class BackgroundSave:
 
 
 def _write_checksum_file(folder: Path, rank: int, sums: np.ndarray) -> None:
-    """Write this rank's checksums to the file for which rank 0 waits. The file gets its final name only when it is
+    """Write this rank's checksums to the file that rank 0 waits for. The file gets its final name only when it is
     complete, so that rank 0 never reads an incomplete file."""
     place = _get_checksum_path(folder, rank)
     unseen: Any = place.with_name(place.name + "-unseen")

@@ -115,8 +115,8 @@ def collect_checkpoint_scalars(
 
 
 def restore_scalars(state: TrainState, scalars: CheckpointScalars) -> None:
-    """Set the counters and the seed of `state` to the values in a checkpoint, and also the loss scale if it is dynamic
-    in the checkpoint. A fixed loss scale is not restored."""
+    """Set the counters and the seed of `state` to the values in a checkpoint. Also restore the loss scale if it is
+    dynamic in the checkpoint, but not if it is fixed."""
     scale = (scalars.scale, scalars.good) if scalars.dynamic else None
     state.restore_position(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
 

@@ -67,7 +67,7 @@ class FileRecord:
     ----------
     size : size in bytes
     header_crc : CRC-32 of the header, or of the full contents of a text file
-    tensors : CRC-32 of each tensor's bytes, by tensor name
+    tensors : CRC-32 of each tensor's bytes, keyed by tensor name
     """
 
     size: int
@@ -171,7 +171,7 @@ class Worker:
     """A thread that runs one task at a time. `begin_task(task)` starts a task; `wait_for_task()` waits until it ends,
     and raises its error if it failed. Use a `Worker` in a `with` block, which starts and ends the thread.
 
-    An executor of `concurrent.futures` would not do, because it refuses tasks after the main program has ended, when a
+    An executor of `concurrent.futures` is not suitable: it refuses tasks after the main program has ended, when a
     background save may still be running."""
 
     def __init__(self, name: str) -> None:
@@ -219,8 +219,8 @@ class Worker:
 
 
 FLUSH_BYTES = 64 << 20
-"""Data are flushed to disk each time this many bytes have been written, while writing continues. The operating system
-alone would begin to flush much later."""
+"""Data is flushed to disk each time this many bytes have been written, while writing continues. By itself, the
+operating system would begin to flush much later."""
 
 INLINE_WRITE_BYTES = 1 << 16
 """Blocks of at most this many bytes are not written by a separate thread, because waking the thread takes longer than

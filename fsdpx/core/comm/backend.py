@@ -44,8 +44,8 @@ __all__ = [
 COMMON_DTYPE_CHARS = frozenset("dfDFbhilqBHILQ?")
 """`dtype.char` of all dtypes that communicators can transfer, except 16-bit floats."""
 USER_TAG_LIMIT = 16384
-"""Message tags of users are below this limit, and those of the library are at or above it. MPI guarantees that tags up
-to 32767 can be used."""
+"""User message tags are below this limit, and library tags are at or above it. MPI guarantees that tags up to 32767 can
+be used."""
 ALGORITHMS = ("library", "ring")
 
 
@@ -99,8 +99,8 @@ class Backend(Communicator):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the bytes of all ranks with two all-gathers: one of the sizes, and one of the data. Collective.
 
-        Both are ordinary calls of this communicator. If a rank never makes them, it is therefore reported as in any
-        other call."""
+        Both all-gathers are ordinary calls of this communicator, so a rank that never makes them is reported as
+        usual."""
         own_bytes = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)
         self.all_gather(np.array([own_bytes.size]), sizes, what="sizes of objects").wait()
@@ -119,8 +119,8 @@ class Backend(Communicator):
         return GeneratorHandle(iterate_ring_all_reduce(self.start_transfer, self.rank, self.size, call), self.progress)
 
     def _take_next_tag(self) -> int:
-        """Return the next of the message tags that are reserved for the library. All ranks get the same tag, because
-        they issue the same collectives in the same order."""
+        """Return the next message tag that is reserved for the library. All ranks get the same tag, because they issue
+        the same collectives in the same order."""
         self._tags = (self._tags + 1) % (32767 - USER_TAG_LIMIT)
         return USER_TAG_LIMIT + self._tags
 
@@ -207,8 +207,8 @@ def require_flat_array(comm: RankGroup, call: Call, name: str, array: Array) -> 
 
 
 def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, counts: Counts) -> FlatPartition:
-    """Return the partition of `array` over the ranks. It is given by `counts`; None means the balanced partition. Raise
-    ShapeError if `counts` do not fit the array or the number of ranks."""
+    """Return the partition of `array` over the ranks, as given by `counts`. If `counts` is None, return the balanced
+    partition. Raise ShapeError if `counts` do not fit the array or the number of ranks."""
     n = array.size
     if counts is None:
         return make_balanced_partition(n, comm.size)
@@ -251,7 +251,7 @@ def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
 
 
 def _check_and_resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
-    """Replace the dtype name in `call.wire` by the dtype itself. Raise ConfigError if this reduction, or an array of
+    """Replace the dtype name in `call.wire` with the dtype itself. Raise ConfigError if this reduction, or an array of
     dtype `dtype`, does not support sending in that dtype."""
     call.wire = np.dtype(call.wire)
     if get_dtype_kind(dtype) != "float" or not is_half(call.wire):
@@ -376,8 +376,8 @@ class FakeCommunicator(Backend):
 
 
 class FakeNodeCommunicator(FakeCommunicator):
-    """A fake communicator for ranks on hosts with shared memory. Code that plans how memory is laid out gets the same
-    answers from it as from a `NodeCommunicator`.
+    """A fake communicator for ranks on hosts with shared memory. Code that plans memory layouts gets the same answers
+    from it as from a `NodeCommunicator`.
 
     Parameters
     ----------

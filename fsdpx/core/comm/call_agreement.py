@@ -1,8 +1,7 @@
-"""Check, before data is transferred, that all ranks make the same call of the functional API, such as
-`fsdpx.all_reduce`.
+"""Check, before data is transferred, that all ranks make the same functional API call, such as `fsdpx.all_reduce`.
 
 If all ranks are on one host, each writes an eight-byte hash of its call to shared memory. Otherwise, an all-reduce
-compares the hashes. If ranks make different calls, or pass different shapes, dtypes, operations or roots, all of them
+compares the hashes. If ranks make different calls, or pass different shapes, dtypes, operations or roots, all ranks
 raise an error that lists the ranks and their calls.
 """
 
@@ -26,17 +25,17 @@ from fsdpx.errors import CommTimeout, DesyncError
 __all__ = ["CallAgreement", "CallSignature", "make_signature"]
 
 QUICK_POLLS = range(64)
-"""A wait polls the board (records in shared memory) this many times before it also begins to advance other
+"""Number of times that a wait polls the board (records in shared memory) before it also begins to advance other
 transfers."""
 
 
 class CallSignature(str):
-    """A description of one rank's call, and a hash of this text.
+    """The text that describes one rank's call, and a hash of this text.
 
     Attributes
     ----------
     digest : 8-byte hash of the text
-    words : the hash as 64-bit words, in the form in which it is written to shared memory
+    words : the hash as 64-bit words, as it is written to shared memory
     """
 
     digest: int
@@ -58,7 +57,7 @@ def make_signature(
 
 
 class CallAgreement:
-    """Compares the calls of all ranks before they start. Creating one is collective.
+    """Compares the calls of all ranks before they start. The constructor is collective.
 
     Calls are compared one at a time, in the order in which they are issued. This order is the same on all ranks, so all
     ranks have read a record in shared memory before it is overwritten.
@@ -108,8 +107,8 @@ class CallAgreement:
         self.turn += 1
 
     def _agree_within_few_polls(self, number: int, call: CallSignature, board: CollectiveBoard) -> bool:
-        """Post this rank's call, and return whether all ranks post the same call within a few polls. They usually do,
-        so this is tried before the more expensive creation of a handle."""
+        """Post this rank's call, and return whether all ranks post the same call within a few polls. This usually
+        succeeds, so this method is tried before a handle is created, which is more expensive."""
         board.post_record(number + 1, call.words)
         for other in self.others:
             if not any(board.has_posted(other, number + 1) for _ in QUICK_POLLS):
@@ -169,7 +168,7 @@ class AgreementStage(ABC):
 
     @abstractmethod
     def poll_agreement(self) -> bool | None:
-        """Return whether all ranks make the same call, or None as long as some ranks have not arrived."""
+        """Return whether all ranks make the same call, or None while some ranks have not arrived yet."""
 
     def test(self) -> bool:
         if self.error is not None:
@@ -185,7 +184,7 @@ class AgreementStage(ABC):
 
     def is_complete_or_failed(self) -> bool:
         """Return whether the comparison is complete or has failed, so that waiting can end. If it has failed, the next
-        call of `test` raises the error."""
+        call to `test` raises the error."""
         try:
             return self.test()
         except DesyncError:
@@ -213,7 +212,8 @@ class EarlierCallsStage(AgreementStage):
 
     def poll_agreement(self) -> bool | None:
         agreement, seen = self.agreement, -1
-        while seen < agreement.turn < self.number:  # advance earlier calls, because possibly nobody else waits for them
+        # advance earlier calls here, because there may be no other code that waits for them
+        while seen < agreement.turn < self.number:
             seen = agreement.turn
             if (first := agreement.under_way.get(seen)) is not None:
                 with suppress(DesyncError):  # the error is raised again when the caller waits for call number `seen`

@@ -141,10 +141,10 @@ class Call:
     root : rank that has or gets the full array, or the other rank in a send or receive
     counts : for each array that is divided among ranks, the number of elements for each rank
     what : name of the action and the tensor, for error messages
-    tag : tag of the message, or of all the messages from which the collective is built
+    tag : tag of the message, or of all messages that make up the collective
     algorithm : algorithm of an all-reduce
     partitions : `counts` as `FlatPartition` objects; set when a backend checks the call
-    wire : 16-bit dtype in which the arrays of a sum are sent; None: their own dtype
+    wire : 16-bit dtype in which the arrays of a sum are sent; if None, their own dtype
     shape : shape of the array that the user passed, if this shape must be the same on all ranks"""
 
     verb: str
@@ -223,7 +223,8 @@ def copy_unless_same(target: Array, source: Array) -> None:
 
 
 POLLS_BEFORE_YIELD = 2048
-"""Number of polls (about a millisecond) after which a waiting rank yields its CPU core if each rank has its own."""
+"""Number of polls (about a millisecond) after which a waiting rank yields its CPU core if each rank has its own
+core."""
 _SPINS_BEFORE_SLEEP = 4096  # after this many more polls (a few milliseconds), a wait sleeps between polls
 THREAD_POLLS = -_SPINS_BEFORE_SLEEP
 """`polls_before_yield` for ranks that run as threads. It is negative, so that a waiting rank sleeps between polls from
@@ -235,8 +236,8 @@ yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0
 
 
 class Progress:
-    """The pending transfers of one rank. Every wait advances all of them, so that no other rank is held up because this
-    rank waits for something else.
+    """The pending transfers of one rank. Every wait advances all of them, so that this rank does not hold up others
+    while it waits for something else.
 
     Attributes
     ----------
@@ -282,7 +283,9 @@ class GeneratorHandle:
     def test(self) -> bool:
         if self._error is not None:
             raise self._error
-        if self._running:  # called again by a wait inside the generator, because a wait advances all pending transfers
+        # `test` was `test` was `test` was called again by a wait inside the generator, because a wait advances all
+        # pending transfers
+        if self._running:
             return False
         self._running = True
         try:
@@ -331,7 +334,7 @@ class HandleWithCallback:
 
 
 class LongWait:
-    """A call of `spin_until` that has lasted so long that the watchdog should know about it. `str()` of this object
+    """A call to `spin_until` that has lasted long enough that the watchdog should know about it. `str()` of this object
     names what the call waits for."""
 
     __slots__ = ("_ready",)
@@ -348,7 +351,7 @@ class LongWait:
 
 
 long_waits: dict[int, LongWait] = {}
-"""For each thread identifier, the long wait that the thread is currently in."""
+"""Maps each thread identifier to the long wait that the thread is currently in."""
 
 
 def get_thread_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
@@ -378,7 +381,8 @@ def spin_until(
     """Poll `ready` until it returns True, and return True. If this takes more than `timeout` seconds, return False.
 
     Between polls, the transfers of `progress` are advanced. After `polls_before_yield` polls (default:
-    `progress.polls_before_yield`), the thread also yields its CPU core, and after several thousand more it sleeps.
+    `progress.polls_before_yield`), the thread also yields its CPU core. After several thousand more polls, the thread
+    also sleeps.
     """
     spins, deadline, polls_before_yield = (
         0,
@@ -415,9 +419,9 @@ class TimedTransfer:
 
     Attributes
     ----------
-    issued_at, completed_at : times at which the transfer began and at which this rank noticed its end
-    busy_seconds : the part of the time in between that this rank spent advancing the transfer or waiting for it; for
-        the rest of that time, the transfer overlapped with computation"""
+    issued_at, completed_at : times when the transfer began and when this rank noticed its end
+    busy_seconds : the time between `issued_at` and `completed_at` that this rank spent advancing the transfer or
+        waiting for it; for the rest of that time, the transfer overlapped with computation"""
 
     __slots__ = ("busy_seconds", "completed_at", "finish", "handle", "issued_at")
 

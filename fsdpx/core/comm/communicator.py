@@ -88,8 +88,8 @@ CALL_SPECS = {
     "recv": CallSpec(("buf",), peer="source"),
     "barrier": CallSpec((), on_one_rank="nothing"),
 }
-"""Description of the arguments of each operation, by the operation's name. A new operation needs an entry here and a
-function in `fsdpx.core.comm.p2p_collectives.COLLECTIVES`."""
+"""Description of the arguments of each operation, keyed by operation name. A new operation needs an entry in this table
+and a function in `fsdpx.core.comm.p2p_collectives.COLLECTIVES`."""
 
 
 def count_moved_bytes(comm: RankGroup, call: Call) -> int:
@@ -98,7 +98,7 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
     Let n be the size of the full array in bytes, and let `own` be the size of this rank's piece of it. The number is:
 
     - all_gather, reduce_scatter, all_to_all: n - own
-    - all_reduce: 2 (n - own), where this rank's piece is that of the balanced partition
+    - all_reduce: 2 (n - own), where `own` is taken from the balanced partition
     - broadcast, reduce, send, recv: n
     - gather, scatter: n - own on the root, own on other ranks
     - barrier, and any call on a single rank: 0
@@ -169,16 +169,16 @@ class Communicator(ABC):
     belong to each rank (default: the balanced partition of `split_evenly`). Arrays that only `root` needs are None on
     other ranks. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything is sent.
 
-    The optimal algorithms that docstrings mention are those of Patarasu and Yuan (2009) and Chan et al. (2007). A new
-    backend inherits from `fsdpx.core.comm.Backend`, and a wrapper around another communicator inherits from
+    The optimal algorithms that docstrings mention are described by Patarasu and Yuan (2009) and Chan et al. (2007). A
+    new backend inherits from `fsdpx.core.comm.Backend`, and a wrapper around another communicator inherits from
     `fsdpx.core.comm.CommunicatorWrapper`."""
 
     rank: int
     size: int
     progress: Progress
-    """The pending transfers. Every wait on this communicator or on a group of it advances all of them."""
+    """The pending transfers. Every wait on this communicator or one of its subgroups advances all of them."""
     leave: Callable[[], None] | None = None
-    """If not None, this is called at the end of a `with` block instead of `close`."""
+    """If not None, this function is called at the end of a `with` block instead of `close`."""
     watched_by: Any = None
     """The watchdog for ranks that wait for each other on this communicator (`fsdpx.core.comm.watched`)."""
 
@@ -193,8 +193,8 @@ class Communicator(ABC):
 
     @property
     def has_peers(self) -> bool:
-        """True if there are other ranks with which values can be exchanged. On a fake communicator it is False, and
-        gathers return this rank's value for all ranks."""
+        """True if there are other ranks to exchange values with. On a fake communicator it is False, and gathers return
+        this rank's value for all ranks."""
         return self.size > 1
 
     @abstractmethod
@@ -213,7 +213,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            if this rank's arguments cannot be used, before anything is sent
+            if this rank's arguments are invalid, before anything is sent
         """
 
     def _issue_call(
@@ -498,7 +498,7 @@ class Communicator(ABC):
 
         Parameters
         ----------
-        color : number of the group to join; None: this rank joins no group
+        color : number of the group to join; if None, this rank joins no group
         key : number that determines the order of ranks in the group; ranks with the same key are in rank order
 
         Returns
@@ -677,8 +677,8 @@ class SurvivorCommunicator(Communicator):
     A call that needs a dead rank raises RankLost, either when it is issued or in `test` or `wait`. Other calls may
     complete, so different ranks may learn of a death in different calls. A rank that learns of a death recovers in
     three steps. First it calls `revoke`, so that ranks that are waiting for it also learn of the death. Then it calls
-    `agree_on_flags`, as all living ranks do, and finally `shrink`. It continues with the communicator that `shrink`
-    returns, and creates its subgroups from this communicator again."""
+    `agree_on_flags` together with all living ranks, and finally `shrink`. It continues with the communicator that
+    `shrink` returns, and recreates its subgroups from it."""
 
     survives: bool
     """True if the other ranks continue to run when one dies. If False, a death ends the job, and RankLost only states
@@ -730,8 +730,9 @@ def make_rank_lost_error(call_text: str, ranks: Sequence[int]) -> RankLost:
 def drain_transfers(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
     """Test abandoned transfers until each has completed or failed, so that their buffers can be freed.
 
-    This is meant for transfers on a revoked communicator. Their errors are expected, and therefore ignored. Return the
-    handles that are still pending after `seconds` seconds. The caller must keep their buffers alive.
+    Use this function for transfers on a revoked communicator. Errors in these transfers are expected, and therefore
+    ignored. Return the handles that are still pending after `seconds` seconds. The caller must keep their buffers
+    alive.
     """
     left, deadline = [handle for handle in handles if not _is_complete_or_failed(handle)], time.monotonic() + seconds
     while left and time.monotonic() < deadline:
@@ -749,7 +750,7 @@ def _is_complete_or_failed(handle: Handle) -> bool:
 
 @dataclass(slots=True)
 class CallCount:
-    """A number of calls, and the number of bytes that this rank would send or receive in these calls with an optimal
+    """The number of calls, and the number of bytes that this rank would send or receive in these calls with an optimal
     algorithm."""
 
     calls: int = 0
@@ -758,12 +759,12 @@ class CallCount:
 
 @dataclass(slots=True)
 class TrafficCounters:
-    """The numbers of calls and bytes of one rank, for each mesh axis and operation.
+    """The number of calls and bytes of one rank, for each mesh axis and operation.
 
     Attributes
     ----------
     total : number of bytes so far, for all axes and operations together
-    tallies : numbers that layers themselves count, such as tokens per expert, by the path of the layer"""
+    tallies : counts kept by the layers themselves, such as tokens per expert, keyed by layer path"""
 
     table: dict[tuple[str, str], CallCount] = field(default_factory=dict)
     total: int = field(default=0, compare=False)

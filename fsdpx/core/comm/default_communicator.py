@@ -27,7 +27,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DefaultCommunicator:
-    """The communicator that the functional API uses if the caller passes none, and data that belong to it.
+    """The communicator that the functional API uses if the caller passes none, and data that belongs to this
+    communicator.
 
     Attributes
     ----------
@@ -108,14 +109,14 @@ def all_gather_plain_data(comm: Any, value: Any) -> list[Any]:
 
 
 def get_rank_and_size(comm: Any) -> tuple[int, int]:
-    """Return this process's rank in `comm`, and the number of ranks in `comm`. `comm` is a communicator of fsdpx or of
-    mpi4py."""
+    """Return this process's rank in `comm`, and the number of ranks in `comm`. `comm` is an fsdpx or mpi4py
+    communicator."""
     return (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
 
 
 def get_default() -> DefaultCommunicator | None:
-    """Return the default communicator of this thread or, if it has none, the one of this process. Return None if there
-    is neither."""
+    """Return the default communicator of this thread. If the thread has none, return the default communicator of this
+    process, or None if the process has none either."""
     return _thread_default.get() or _process_default[0]
 
 
@@ -137,7 +138,8 @@ class RankInfo(NamedTuple):
 
 def get_rank_info() -> RankInfo:
     """Return the rank and size in the communicator that `fsdpx.init()` opened. Before `fsdpx.init()`, return the rank
-    and size in MPI_COMM_WORLD if MPI is initialized, and otherwise those that the launcher has set in the environment.
+    and size in MPI_COMM_WORLD if MPI is initialized, and otherwise the values that the launcher has set in the
+    environment.
 
     Raise LaunchError if the environment shows that this process is one of several ranks, but not which one. Raise
     ConfigError if there is a launcher but it has not set rank and size."""

@@ -1,7 +1,7 @@
-"""Detect ranks that diverge: a communicator that compares each collective between ranks, and a comparison of settings.
+"""Detect ranks that diverge: a communicator compares each collective between ranks, and a function compares settings.
 
 Settings are compared when ranks first exchange data, before any setting takes effect. Functions register their
-arguments with `comparing_arguments`, so that a communicator that is opened inside this context compares them."""
+arguments with `comparing_arguments`, so that a communicator opened inside this context compares them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class CheckedCommunicator(CommunicatorWrapper):
     """A communicator that compares each collective between ranks before it starts, through a separate channel.
 
     Ranks exchange a fingerprint of the operation, `what`, the dtype, the element count, the reduction and the root,
-    without values that only some ranks know. If fingerprints differ, all ranks raise a DesyncError that lists the call
-    of each rank. If a rank does not arrive within `timeout` seconds, the other ranks raise a DesyncError that names it.
-    Sends and receives are not checked. The exchange is blocking, so calls that would otherwise overlap run one after
-    another. For each call, a rank sends 256 bytes to each other rank."""
+    excluding values that only some ranks know. If fingerprints differ, all ranks raise a DesyncError that lists the
+    call of each rank. If a rank does not arrive within `timeout` seconds, the other ranks raise a DesyncError that
+    names the missing rank. Sends and receives are not checked. The exchange is blocking, so calls that would otherwise
+    overlap run one after another. For each call, a rank sends 256 bytes to each other rank."""
 
     def __init__(self, comm: Communicator, timeout: float = 10.0) -> None:
         super().__init__(comm)
@@ -102,8 +102,8 @@ class CheckedCommunicator(CommunicatorWrapper):
 
 
 def _encode_fingerprint(call: str) -> np.ndarray:
-    """Encode the text `call` as an array with a fixed number of bytes. If the text is too long, its end is replaced by
-    a hash of the full text."""
+    """Encode the text `call` as an array with a fixed number of bytes. If the text is too long, its end is replaced
+    with a hash of the full text."""
     data = call.encode()
     if len(data) > _FINGERPRINT_BYTES:
         data = (
@@ -146,7 +146,7 @@ def agree_on_settings(
     """Raise ConfigError on all ranks if `settings` or `arguments` differ between ranks. The error lists what differs,
     with the ranks that have each value. Collective.
 
-    `settings` and `arguments` map names to values as text. If only some ranks have a setting, this is also a
+    `settings` and `arguments` map names to values as text. A setting that only some ranks have also counts as a
     difference. `arguments` are the arguments of the function that this rank is executing. Only arguments that all ranks
     pass are compared."""
     everyone = comm.all_gather_data((dict(settings), dict(arguments or {})))

@@ -1,9 +1,9 @@
-"""Open the communicator of all ranks, either with a backend that is chosen by name, or around a communicator that the
-user passes.
+"""Open the communicator of all ranks, either with a backend chosen by name, or around a communicator that the user
+passes.
 
 Backends are registered in the table `BACKENDS`. `spawn` runs a function on ranks that are threads. If ranks are
-processes, a rank that fails ends the entire job as long as a trainer or a communicator opened here exists. The first
-uncaught exception in any thread is printed before the job is aborted."""
+processes, the failure of a rank ends the entire job while a trainer or a communicator opened by this module exists. The
+first uncaught exception in any thread is printed before the job is aborted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
         if os.getpid() != process:  # a forked child process is not a rank, so it must not end the others
             former(kind, error, trace)
             flush_and_write_stderr()
-            os._exit(1)  # not a normal exit, because that would wait in MPI_Finalize
+            os._exit(1)  # os._exit, because a normal exit would wait in MPI_Finalize
         former_hook = None if former is sys.__excepthook__ else partial(former, kind, error, trace)
         _print_exception_and_end_all_ranks(begun, former_hook, kind, error, trace)
 
@@ -99,8 +99,8 @@ def _print_exception_and_end_all_ranks(
     """Run the script's own hook `script_hook`, then print the exception and end all ranks. Only the first call with the
     same lock `begun` has an effect.
 
-    An error that all ranks raise together is printed only once, because the other ranks give rank 0 time to print it
-    and to end them."""
+    An error that all ranks raise together is printed only once: the other ranks sleep, so that rank 0 can print the
+    error and end all ranks."""
     comm = hooks.find_communicator_to_abort()
     if not begun.acquire(blocking=False):
         return
@@ -131,8 +131,8 @@ def _run_script_excepthook(script_hook: Callable[[], object]) -> int:
 
 
 def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
-    """Return whether the other ranks probably raise the same error. They do for errors in options, batches and calls,
-    because all ranks check these or agree on them."""
+    """Return whether the other ranks probably raise the same error. Errors in options, batches and calls are raised on
+    all ranks, because all ranks check them or agree on them."""
     return isinstance(error, DesyncError) or (
         isinstance(error, FsdpxError) and not isinstance(error, CommError | OutOfMemory)
     )
@@ -148,11 +148,11 @@ def format_rank_traceback(
 
 
 class CommunicatorRequest(NamedTuple):
-    """The arguments with which a communicator is opened.
+    """The arguments for opening a communicator.
 
     Attributes
     ----------
-    comm : communicator of another library to use; None: open a new one
+    comm : communicator of another library to use; if None, open a new one
     rank, size : rank and size of a fake communicator
     device_map : GPU of each local rank, for backends that use GPUs"""
 
@@ -170,7 +170,7 @@ class BackendOpener(NamedTuple):
     ----------
     open : function that opens the requested communicator
     adopts : function that returns whether the backend can use a given communicator of another library
-    suits : function that returns whether the backend can be the default for a request; the first such backend in
+    suits : function that returns whether the backend can be the default for a request; the first suitable backend in
         `BACKENDS` is the default
     device : name of the device whose arrays the backend transfers; "" if the device does not matter
     """
@@ -193,9 +193,9 @@ def open_world(
     backend : "node": MPI between hosts, shared memory inside a host. "mpi": MPI messages only. "gloo": ranks without
         MPI, which connect through MASTER_ADDR and MASTER_PORT or through FSDPX_STORE; Gloo between hosts, shared memory
         inside a host. "nccl": MPI, and NCCL for GPU arrays. "local": a single rank (for several, use `fsdpx.spawn`).
-        "fake": a rank that transfers nothing. The default is "node" if an MPI launcher started this process ("mpi" if
-        FSDPX_NODE=0, or if ranks may die, because shared memory does not outlive them), "gloo" if torchrun or a similar
-        launcher started it, and "local" otherwise
+        "fake": a rank that transfers nothing. If an MPI launcher started this process, the default is "node", or "mpi"
+        if FSDPX_NODE=0 or if ranks may die, because shared memory does not outlive its ranks. If torchrun or a similar
+        launcher started this process, the default is "gloo". Otherwise it is "local"
     comm : existing communicator to use instead of opening one. An mpi4py communicator is duplicated; a `Communicator`
         is returned unchanged
     rank, size : rank and size of a fake communicator
@@ -211,7 +211,7 @@ def open_world(
     ConfigError
         for an unknown backend, arguments that the backend does not accept, or a missing library
     LaunchError
-        if the number of MPI ranks is not the number that the launcher started, or if some ranks do not arrive"""
+        if the number of MPI ranks differs from the number that the launcher started, or if some ranks do not arrive"""
     if comm is not None:
         return as_communicator(comm, backend, device_map)
     if backend is not None and backend not in BACKENDS and find_extension("backend", backend) is None:
@@ -287,7 +287,7 @@ def open_fault_tolerant_communicator(comm: Any = None) -> SurvivorCommunicator:
 
     Parameters
     ----------
-    comm : an mpi4py communicator, a communicator of fsdpx, or None for all ranks of this job. It may use shared memory,
+    comm : an mpi4py communicator, an fsdpx communicator, or None for all ranks of this job. It may use shared memory,
         but the new communicator only sends messages, because shared memory does not outlive its ranks
 
     Returns
@@ -376,7 +376,8 @@ def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator
         opened = set_up_world(
             MpiCommunicator(request.comm, request.settings.timeout or DEFAULT_TIMEOUT_SECONDS), shared
         )
-        hooks.release_hooks_of_owner(ranks)  # otherwise a traceback that refers to `ranks` could keep the hooks alive
+        # without this call, a traceback that refers to `ranks` could keep the hooks alive
+        hooks.release_hooks_of_owner(ranks)
         return opened
 
 
@@ -406,8 +407,8 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
 
 
 def _require_mpi_with_all_ranks(request: CommunicatorRequest) -> None:
-    """Raise ConfigError if MPI cannot be loaded. Raise LaunchError if the number of MPI ranks is not the number that
-    the launcher started."""
+    """Raise ConfigError if MPI cannot be loaded. Raise LaunchError if the number of MPI ranks differs from the number
+    that the launcher started."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -448,10 +449,10 @@ def spawn(
     """Run `fn(comm, *args)` on `size` ranks, each of which is a thread of this process. Return the results in rank
     order.
 
-    The first exception on any rank ends the other ranks, and is raised again here with a note that names the rank. If a
-    rank returns while others are waiting for it in a call, DesyncError is raised immediately. It names the ranks that
-    have returned and those that are waiting. Inside `fn`, the functional API (`fsdpx.all_reduce` and others) uses the
-    communicator of the rank that calls it.
+    The first exception on any rank ends the other ranks. `spawn` raises this exception again, with a note that names
+    the rank. If a rank returns while others are waiting for it in a call, DesyncError is raised immediately. It names
+    the ranks that have returned and the ranks that are waiting. Inside `fn`, the functional API (`fsdpx.all_reduce` and
+    others) uses the communicator of the rank that calls it.
 
     Parameters
     ----------
@@ -459,11 +460,11 @@ def spawn(
     size : number of ranks
     args : further arguments of `fn`; all ranks get the same objects
     timeout : number of seconds that a rank may wait for others before CommTimeout is raised. The error names the ranks
-        that have not arrived, and a note shows where they are. None: FSDPX_TIMEOUT, or half an hour if that is not set.
-        The run as a whole has no time limit
+        that have not arrived, and a note shows where they are. The default is FSDPX_TIMEOUT, or half an hour if
+        FSDPX_TIMEOUT is not set. The run as a whole has no time limit
     delays : seed for random sleeps of up to 2 ms before each communication, for tests (default: no sleeps)
     survive : if true, a rank that raises `RankDied` dies without ending the others, and its result is None. The ranks
-        then get communicators that survive such deaths. If all ranks die, the first death is raised here
+        then get communicators that survive such deaths. If all ranks die, `spawn` raises the first `RankDied`
 
     Returns
     -------
@@ -473,8 +474,7 @@ def spawn(
     Raises
     ------
     ConfigError
-        if an argument cannot be used
-    CommTimeout
+        if an argument is invalid CommTimeout
         if a rank has waited too long for others
     DesyncError
         if ranks have called different collectives, or if one has returned while others are waiting for it"""

@@ -40,13 +40,13 @@ _LONG_POLL_SECONDS = 0.2
 
 
 class RankDied(BaseException):
-    """An exception that makes a rank that runs as a thread die like a killed process. With `spawn(survive=True)`, the
-    other ranks continue to run, and calls that need the dead rank raise RankLost. Otherwise, the death ends the other
-    ranks like any other error."""
+    """An exception that a rank (a thread) raises to die like a killed process. With `spawn(survive=True)`, the other
+    ranks continue to run, and calls that need the dead rank raise RankLost. Otherwise, the death ends the other ranks
+    like any other error."""
 
 
 class ThreadWorld:
-    """The state that all ranks (threads) of one call of `spawn` share. It contains one lock, and the first failure,
+    """The state that all ranks (threads) of one call to `spawn` share. It contains one lock, and the first failure,
     which ends all ranks.
 
     Attributes
@@ -65,7 +65,7 @@ class ThreadWorld:
         self.returned: set[int] = set()
 
     def record_failure(self, error: BaseException) -> None:
-        """Record a failure, if it is the first one, and wake all ranks, so that they raise an error. Do nothing for a
+        """Record a failure if it is the first one, and wake all ranks so that they raise an error. Do nothing for a
         death that the other ranks survive, because `record_death` records it."""
         if self.survive and isinstance(error, RankDied):
             return
@@ -109,7 +109,7 @@ class ThreadWorld:
         gone = sorted(self.returned.intersection(missing))
         if not gone:
             return None
-        self.raise_if_failed()  # if a rank has failed, report this instead, because it is the cause
+        self.raise_if_failed()  # if a rank has failed, report that failure instead, because it is the cause
         who = f"{format_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
         alike = "all ranks make the same calls, in the same order"
         return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
@@ -130,7 +130,7 @@ class ThreadWorld:
             raise CommTimeout(f"not done after {self.timeout:g} s: {event}")
 
     def compute_deadline(self) -> float:
-        """Return the time (of `time.monotonic`) at which a wait that begins now times out."""
+        """Return the `time.monotonic` time at which a wait that begins now times out."""
         return time.monotonic() + self.timeout
 
 
@@ -160,7 +160,7 @@ class ThreadGroup:
             self.world.condition.notify_all()
 
     def raise_if_rank_lost(self, call: str, rank: int, needs: set[int]) -> None:
-        """Raise RankLost if the communicator has been revoked, or if a rank for which the call must wait (one in
+        """Raise RankLost if the communicator has been revoked, or if a rank that the call must wait for (one of
         `needs`) has died. The error names the call, and the rank `rank` that made it. The caller must hold the lock."""
         self.world.raise_if_failed()
         lost = self.get_failed_ranks()
@@ -169,7 +169,7 @@ class ThreadGroup:
 
     def find_returned_rank_error(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
         """Return the error for a collective or message that can never complete because it waits for a rank whose
-        function has returned. Return None if there is no such rank. The caller must hold the lock."""
+        function has returned. Return None if no rank that it waits for has returned. The caller must hold the lock."""
         if not self.world.returned:
             return None
         missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting_ranks))
@@ -206,7 +206,7 @@ class ThreadCollective:
     ----------
     given : the data that each rank has passed, in rank order
     needs : ranks without which the collective cannot complete
-    moving : True once all ranks have arrived, so that the last one is copying the data"""
+    moving : True once all ranks have arrived and the last rank is copying the data"""
 
     def __init__(self, verb: str, what: str, terms: tuple, members: Sequence[int]) -> None:
         self.verb, self.what, self.terms = verb, what, terms
@@ -231,7 +231,7 @@ class ThreadCollective:
         return set(range(len(self.members))) - self.missing
 
     def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
-        """Return an error if the call of rank `rank` differs from that of the ranks that have arrived before it.
+        """Return an error if the call of rank `rank` differs from the calls of the ranks that arrived before it.
         Otherwise return None. `terms` are the arguments of the call that must be equal on all ranks."""
         if (verb, terms) == (self.verb, self.terms):
             return None
@@ -240,8 +240,8 @@ class ThreadCollective:
         return DesyncError(f"ranks called different collectives: rank {rank} {own_call}; ranks {others} {theirs}")
 
     def add_arrival(self, rank: int, given: Any) -> bool:
-        """Store the data that rank `rank` has passed. Return True if this rank is the last one to arrive. It must then
-        copy the data of all ranks."""
+        """Store the data that rank `rank` has passed. Return True if this rank is the last to arrive; the rank must
+        then copy the data of all ranks."""
         self.given[rank] = given
         self.missing.discard(rank)
         if not self.missing:
@@ -304,7 +304,7 @@ class Vote(ThreadCollective):
 
 
 class ThreadTransfer:
-    """The handle that a rank gets for a collective or message in which it takes part."""
+    """The handle that a rank gets for a collective or message that it takes part in."""
 
     __slots__ = ("_group", "_progress", "_rank", "event")
 
@@ -420,8 +420,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
     The last rank to arrive at a collective copies the data of all ranks, and thereby completes it. Reductions are
     computed in rank order. A send completes only when the matching receive has been started, so code that relies on
-    buffered sends fails here. For tests, the random number generator `delays` adds sleeps of up to 2 ms before each
-    call, so that ranks arrive in varying orders."""
+    buffered sends fails with this communicator. For tests, the random number generator `delays` adds sleeps of up to 2
+    ms before each call, so that ranks arrive in varying orders."""
 
     def __init__(
         self, group: ThreadGroup, rank: int, progress: Progress | None = None, delays: random.Random | None = None
@@ -453,7 +453,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
                 COLLECTIVES[call.verb],
             )
         if call.verb not in ("send", "recv"):
-            return super().start_transfer(call)  # builds the operation from messages
+            return super().start_transfer(call)  # super() super() super() builds the operation from messages
         sending, (array,) = call.verb == "send", call.arrays
         name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
         pair = (self.rank, call.root) if sending else (call.root, self.rank)
@@ -493,8 +493,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
         def check_ranks(missing: Callable[[], Sequence[int]], what: str) -> None:
             world.raise_if_failed()
-            # read `returned` before `missing`: otherwise a rank that acts and returns in between would look as if it
-            # had returned without acting
+            # read `returned` before `missing`: otherwise a rank that acts and returns between the two reads would seem
+            # to have returned without acting
             if returned := set(world.returned):
                 gone = returned.intersection(members[rank] for rank in missing())
                 error = world.find_returned_rank_error(gone, [members[self.rank]], f"a window for {what}")
@@ -506,7 +506,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         """Do nothing. The shared state is freed when no rank refers to it any longer."""
 
     def abort(self, code: int = 1) -> None:
-        """End all ranks of this call of `spawn`. Raise `Aborted` immediately in this rank, and in each other rank when
+        """End all ranks of this call to `spawn`. Raise `Aborted` immediately in this rank, and in each other rank when
         it next waits."""
         error = Aborted(f"rank {self._group.members[self.rank]} aborted all ranks with code {code}")
         self._group.world.record_failure(error)
@@ -517,7 +517,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
     def revoke(self) -> None:
         """Revoke this communicator and all of its subgroups. This includes subgroups that this rank no longer uses,
-        because other ranks may still be waiting for it there."""
+        because other ranks may still be waiting for this rank in one of them."""
         self._group.revoke()
         for part in self._parts:
             part.revoke()
@@ -552,7 +552,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             vote.add_arrival(self.rank, given)
         deadline = world.compute_deadline()
         while True:
-            with suppress(RankLost):  # ignore it here, because waiting for the affected transfer raises it again
+            # ignore RankLost here, because waiting for the affected transfer raises the error again
+            with suppress(RankLost):
                 self.progress.advance_transfers()
             with world.condition:
                 if group.decide_if_all_voted(number, vote, decide):

@@ -23,8 +23,8 @@ __all__ = [
 ]  # fmt: skip
 
 AXES = ("pipe", "replica", "shard", "tensor")
-"""The axes in the default rank order, from the slowest to the fastest, so that neighbors on the tensor axis are on the
-same host."""
+"""The axes in the default rank order, from the slowest-varying to the fastest-varying coordinate. With this order,
+neighbors on the tensor axis are on the same host."""
 
 
 AXES_OF_ONE_REPLICA = ("pipe", "shard", "tensor")
@@ -46,18 +46,18 @@ class Mesh:
     """The number of ranks along each of the four mesh axes. One of these numbers may be None; it is then chosen so that
     all ranks are used.
 
-    The ranks among which a sample is divided (`domain`) are neighbors on the data axis, which is replica x shard. They
-    hold parameters like all other data ranks. For example, `Mesh(replica=2, domain=(2, 2))` on 8 ranks processes two
-    samples at a time, each divided among 4 ranks.
+    The ranks that share a sample (`domain`) are neighbors on the data axis, which is replica x shard. They shard and
+    replicate parameters like all other data ranks. For example, `Mesh(replica=2, domain=(2, 2))` on 8 ranks processes
+    two samples at a time, each divided among 4 ranks.
 
     Parameters
     ----------
     replica : number of copies of the model on the data axis
-    shard : number of ranks over which each copy is sharded; None (default): chosen so that all ranks are used
+    shard : number of ranks over which each copy is sharded; if None (default), chosen so that all ranks are used
     pipe : number of pipeline stages
     tensor : number of ranks over which single layers are sharded (tensor parallelism)
-    order : the axes from the slowest to the fastest in rank order; ranks are usually numbered host by host, so the last
-        axis stays inside a host
+    order : the axes, from the slowest-varying to the fastest-varying coordinate; ranks are usually numbered host by
+        host, so the last axis stays inside a host
     domain : number of ranks along each of the 1 to 3 dimensions of a field, for `distribute(domain=grid)`
     """
 
@@ -83,12 +83,12 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Return the mesh that a command-line argument such as `pipe=2,tensor=2` describes.
+        """Parse a command-line argument such as `pipe=2,tensor=2` into a mesh.
 
         Parameters
         ----------
-        text : comma-separated axis=width pairs, optionally with a pair such as domain=2x2; axes that are left out have
-            their default widths
+        text : comma-separated axis=width pairs, optionally with a pair such as domain=2x2; omitted axes have their
+            default widths
 
         Returns
         -------
@@ -98,7 +98,7 @@ class Mesh:
         Raises
         ------
         MeshError
-            if `text` has another form"""
+            if `text` is not of this form"""
         widths: dict[str, Any] = {}
         for word in text.split(","):
             axis, _, width = (part.strip() for part in word.partition("="))
@@ -154,8 +154,7 @@ class Mesh:
         return self.shape[AXES.index(axis)]
 
     def resolve_open_axis(self, world_size: int) -> Mesh:
-        """Return this mesh with all widths set. If the width of an axis is None, it is chosen so that all ranks are
-        used.
+        """Return this mesh with all widths set. If a width is None, choose it so that all ranks are used.
 
         Parameters
         ----------
@@ -169,7 +168,7 @@ class Mesh:
         Raises
         ------
         MeshError
-            if the product of the widths cannot be `world_size`
+            if the product of the widths cannot equal `world_size`
         """
         known = prod(width for width in self._get_axis_widths() if width is not None)
         rest, remainder = divmod(world_size, known)
@@ -201,7 +200,7 @@ class Mesh:
         Raises
         ------
         MeshError
-            if the product of the widths cannot be `world_size`
+            if the product of the widths cannot equal `world_size`
         """
         beside, mesh = (self.pipe or 1) * (self.tensor or 1), self
         if self.shard is None and self.replica == 1 and world_size % beside == 0:
@@ -298,8 +297,8 @@ class Mesh:
 
 
 def _parse_dim_widths(name: str, widths: Any) -> tuple[int, ...]:
-    """Return `widths` (the number of ranks along each of 1 to 3 dimensions) as a tuple. If `widths` is anything else,
-    raise a MeshError that names the option `name`."""
+    """Return `widths` (the number of ranks along each of 1 to 3 dimensions) as a tuple. If `widths` is invalid, raise a
+    MeshError that names the option `name`."""
     given = tuple(widths) if isinstance(widths, Iterable) else (widths,)
     if len(given) > 3 or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in given):
         raise MeshError(f"mesh {name}={widths!r}: ranks along each of 1 to 3 dims, at least 1, such as (2, 2)")
@@ -312,12 +311,13 @@ class MeshAxes:
 
     Attributes
     ----------
-    replica, shard, pipe, tensor : ranks whose coordinates differ from this rank's only along this axis
+    replica, shard, pipe, tensor : ranks whose coordinates differ from this rank's only along the axis of that name
     data : ranks along the data axis, which is replica x shard
     world : all ranks
-    group : ranks that train in lockstep: all ranks, or those of one replica if replicas train independently (local SGD)
-    parts : data ranks among which this rank's samples are divided
-    domain : for each dimension along which samples are divided, the ranks of `parts` along this dimension
+    group : ranks that train in lockstep: all ranks, or the ranks of one replica if replicas train independently (local
+        SGD)
+    parts : data ranks that share this rank's samples
+    domain : for each divided dimension of the samples, the ranks of `parts` along this dimension
     samples : data ranks that hold the same part as this rank, but of other samples
     counters : counts of calls and bytes for each axis
     groups : the groups of ranks that share samples; None if samples are not divided"""
@@ -340,15 +340,15 @@ class MeshAxes:
 
     @property
     def reduction_axes(self) -> tuple[str, ...]:
-        """Names of the axes over which gradients are summed: "shard" and "replica", without an axis that has only one
-        rank. If both axes have only one rank, the only name is "shard"."""
+        """Names of the axes over which gradients are summed: "shard" and "replica", excluding axes with only one rank.
+        If both axes have only one rank, the result is ("shard",)."""
         wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
         return wide or ("shard",)
 
     @cached_property
     def rank_groups_sharing_samples(self) -> list[list[int]]:
-        """The data ranks, grouped by the samples that they share. Each inner list holds the data ranks among which the
-        same samples are divided."""
+        """The data ranks, grouped by the samples that they share. Each inner list holds the data ranks that share the
+        same samples."""
         if self.groups is None:
             return [[rank] for rank in range(self.data.size)]
         data = self.mesh.ranks_along(self.coordinates, ("replica", "shard"))
@@ -356,24 +356,25 @@ class MeshAxes:
 
     @property
     def uncounted_world(self) -> Communicator:
-        """A communicator of all ranks whose traffic is not counted, for messages that are not part of training."""
+        """A communicator of all ranks that does not count traffic. It is used for messages that are not part of
+        training."""
         return self.world.comm if isinstance(self.world, CountingCommunicator) else self.world
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """Return a new communicator of `ranks` (ranks of `world`). Its traffic is counted under `name`, and the caller
-        must close it. Collective: all ranks must call this, each with the group that it joins."""
+        """Return a new communicator of `ranks` (ranks of `world`). Traffic is counted under `name`. The caller must
+        close the communicator. Collective: each rank must call this method with its own group."""
         assert isinstance(self.world, CountingCommunicator)
         return CountingCommunicator(self.world.comm.subgroup(ranks), name, self.counters)
 
     def close(self) -> None:
-        """Close the communicators that `connect_axes` opened. The communicator that was passed to it stays open.
-        Collective."""
+        """Close the communicators that `connect_axes` opened. The communicator that was passed to `connect_axes` stays
+        open. Collective."""
         for comm in self.opened_communicators:
             comm.close()
 
 
 class SampleGroups(NamedTuple):
-    """The groups of data ranks among which samples are divided (domain parallelism).
+    """The groups of data ranks that share samples (domain parallelism).
 
     Attributes
     ----------
@@ -389,7 +390,7 @@ class SampleGroups(NamedTuple):
     members: tuple[tuple[int, ...], ...]
 
     def ranks_along(self, rank: int, dim: int) -> list[int]:
-        """Return the world ranks whose position in the grid differs from that of `rank` only along dimension `dim`, in
+        """Return the world ranks whose grid position differs from the position of `rank` only along dimension `dim`, in
         the order of their positions."""
         rank_index, step = self.own_ranks.index(rank), prod(self.dims[dim + 1 :])
         first = rank_index - rank_index // step % self.dims[dim] * step
@@ -406,7 +407,7 @@ def connect_axes(
 
     Parameters
     ----------
-    mesh : the mesh; if the width of an axis is None, it is chosen so that all ranks of `comm` are used
+    mesh : the mesh; if a width is None, it is chosen so that all ranks of `comm` are used
     comm : communicator of all ranks in the mesh
     check : whether ranks compare a fingerprint of each collective before it starts
     local : whether replicas train independently (local SGD), so that `group` consists of one replica
@@ -448,7 +449,7 @@ def connect_axes(
     if samples is None:
         comms |= {"parts": CountingCommunicator(single_comm, "parts", counters), "samples": comms["data"]}
         return MeshAxes(mesh, place, **comms, counters=counters, opened_communicators=tuple(communicators))  # type: ignore[arg-type]
-    # creating a group is a collective of all ranks, so all ranks must create their groups in the same order
+    # creating a group is collective over all ranks, so all ranks must create their groups in the same order
     here = samples.own_ranks
     parts = single_comm if len(here) == 1 else open_subgroup(here)
     others = [member[here.index(comm.rank)] for member in samples.members]

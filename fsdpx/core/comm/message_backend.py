@@ -36,7 +36,7 @@ def find_inner_with_attribute(comm: Any, name: str) -> Any:
 
 
 CHUNK_BYTES = 1 << 20
-"""Maximum size of a chunk, and of the pinned buffer for it, in bytes."""
+"""Maximum size of a chunk and of its pinned buffer, in bytes."""
 CHUNK_SLOTS = 4
 
 
@@ -63,7 +63,7 @@ def is_sent_in_chunks(call: Call) -> bool:
 
 def start_messages_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
     """Start the sends and receives of a call in chunks, through host memory. All arrays must be on the same GPU. Each
-    array needs scratch memory: `CHUNK_SLOTS` chunks of pinned host memory."""
+    array needs `CHUNK_SLOTS` chunks of pinned host memory as scratch space."""
     arrays = [array for _, array in (*outgoing, *incoming)]
     side = get_device_of_array(arrays[0]).make_copier(arrays[0])
 
@@ -136,7 +136,7 @@ class _ChunkPipelines:
 
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
-"""Default for the maximum duration of a wait before CommTimeout is raised, in seconds."""
+"""Default number of seconds after which a wait raises CommTimeout."""
 
 
 class MessageBackend(Backend):
@@ -157,8 +157,8 @@ class MessageBackend(Backend):
     @property
     @abstractmethod
     def native_verbs(self) -> frozenset[str]:
-        """Names of the operations that the library itself provides (reductions only for dtypes that it can add). All
-        other operations are built from messages."""
+        """Names of the operations that the library itself provides. It provides reductions only for dtypes that it can
+        add. All other operations are built from messages."""
 
     def start_single_message(self, call: Call) -> Handle:
         """Start a single "send" or "recv" call."""
@@ -166,7 +166,7 @@ class MessageBackend(Backend):
         return self.start_messages(call, pairs, []) if call.verb == "send" else self.start_messages(call, [], pairs)
 
     def start_gpu_transfer(self, call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
-        """Start a call whose arrays are on a GPU, with a library that supports only host memory.
+        """Start a call with GPU arrays through a library that supports only host memory.
 
         Small arrays are copied to the host and passed to `start_on_host`. Large arrays are sent as messages in chunks,
         and their sums are computed on the GPU.

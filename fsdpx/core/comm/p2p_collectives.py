@@ -1,8 +1,8 @@
-"""Collectives built from point-to-point messages, for backends that have no better algorithm. There are direct
-algorithms, a ring algorithm, and sums whose values are sent as 16-bit floats.
+"""Collectives built from point-to-point messages, for backends that have no better algorithm. The module contains
+direct algorithms, a ring algorithm, and sums that send values as 16-bit floats.
 
-Values are added in rank order. 16-bit floats are sent unchanged, added in float32 by the rank that owns the piece, and
-rounded once.
+Values are added in rank order. 16-bit floats are sent unchanged. The rank that owns the piece adds them in float32 and
+rounds the sum once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Pairs = Sequence[tuple[int, Array]]
 
 
 class Messenger(Protocol):
-    """The attributes and methods of a backend that are needed to build collectives from point-to-point messages."""
+    """The attributes and methods that a backend needs for collectives built from point-to-point messages."""
 
     rank: int
     size: int
@@ -121,7 +121,7 @@ def start_scatter(comm: Messenger, call: Call) -> Handle:
 
 
 def start_all_to_all(comm: Messenger, call: Call) -> Handle:
-    """Start an all-to-all in which each piece is sent directly to the rank that receives it."""
+    """Start an all-to-all in which each rank sends each piece directly to its destination."""
     (send, recv), (sent, received) = call.arrays, call.partitions
     copy_unless_same(received.get_piece(recv, comm.rank), sent.get_piece(send, comm.rank))
     return comm.start_messages(
@@ -130,7 +130,7 @@ def start_all_to_all(comm: Messenger, call: Call) -> Handle:
 
 
 def start_barrier(comm: Messenger, call: Call) -> Handle:
-    """Start a barrier in which each rank sends one byte to each other rank."""
+    """Start a barrier in which each rank sends one byte to every other rank."""
     here, there = np.zeros(1, np.uint8), np.empty(comm.size, np.uint8)
     return comm.start_messages(
         call,
@@ -169,12 +169,13 @@ def _list_other_ranks(comm: Messenger) -> list[int]:
 
 
 def _pair_array_with_others(comm: Messenger, array: Array) -> Pairs:
-    """Return a list with a pair (rank, array) for each other rank. All pairs contain the same array."""
+    """Return a list with one pair (rank, array) for every rank except this one. All pairs contain the same array."""
     return [(rank, array) for rank in _list_other_ranks(comm)]
 
 
 def _pair_pieces_with_others(comm: Messenger, array: Array, pieces: FlatPartition) -> Pairs:
-    """Return a list with a pair (rank, piece) for each other rank, where `piece` is that rank's piece of `array`."""
+    """Return a list with one pair (rank, piece) for every rank except this one, where `piece` is that rank's piece of
+    `array`."""
     return [(rank, pieces.get_piece(array, rank)) for rank in _list_other_ranks(comm)]
 
 
@@ -212,7 +213,8 @@ def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: in
 
 
 FIRST_RUN_ELEMENTS = 16
-"""Number of elements at the start of an array that are cast through a copy when the result overwrites its source."""
+"""Number of elements at the start of an array that an in-place cast copies first, because the result overwrites
+them."""
 
 
 def start_rounded_reduce_scatter(comm: Communicator, call: Call) -> Handle:
@@ -261,7 +263,7 @@ def _start_rounded_reduce_to_owners(
     within = 0 <= get_data_pointer(recv) - get_data_pointer(send) < send.nbytes
 
     def add_pieces() -> None:
-        # `total` may be overwritten, because the data in it has already been sent and no received piece is stored there
+        # `total` may be overwritten: its data has already been sent, and it contains no received piece
         total = send[:own_count] if within else recv
         store(xp, parts[:own_count], total)
         for r in range(1, width):
@@ -287,10 +289,10 @@ def _widen_in_place(xp: Any, x: Array, out: Array) -> None:
 
 
 def _iterate_doubling_runs(size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) for consecutive runs of elements. Each run is as long as all earlier elements together.
+    """Yield (start, stop) for consecutive ranges of elements. Each range is as long as all preceding elements together.
 
-    Suppose that two arrays begin at the same address, and that the elements of one are half as large as those of the
-    other. A run in the array of small elements then ends where the same run in the other array begins, so the two never
+    Suppose that two arrays begin at the same address, and that one array's elements are half as large as the other's. A
+    range of the smaller elements then ends where the same range of the larger elements begins, so the two never
     overlap."""
     start = FIRST_RUN_ELEMENTS
     while start < size:

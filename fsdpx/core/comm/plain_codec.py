@@ -1,5 +1,5 @@
-"""Serialization of the plain data that ranks exchange about their work. Unlike unpickling, decoding never runs code
-from the sender, and its memory use is bounded."""
+"""Serialization of the plain data that ranks send to each other. Unlike unpickling, decoding never runs code from the
+sender, and its memory use is bounded."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _NAMED = {letter: value for value, letter in _SINGLE.items()}
 
 
 def pack(value: Any) -> bytes:
-    """Encode a value as bytes. It may consist of numbers, text, bytes, arrays, paths, fsdpx classes that only hold
-    values (and instances of these), and collections of all of these.
+    """Encode a value as bytes. The value may consist of numbers, text, bytes, arrays, paths, fsdpx classes that only
+    hold values (and their instances), and collections of these.
 
     Raise ConfigError for any other object. For user-defined objects, use `all_gather_object`."""
     buffer = io.BytesIO()
@@ -42,8 +42,8 @@ def pack(value: Any) -> bytes:
 def unpack(data: Any) -> Any:
     """Decode bytes that another rank has encoded with `pack`. Raise CommError if they are invalid.
 
-    Decoding can only run code of fsdpx classes that hold values and that this process has already loaded. Its memory
-    use is proportional to the number of bytes."""
+    The only code that decoding can run is the code of fsdpx value classes that this process has already loaded. Its
+    memory use is proportional to the number of bytes."""
     reader = _PlainReader(memoryview(data).cast("B"))
     try:
         value = reader.read_value(0)
@@ -186,8 +186,8 @@ class _PlainReader:
         return np.frombuffer(bytearray(self.read_next_bytes(count * dtype.itemsize)), dtype).reshape(shape)
 
     def read_class(self) -> type:
-        """Read the name of an fsdpx class, and return the class. Raise ValueError unless it is a class that only holds
-        values and that this process has already loaded."""
+        """Read the name of an fsdpx class, and return the class. Raise ValueError unless the class only holds values
+        and this process has already loaded it."""
         module, _, name = self.read_next_text().partition(":")
         kind: Any = sys.modules.get(module) if module.partition(".")[0] == "fsdpx" else None
         for part in name.split("."):

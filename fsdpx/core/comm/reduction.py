@@ -1,4 +1,4 @@
-"""The local part of reductions: which operations are defined for which dtypes, and reductions of several arrays in
+"""The local part of reductions: the operations that are defined for each dtype, and reductions of several arrays in
 rank order."""
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def is_reduced_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
     """Return whether fsdpx itself combines the values of all ranks, in rank order, because a communication library
     might compute a different result.
 
-    It does so for all reductions of 16-bit floats, and for MAX and MIN of other floats, where a NaN on any rank must
-    reach all ranks."""
+    The result is True for all reductions of 16-bit floats, and for MAX and MIN of other floats, where a NaN on any rank
+    must reach all ranks."""
     return is_half(dtype) or (op in (ReduceOp.MAX, ReduceOp.MIN) and get_dtype_kind(dtype) == "float")
 
 
 def is_reduction_compilable(dtype: np.dtype, op: ReduceOp) -> bool:
     """Return whether compiled code can apply `op` to arrays of this dtype. Compiled code supports sums and averages of
-    float32 and float64 arrays. These make up most of the traffic in training."""
+    float32 and float64 arrays, which make up most of the traffic in training."""
     return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
 
 
@@ -137,7 +137,7 @@ def _copy_converted_into(xp: Any, x: Array, out: Array) -> None:
 
 
 def _reduce_into(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
-    """Combine x with `total`, in place. x may have a 16-bit dtype."""
+    """Combine x into `total` in place. x may have a 16-bit dtype."""
     if ufunc is np.add and x.dtype != total.dtype:
         add_widened(xp, x, total)
     else:

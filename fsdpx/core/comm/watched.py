@@ -20,8 +20,8 @@ __all__ = [
 
 
 def can_be_watched(comm: Any) -> bool:
-    """Return whether a watchdog is useful for `comm`. This is the case if there are several ranks, if they are
-    processes (ranks that run as threads detect missing ranks themselves), and if FSDPX_WATCH is not 0."""
+    """Return whether a watchdog is useful for `comm`. There must be several ranks, they must be processes (ranks that
+    run as threads detect missing ranks themselves), and FSDPX_WATCH must not be 0."""
     base = unwrap_communicator(comm)
     return bool(base.size > 1 and hasattr(base, "timeout") and environment.read_environment().watch)
 
@@ -39,7 +39,7 @@ def start_watchdog_if_possible(
 
 
 def start_watching_axes(axes: MeshAxes) -> Any:
-    """Start a watchdog for all communicators of a mesh. Return the observer to which this rank's engine must report, or
+    """Start a watchdog for all communicators of a mesh. Return the observer that this rank's engine must notify, or
     None if the mesh cannot be watched. Collective."""
     watcher = start_watchdog_if_possible(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor)
     return None if watcher is None else watcher.record

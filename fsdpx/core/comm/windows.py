@@ -1,5 +1,5 @@
-"""One-sided communication: each rank owns a part of a window, and all other ranks can read and write that part without
-any action by its owner, as in MPI RMA."""
+"""One-sided communication, as in MPI RMA: each rank owns a part of a window, and all other ranks can read and write
+this part without any action by its owner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 20e-6, 1e-3
 
 
 class Window(ABC):
-    """Memory that consists of one part on each of `size` ranks. All ranks can access all parts.
+    """Memory with one part on each of `size` ranks. All ranks can access all parts.
 
     Only `close` is collective. The owner of a part need not take any action when other ranks access the part.
 
@@ -44,8 +44,8 @@ class Window(ABC):
         """Return a context manager that locks the part of rank `rank`, and yields bytes [start_byte, stop_byte) of it.
 
         If `write` is true, changes are stored, and no other rank can have the part open at the same time. Otherwise,
-        other ranks may read it at the same time. To avoid deadlocks, a rank that opens two parts must first open the
-        part of the lower rank."""
+        other ranks may also read it at the same time. To avoid deadlocks, a rank that opens two parts must open the
+        part of the lower rank first."""
 
     @abstractmethod
     def read_word(self, rank: int, word_index: int) -> int:
@@ -65,8 +65,8 @@ class Window(ABC):
         return False
 
     def check_ranks_and_make_progress(self, missing: Callable[[], Sequence[int]] = list, what: str = "") -> None:  # noqa: B027 - most windows need no check
-        """Raise an error if a rank for which this rank waits can never arrive. This method is called between the polls
-        of a wait. `missing()` returns the ranks that have not arrived.
+        """Raise an error if this rank is waiting for a rank that can never arrive. This method is called between the
+        polls of a wait. `missing()` returns the ranks that have not arrived.
 
         If the communication library makes progress only while this rank is inside one of its functions, this method
         also calls such a function, so that other ranks can access this rank's part."""
@@ -77,18 +77,18 @@ class Window(ABC):
         return nullcontext()
 
     def stop_accessing(self) -> None:  # noqa: B027 - only needed in simulated time
-        """Announce that this rank will not access the window until the next synchronization of all ranks is over."""
+        """Announce that this rank will not access the window until all ranks have synchronized again."""
 
     def wait_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         """Wait until `missing()`, the list of ranks that have not acted yet, is empty. Raise CommTimeout if this takes
         more than `timeout` seconds.
 
-        Once the list is empty, it must stay empty. `what` is a description of what this rank waits for."""
+        Once the list is empty, it must stay empty. `what` describes what this rank is waiting for."""
         self.poll_until_none_missing(missing, what)
 
     def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until all living ranks have arrived, and none of them needs this rank any longer to make progress.
-        `missing()` returns the ranks that have not arrived."""
+        """Wait until all living ranks have arrived and no longer depend on this rank to make progress. `missing()`
+        returns the ranks that have not arrived."""
         self.poll_until_none_missing(missing, what)
 
     def poll_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
@@ -111,8 +111,8 @@ def allocate_aligned(nbytes: int) -> Array:
 
 
 class SharedWindow(Window):
-    """A window whose parts are all in memory that this process can access directly. `open_locked_part` yields a view of
-    the memory itself, not a copy."""
+    """A window whose parts this process can all access directly in memory. `open_locked_part` yields a view of the
+    memory itself, not a copy."""
 
     parts: list[Array]
 
@@ -138,8 +138,8 @@ class ThreadWindow(SharedWindow):
 
     Parameters
     ----------
-    check : function that is called during waits; it raises an error if another rank has failed, or if a rank for which
-        this rank waits has returned
+    check : function that is called during waits; it raises an error if another rank has failed, or if this rank is
+        waiting for a rank whose function has already returned
     dead : function that returns whether a given rank has died"""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Gradient codecs: how the gradients in a page (a flat buffer of several parameters) are compressed, and reduced over
+"""Gradient codecs, which compress the gradients in a page (a flat buffer of several parameters) and reduce them over
 ranks."""
 
 from fsdpx.core.compression.bound_codec import BoundCodec

@@ -24,8 +24,8 @@ class BoundCodec(NamedTuple):
     ----------
     memory : arrays that the codec keeps between steps, such as error feedback
     scratch : bytes that the codec may use until its handle is complete
-    error_norms : two Euclidean norms of the last call, for reports: the norm of `gradient + kept error`, which was
-        compressed, and the norm of the new error, which the compression left. Both are computed from a sample of the
+    error_norms : two Euclidean norms of the last call, for reports: the norm of the compressed input
+        (`gradient + kept error`), and the norm of the new compression error. Both are estimated from a sample of the
         elements
     what : name of the gradient in error messages
     """
@@ -38,8 +38,8 @@ class BoundCodec(NamedTuple):
     what: str
 
     def add_and_clear_kept_error(self, grad: Any) -> None:
-        """Add the kept error (error feedback) to a gradient, then set that error to zero. Called instead of a reduce
-        if there is only one rank."""
+        """Add the kept error (error feedback) to a gradient, then set the error to zero. If there is only one rank,
+        this method is called instead of a reduce."""
         if self.memory:
             self.codec.add_and_clear_kept_error(grad, self.memory)
 
@@ -55,8 +55,8 @@ class BoundCodec(NamedTuple):
             return self.codec.reduce_all(self.comm, grad, self.scratch, self.memory, what=self.what)
 
     def _error_norms_context(self, grad: Any) -> AbstractContextManager[None]:
-        """Return a context manager that sets `error_norms` around a call of the codec. It does nothing for GPU arrays,
-        because computing the norms would require waiting for the device."""
+        """Return a context manager that wraps a call of the codec and sets `error_norms`. It does nothing for GPU
+        arrays, because computing the norms would require waiting for the device."""
         error = self.memory.get("error")
         return (
             self._record_error_norms(grad, error)
@@ -78,6 +78,6 @@ SAMPLED_ELEMENTS, SPAN_ELEMENTS = 1024, 1 << 14
 
 
 def _sample_elements(array: Any) -> Any:
-    """Return a sample of a large flat array that suffices to estimate its norm; return a small array unchanged."""
+    """Return a sample of a large flat array that is sufficient to estimate its norm. Return a small array unchanged."""
     rows = array.size // SPAN_ELEMENTS
     return array if rows < 16 else array[: rows * SPAN_ELEMENTS].reshape(rows, SPAN_ELEMENTS)[:, :SAMPLED_ELEMENTS]

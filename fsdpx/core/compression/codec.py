@@ -16,13 +16,13 @@ from fsdpx.errors import ConfigError
 __all__ = ["Cast16", "Codec", "Memory", "NoCompression", "ReshardRule", "Transfers"]
 
 Transfers = tuple[tuple[str, int], ...]
-"""The collectives of a reduce, as (name, bytes that a rank sends) pairs."""
+"""The collectives of a reduce, as pairs (name, number of bytes that a rank sends)."""
 Memory = Mapping[str, Array]
 ReshardRule = Literal["sum", "same", "reset"]
-"""What happens to a codec's memory array when a checkpoint is loaded or the number of ranks changes. "sum": the memory
-is the error that will be added to each gradient element; the errors of ranks that no longer exist are added to those of
-remaining ranks, so that the sum over all ranks stays the same. "same": the memory is equal on all ranks that reduce
-together. "reset": the memory is zeroed, and not saved in checkpoints."""
+"""How a codec's memory array changes when a checkpoint is loaded or the number of ranks changes. "sum": the array holds
+the error to add to each gradient element; the errors of removed ranks are added to the errors of the remaining ranks,
+so that the sum over all ranks stays the same. "same": the array is equal on all ranks that reduce together. "reset":
+the array is zeroed, and not saved in checkpoints."""
 
 
 class Codec(ABC):
@@ -56,8 +56,8 @@ class Codec(ABC):
         return self
 
     def get_user_note(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Return a note for users about how the codec treats parameters of these shapes; it is printed once. The base
-        class has no note.
+        """Return a note for users about how the codec treats parameters of these shapes. The note is printed once. The
+        base class has no note.
 
         Parameters
         ----------
@@ -74,8 +74,8 @@ class Codec(ABC):
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
-        """Start summing `grad` over the ranks, with each rank receiving its own part of the sum in `out`, and return
-        the handle. Collective.
+        """Start summing `grad` over the ranks, and return the handle. Each rank receives its own part of the sum in
+        `out`. Collective.
 
         Parameters
         ----------
@@ -84,34 +84,36 @@ class Codec(ABC):
             `grad`
         counts : number of elements of each rank's part
         scratch : `scratch_bytes(n, comm.size)` bytes, free to use until the handle is complete
-        memory : arrays of the sizes in `memory_sizes(n)`: zero before the first step, then as this codec left them
+        memory : arrays of the sizes in `memory_sizes(n)`; they are zero before the first step and keep their values
+            between steps
         what : name of the gradient in error messages
 
         Returns
         -------
-        Handle : wait for it before reading `out`
+        Handle : handle to wait for before reading `out`
         """
 
     @abstractmethod
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
-        """Start summing `grad` over the ranks in place, with every rank receiving the full sum, and return the handle.
+        """Start summing `grad` over the ranks in place, and return the handle. Every rank receives the full sum.
         Collective.
 
         Parameters
         ----------
         grad : flat array of n elements; holds the sum when the handle is complete
         scratch : `scratch_bytes(n, comm.size)` bytes, free to use until the handle is complete
-        memory : arrays of the sizes in `memory_sizes(n)`: zero before the first step, then as this codec left them
+        memory : arrays of the sizes in `memory_sizes(n)`; they are zero before the first step and keep their values
+            between steps
         what : name of the gradient in error messages
 
         Returns
         -------
-        Handle : wait for it before reading `grad`
+        Handle : handle to wait for before reading `grad`
         """
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
-        """Return the collectives of one `reduce` and the bytes that `rank` sends in each, for traffic reports. The
-        base class assumes one reduce-scatter of the unchanged gradient.
+        """Return the collectives of one `reduce` and the number of bytes that `rank` sends in each. This is used for
+        traffic reports. The base class assumes one reduce-scatter of the uncompressed gradient.
 
         Parameters
         ----------
@@ -126,8 +128,8 @@ class Codec(ABC):
         return (("reduce_scatter", (sum(counts) - counts[rank]) * itemsize),)
 
     def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
-        """Return the collectives of one `reduce_all` and the bytes that `rank` sends in each, for traffic reports. The
-        base class assumes one all-reduce of the unchanged gradient.
+        """Return the collectives of one `reduce_all` and the number of bytes that `rank` sends in each. This is used
+        for traffic reports. The base class assumes one all-reduce of the uncompressed gradient.
 
         Parameters
         ----------
@@ -166,8 +168,8 @@ class Codec(ABC):
         return
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Return the size of the scratch memory that one reduce needs until its handle is complete; 0 in the base
-        class.
+        """Return the size of the scratch memory that one reduce needs until its handle is complete. The base class
+        returns 0.
 
         Parameters
         ----------
@@ -181,9 +183,9 @@ class Codec(ABC):
         return 0
 
     def memory_sizes(self, size: int) -> Mapping[str, int]:
-        """Return the sizes of the arrays that this rank keeps between steps for a gradient, such as error feedback;
-        empty in the base class. `reshard_rules` says how the arrays are redistributed when the number of ranks
-        changes.
+        """Return the sizes of the arrays, such as error feedback, that this rank keeps between steps for a gradient.
+        The base class keeps no arrays. `reshard_rules` determines how the arrays are redistributed when the number of
+        ranks changes.
 
         Parameters
         ----------
@@ -196,8 +198,8 @@ class Codec(ABC):
         return {}
 
     def add_and_clear_kept_error(self, grad: Array, memory: Memory) -> None:
-        """Add the kept error (error feedback) to the gradient, then set that error to zero. Called instead of `reduce`
-        if there is no other rank. Only arrays whose reshard rule is "sum" are added and cleared.
+        """Add the kept error (error feedback) to the gradient, then set the error to zero. If there is only one rank,
+        this method is called instead of `reduce`. Only arrays whose reshard rule is "sum" are added and cleared.
 
         Parameters
         ----------
@@ -216,8 +218,8 @@ class NoCompression(Codec):
 
     Parameters
     ----------
-    algorithm : algorithm for all-reduces: "library", the backend's own (default), or "ring", the ring algorithm of
-        fsdpx, which is faster than some libraries for gradients of more than a few MiB
+    algorithm : algorithm for all-reduces: "library" (default) for the backend's own algorithm, or "ring" for fsdpx's
+        ring algorithm, which is faster than some libraries for gradients of more than a few MiB
     """
 
     elementwise = True
@@ -242,8 +244,8 @@ class Cast16(Codec):
     part adds up the contributions in float32 and in rank order.
 
     Each contribution is rounded once; the sum is rounded only in `reduce_all`. Within a host, nothing is sent: the
-    owner reads the other ranks' gradients from shared memory, and rounds them while reading. If all ranks' parts have
-    the same size, the send and receive buffers reuse the memory of the gradient.
+    owner reads the other ranks' gradients from shared memory and rounds them on the fly. If all ranks' parts have the
+    same size, the send and receive buffers reuse the memory of the gradient.
 
     Parameters
     ----------

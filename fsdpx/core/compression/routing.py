@@ -25,8 +25,8 @@ ANY_PARAMETER = "*"
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class HierarchicalCompression:
-    """One gradient codec within replicas and another between them. With `strategy="hybrid"`, where a replica is a
-    host, these are the codecs within hosts and between hosts.
+    """One gradient codec within replicas and another between them. With `strategy="hybrid"`, a replica is a host, so
+    these codecs are used within hosts and between hosts.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class CodecRoute(NamedTuple):
     def iterate_memory(self, sizes: Mapping[str, int], single_rank: bool) -> Iterator[CodecAxisMemory]:
         """Yield the arrays that the codecs keep between steps for one gradient.
 
-        `sizes` holds, for each mesh axis over which the gradient is summed, the number of elements that are summed. If
+        `sizes` maps each mesh axis over which the gradient is summed to the number of elements in the sum. If
         `single_rank` is true, each of these axes has only one rank, and arrays whose reshard rule is "reset" are not
         kept."""
         for axis, size in sizes.items():
@@ -90,8 +90,8 @@ class CodecRoute(NamedTuple):
                     yield CodecAxisMemory(f"{axis}/{name}", axis, elements, reshard_rule)
 
     def get_reshard_rule(self, kept: str) -> ReshardRule:
-        """Return the rule by which the codec array with the name `kept` ("axis/name") is redistributed when the number
-        of ranks changes. Raise ConfigError if the codec specifies an unknown rule."""
+        """Return the rule for redistributing the codec array named `kept` ("axis/name") when the number of ranks
+        changes. Raise ConfigError if the codec specifies an unknown rule."""
         axis, _, name = kept.partition("/")
         codec: Codec = getattr(self, axis)
         reshard_rule = codec.reshard_rules.get(name, "reset")
@@ -110,8 +110,8 @@ class CodecRules:
 
     @classmethod
     def from_choice(cls, choice: Choice, make: Callable[[str | Codec | None], Codec]) -> CodecRules:
-        """Build the rules from the `compression` option. `make` returns the codec for a given codec or codec name; it
-        is called with None for parameters that match no pattern."""
+        """Build the rules from the `compression` option. `make` returns the codec for a given codec or codec name. For
+        parameters that match no pattern, it is called with None."""
 
         def make_route(one: SingleChoice | None) -> CodecRoute:
             if isinstance(one, HierarchicalCompression):
@@ -147,8 +147,8 @@ class CodecRules:
 
     def find_rule(self, names: Collection[str]) -> tuple[int, bool]:
         """Return the number of the first rule that matches a parameter with one of these names, and whether that rule
-        contains a codec that is not elementwise. The results of such a codec depend on which parameters share a flat
-        buffer."""
+        contains a codec that is not elementwise. The results of a codec that is not elementwise depend on which
+        parameters share a flat buffer."""
         rules = enumerate(self.rules)
         number, route = next((i, r) for i, (pattern, r) in rules if any(fnmatchcase(n, pattern) for n in names))
         return number, not all(codec.elementwise for codec in route)
@@ -159,7 +159,7 @@ class CodecRules:
 
     @property
     def patterns(self) -> list[str]:
-        """Name patterns that the user passed, without the rule for all other parameters."""
+        """Name patterns that the user passed, excluding the default rule for all other parameters."""
         return [pattern for pattern, _ in self.rules[:-1]]  # the last rule is for all other parameters
 
     @property
@@ -197,8 +197,9 @@ def _describe_codec(codec: Codec) -> str:
 
 
 def make_codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
-    """Return the gradient codec named `choice`, or `choice` itself if it is a codec. None stands for the codec that
-    the precision implies: 16-bit if the dtype `reduce` is narrower than `compute`, else no compression."""
+    """Return the gradient codec named `choice`, or `choice` itself if it is a codec. If `choice` is None, the precision
+    determines the codec: a 16-bit codec if the dtype `reduce` is narrower than `compute`, and no compression
+    otherwise."""
     if choice is None:
         return NoCompression() if parse_dtype(reduce).itemsize >= parse_dtype(compute).itemsize else Cast16(reduce)
     if isinstance(choice, str):

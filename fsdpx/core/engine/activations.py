@@ -1,9 +1,9 @@
 """Measure activation memory, which is the memory of all arrays that are neither in the arena (the large buffers) nor in
 the ledger (the table of parameters, gradients and optimizer state).
 
-`ActivationMeter` tracks the activations that are kept between actions, in real and in dry runs. `HeapRecorder` counts,
-in a dry run only, everything that is alive within each action. Recordings, reports of peak memory, dry runs, plans and
-out-of-memory errors use these two classes."""
+`ActivationMeter` tracks the activations that are kept between actions, both in real runs and in dry runs.
+`HeapRecorder` works only in dry runs, and counts everything that is alive during each action. Recordings, peak memory
+reports, dry runs, plans and out-of-memory errors use these two classes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def get_arena_storage_ids(arena: Arena) -> set[int]:
 
 
 class ActivationMeter:
-    """Counts the bytes of activations that a program keeps between actions; the count is updated after each action.
-    Inputs of the batch count as long as a value refers to them; targets and temporary arrays of layers do not count.
+    """Counts the bytes of activations that a program keeps between actions. The count is updated after each action.
+    Inputs of the batch count as long as a value refers to them. Targets and temporary arrays of layers do not count.
 
     A view counts as its base array, and each base array counts once. Parameters that a layer saves for backward are not
     counted, because the ledger (table of a rank's arrays) counts them.
@@ -60,7 +60,7 @@ class ActivationMeter:
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
 
     def get_storage_bytes_by_slot(self) -> dict[Slot, dict[int, int]]:
-        """Return the memory that the value in each slot (named value) currently holds: for each slot, a dict that maps
+        """Return the memory that the value in each slot (named value) currently uses, as one dict per slot that maps
         the `id` of each base array to its size in bytes."""
         return dict(self._held)
 
@@ -123,7 +123,7 @@ class HeapRecorder(Observer):
     activations : meter of the activations kept between actions
     program : the program during which the heap is largest
     action_at_peak : index in `program` of the action during which the heap is largest
-    slots_at_peak : for each slot (named value), the memory that its value used before that action: a dict that maps
+    slots_at_peak : for each slot (named value), the memory that its value used before that action, as a dict that maps
         array ids to sizes in bytes
     batch : size in bytes of each array in the first batch, by the array's id
     """
@@ -139,8 +139,8 @@ class HeapRecorder(Observer):
         engine.add_observer(self)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """Reset the peak. Arrays made before the first program, for example while a batch is checked, do not count as
-        part of a step."""
+        """Reset the peak. Arrays that are created before the first program, for example while a batch is checked, do
+        not count as part of a step."""
         if not self._began:
             self.batch = dict(
                 iterate_storage_ids_and_sizes(
@@ -191,8 +191,8 @@ class HeapRecorder(Observer):
 
     @property
     def activation_bytes_by_action(self) -> list[tuple[int, int]]:
-        """For each action of the last program, the sizes in bytes of the activations, as (maximum during the action,
-        size after the action)."""
+        """For each action of the last program, the total size of the activations in bytes, as (maximum during the
+        action, size after the action)."""
         arena = self._bytes_kept_between_programs
         return [(most - arena, after - arena) for most, after in self._each]
 

@@ -15,13 +15,13 @@ from fsdpx.core.program import VERBS, Action
 __all__ = ["BATCHES", "PROGRESS", "EngineClock", "VerbTimings"]
 
 PROGRESS = "(progress of transfers between actions)"
-"""Row of the clock for the progress of transfers between actions."""
+"""Row of the clock for the time between actions that is spent on advancing transfers."""
 BATCHES = "(batches: checked, and agreed on by all ranks)"
-"""Row of the clock for checking and comparing batches. It includes the time for which ranks wait for the slowest
+"""Row of the clock for checking and comparing batches. It includes the time that ranks spend waiting for the slowest
 rank."""
 SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the background)", "(loading weights)"
-"""Rows of the clock for checkpoints, with the bytes that this rank writes or reads. For a background save, only the
-time that it takes to make the copy is counted, because a thread writes the file."""
+"""Rows of the clock for checkpoints, with the number of bytes that this rank writes or reads. For a background save,
+only the time to make the copy is counted, because another thread writes the file."""
 
 
 class VerbTimings(NamedTuple):
@@ -30,11 +30,11 @@ class VerbTimings(NamedTuple):
     Attributes
     ----------
     seconds : total run time
-    waited : seconds that these actions waited for the results of transfers
+    waited : seconds that these actions spent waiting for the results of transfers
     calls : number of actions
     nbytes : bytes that this rank sent, received, wrote to a checkpoint or read from one in these actions
     in_flight : seconds during which transfers issued by these actions were in flight
-    busy : the part of `in_flight` that this rank spent progressing or waiting for transfers instead of computing
+    busy : the part of `in_flight` that this rank spent advancing transfers or waiting for them instead of computing
     """
 
     seconds: float = 0.0
@@ -50,10 +50,10 @@ class EngineClock(Observer):
 
     Attributes
     ----------
-    rows : for each verb, a list of the fields of its `VerbTimings`; a separate entry counts the progress of transfers
-        between actions
+    rows : for each verb, a list of the fields of its `VerbTimings`; a separate entry counts the time between actions
+        that is spent on advancing transfers
     in_flight : for each mesh axis, the seconds during which transfers were in flight, and the part of these seconds
-        that this rank spent progressing or waiting for transfers
+        that this rank spent advancing transfers or waiting for them
     """
 
     def __init__(self) -> None:

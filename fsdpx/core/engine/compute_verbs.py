@@ -1,5 +1,5 @@
 """The operations that compute: load inputs, forward, loss, backward and recompute. They run the nodes (layer calls) of
-a unit (group of layers) in order. Nodes pass activations to each other, and refer to them by number."""
+a unit (group of layers) in order. Nodes pass activations to each other and refer to them by number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Arrays = Sequence[Mapping[str, Any]]
 Grads = Sequence[Mapping[str, Any]]
 UnitContexts = list[LayerContext]
 NO_VALUE = object()
-"""Placeholder, in a list with one value per node, for a node that gets no parameter gradient."""
+"""Placeholder for a node that gets no parameter gradient, in a list with one value per node."""
 
 
 def run_unit_forward(
@@ -43,12 +43,12 @@ def run_unit_forward(
     constant: Container[int] = (),
     released: Sequence[Sequence[int]] = (),
 ) -> list[Any]:
-    """Run the forward pass of the nodes (layer calls) of a unit (group of layers) on `values`, a dict that maps
-    activation numbers to arrays, and add the nodes' outputs to this dict. If `keep` is true, return what each node
-    saves for backward; otherwise return None for each node.
+    """Run the forward pass of all nodes (layer calls) in a unit (group of layers). `values` is a dict that maps
+    activation numbers to arrays. The nodes' outputs are added to it. If `keep` is true, return what each node saves for
+    backward; otherwise return None for each node.
 
-    `constant` holds the numbers of the activations that need no gradient; nothing is saved for them. `released` holds,
-    for each node, the numbers of the activations that are removed from `values` once the node has run. The next layers
+    `constant` holds the numbers of the activations that need no gradient; nothing is saved for them. For each node,
+    `released` holds the numbers of the activations to remove from `values` once the node has run. The next layers can
     then reuse memory that is still in the cache. By default, no activations are removed."""
     saved: list[Any] = []
     for n, (node, env, p) in enumerate(zip(unit.nodes, envs, params, strict=True)):
@@ -143,8 +143,9 @@ UNIT_FUNCTIONS = UnitFunctions(run_unit_forward, run_unit_backward, run_unit_bac
 
 
 def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
-    """Add a note to `error` that says which layer failed, in which method (`where`, such as "forward"), and the likely
-    cause if it is known. If the layer called a NumPy function that shape-only arrays lack, raise ConfigError instead.
+    """Add a note to `error` with the layer that failed, the method (`where`, such as "forward"), and the likely cause
+    if it is known. If the layer called a NumPy function that shape-only arrays do not support, raise ConfigError
+    instead.
     """
     if is_missing_function_error(error):
         raise ConfigError(f"layer {node.path!r} {node.layer!r} in {where} calls {error}; {UNKNOWN}") from error
@@ -293,8 +294,8 @@ def _list_trainable_pages(run: ProgramRun, unit: int) -> list[int]:
 def _list_inputs_and_known_gradients(
     run: ProgramRun, unit: StageUnit, taken: Values, have: Values
 ) -> tuple[list[int], dict[int, Any]]:
-    """Return the numbers of those inputs of a unit (group of layers) that need a gradient, and a dict that maps
-    activation numbers to the gradients that are already known.
+    """Return the numbers of the unit's inputs that need a gradient, and a dict that maps activation numbers to
+    gradients that are already known. A unit is a group of layers.
 
     The dict contains the gradients of the unit's outputs, which are all entries of `taken` except the last. It also
     contains the gradients in `have`, which other units that read the same inputs have computed."""
@@ -316,9 +317,9 @@ def _add_empty_microbatches(gradients: list[Gradient], have: Values) -> Values:
 def _get_gradients_and_mark_blank(
     run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
 ) -> list[GradientEntries]:
-    """For each page (flat parameter buffer) in `pages`, return a dict that maps parameter names to gradients. If
-    nothing has been added to a page's gradient yet, mark its entries as blank, so that layers overwrite them instead of
-    adding to them."""
+    """For each page (flat parameter buffer) in `pages`, return a dict that maps parameter names to gradients. If a
+    page's gradient is still empty, mark its entries as blank, so that layers overwrite them instead of adding to
+    them."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
         entries = run.views.get_gradient_entries(
@@ -377,8 +378,8 @@ def _match_memory_order(target: Any, y: Any) -> Any:
 
 
 def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) -> None:
-    """Raise ConfigError if a gradient that the loss returns does not have the shape and dtype of the output. Without
-    this check, a layer would fail later."""
+    """Raise ConfigError if a gradient that the loss returns does not have the shape and dtype of the corresponding
+    output. Without this check, a layer would fail later."""
     for y, d in zip(outputs, dys, strict=True):
         if not hasattr(d, "dtype") or d.dtype != y.dtype or d.shape != y.shape:
             description = f"{d.dtype}{list(d.shape)}" if hasattr(d, "dtype") else type(d).__name__
@@ -403,8 +404,8 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
 def start_backward_from_caller_gradients(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Start the backward pass from output gradients that the caller passes. They are taken as gradients of a mean loss,
-    so their total weight is 1, or 1 in each replica if replicas train independently."""
+    """Start the backward pass from the output gradients that the caller passes. These gradients are treated as
+    gradients of a mean loss, so their total weight is 1, or 1 per replica if replicas train independently."""
     *have, weight = added
     factor, axes = run.scaler.value, run.placement.axes
     dys = [d * factor if factor != 1.0 else d for d in _drop_constant_gradients(run, taken[0])]
@@ -414,8 +415,7 @@ def start_backward_from_caller_gradients(
 
 
 def _drop_constant_gradients(run: ProgramRun, dys: Values) -> list[Any]:
-    """Return the output gradients without those of outputs that need no gradient, such as inputs that are also
-    outputs."""
+    """Return the output gradients, excluding outputs that need no gradient, such as inputs that are also outputs."""
     return [d for v, d in zip(run.stage.outputs, dys, strict=True) if v not in run.stage.constant]
 
 

@@ -39,7 +39,7 @@ class Engine:
     added_observers : observers added after construction
     hooks : for each event, the observer methods to call
     last_program, batch : the program that ran last, and its batch
-    direct : for each (shape, dtype) of a small batch, a function that runs only the layers (`DirectPrediction`)
+    direct : functions that run only the layers (`DirectPrediction`), keyed by the (shape, dtype) of a small batch
     """
 
     added_observers: tuple[Observer, ...]
@@ -89,7 +89,8 @@ class Engine:
     def run_program(self, executable: Executable, feed: StepInputs) -> dict[Slot, Any]:
         """Run all actions of a program and return a dict of its results, keyed by slot (name of a value). Collective
         if the program communicates."""
-        # with a dynamic loss scale, overflow is expected; it raises no error here, but is detected in the gradients
+        # with a dynamic loss scale, overflow is expected: do not raise an error now, because overflow is detected in
+        # the gradients
         overflows = self.state.scaler.dynamic
         statistics = self.state.back_up_running_statistics() if feed.training else []
         with (
@@ -109,10 +110,10 @@ class Engine:
                     self._progress_transfers()
                 results = {slot: self._take_result(slot) for slot in executable.program.results}
                 kind = PROGRAM_KINDS[executable.program.kind]
-                # a program without an update checks its loss here, before the loss is accumulated
+                # if the program has no update, check the loss before it is accumulated
                 if kind.loss == "LOSS" and not kind.updates and not overflows:
                     require_finite_loss(run, results[Slot("mean")], run.sync_group)
-            except BaseException:  # also KeyboardInterrupt, because an interactive session continues after Ctrl-C
+            except BaseException:  # catch KeyboardInterrupt too, because an interactive session continues after Ctrl-C
                 restore_from_copies(statistics)
                 self.state.discard_after_error()
                 raise
@@ -147,8 +148,8 @@ class Engine:
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._track_transfer)
 
     def _finish_stale_transfers(self) -> None:
-        """Wait for the transfers that a failed program left pending, except those whose results a later program still
-        needs. All ranks wait for the same transfers."""
+        """Wait for the transfers that a failed program left pending, except transfers whose results a later program
+        still needs. All ranks wait for the same transfers."""
         known = {id(value) for value in self.state.store.values()}
         for _, transfer in self._in_flight:
             if id(transfer) not in known:
@@ -185,8 +186,8 @@ class Engine:
             self.clock.on_outside_program(PROGRESS, end, perf_counter(), 0)
 
     def annotate_and_report_error(self, error: Exception, words: str) -> None:
-        """Add a note to `error` that says on which rank and in which action (`words`) it was raised. Then report the
-        error to observers."""
+        """Add a note to `error` with the rank and the action (`words`) that raised it. Then report the error to
+        observers."""
         for failed in self.hooks.on_action_failed:
             failed(words, error)
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
@@ -247,8 +248,8 @@ class Engine:
         return self._contexts.get_contexts(False, False, inputs)[1][unit], self._views.view_unit_parameters(unit, held)
 
     def record_outside_program(self, what: str, begin: float, nbytes: int = 0) -> None:
-        """Report work done outside programs, which is named `what`, to observers. The work began at time `begin` and
-        ends now; this rank wrote or read `nbytes` bytes in it."""
+        """Report work done outside programs to observers. `what` names the work. The work began at time `begin` and
+        ends now; this rank wrote or read `nbytes` bytes in that time."""
         end = perf_counter()
         for outside in self.hooks.on_outside_program:
             outside(what, begin, end, nbytes)
@@ -288,14 +289,15 @@ MAX_DIRECT_BYTES = 1 << 16
 
 class DirectPrediction:
     """Callable that predicts without running the program, for inputs of one shape and dtype. It returns the outputs in
-    order. If anything but the values of the inputs has changed, it returns None, and the caller must run the program.
+    order. If anything other than the values of the inputs has changed, it returns None, and the caller must run the
+    program.
 
     The object can be made only after `engine` has run the program `executable` on the array `x`."""
 
     @classmethod
     def from_last_program_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectPrediction | None:
-        """Return a `DirectPrediction` that repeats the last run, or None if the program did more than inference on one
-        rank."""
+        """Return a `DirectPrediction` that repeats the last run. Return None if the program did more than inference on
+        one rank."""
         place, ops = engine.placement, {planned.action.op for planned in executable.steps}
         plain = (
             type(x) is np.ndarray and x.nbytes <= MAX_DIRECT_BYTES and len(executable.program.stage.used_inputs) == 1

@@ -19,7 +19,7 @@ def require_finite(placement: Placement, array: Any, what: str, action: Action |
 
 
 def describe_not_finite(placement: Placement, array: Any, what: str, where: str = "") -> str:
-    """Return a sentence that names the rank, the array (`what`) and its first NaN or Inf; "" if all elements are
+    """Return a sentence that names the rank, the array (`what`) and its first NaN or Inf, or "" if all elements are
     finite. `where` is text to insert into the sentence, such as " in action F3.0"."""
     xp = placement.xp
     if array.dtype.kind not in "fV" or placement.device.is_finite(array):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpx.core.base.dataclass import dataclass
 
-if TYPE_CHECKING:  # the launcher imports this module, but should not load the engine
+if TYPE_CHECKING:  # the launcher imports this module but must not load the engine
     from fsdpx.core.comm.calls import TimedTransfer
     from fsdpx.core.engine.operations import ExecutableAction
     from fsdpx.core.engine.run import UnitFunctions
@@ -57,7 +57,7 @@ class Observer:
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
         """Called at the end of an action. `begin`, `ready` and `end` are the times at which the action began, had all
-        its inputs, and ended. `nbytes` is the number of bytes that this rank sent or received in between."""
+        its inputs, and ended. `nbytes` is the number of bytes that this rank sent or received during the action."""
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
         """Called when a transfer that `action` started is complete."""
@@ -73,7 +73,7 @@ class Observer:
         """Set the counters of this observer to zero."""
 
     def write_files(self) -> None:
-        """Write what was recorded to files. Collective."""
+        """Write the recorded data to files. Collective."""
 
 
 @dataclass(slots=True)

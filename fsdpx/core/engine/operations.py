@@ -1,10 +1,11 @@
 """Operations: the functions that perform each verb (kind of action) on one rank. The table of verbs lists the slots
-(named values) of each verb. An operation gets, in the order of that table, the values of the slots that it takes, reads
-or adds to. It returns the new values, first of the slots that it fills, then of the slots that it adds to.
+(named values) of each verb. An operation receives the values of the slots that it takes, reads or adds to, in the order
+of this table. It returns the new values of the slots that it fills, followed by the values of the slots that it adds
+to.
 
-SEND and RECV are messages between pipeline stages: activations are sent forward to the next stage that reads them,
-gradients are sent backward. UPDATE runs the optimizer on parameters. An `Executable` is a compiled program with its
-memory on one rank; it can run any number of times."""
+SEND and RECV transfer messages between pipeline stages: activations go forward to the next stage that reads them, and
+gradients go backward. UPDATE runs the optimizer on parameters. An `Executable` is a compiled program with its memory on
+one rank; it can run any number of times."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def update_page(run: ProgramRun, action: Action, taken: Values, read: Values, ad
     if not scale.skip and not run_optimizer_on_page(
         run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor
     ):
-        # a dry run updates and sends nothing, so count what the optimizer would send
+        # a dry run does not update or send anything, so count what the optimizer would send
         for axis, call, nbytes in run.placement.list_optimizer_collectives(p):
             run.placement.axes.counters.add_calls(axis, call, nbytes)
     return (master, slots)
@@ -102,8 +103,8 @@ def preserving_frozen_parameters(
 
 
 def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start sending an activation or a gradient to another pipeline stage. No action waits until the message has been
-    sent; the program waits for this at its end."""
+    """Start sending an activation or a gradient to another pipeline stage. No action waits for the send to complete;
+    the program waits for it at the end."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return ()
@@ -134,8 +135,8 @@ def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Va
 
 
 def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start averaging the loss over all ranks. The transfer runs during the backward pass; the first action that needs
-    the mean loss waits for the transfer."""
+    """Start averaging the loss over all ranks. The transfer runs during the backward pass. The first action that needs
+    the mean loss waits for it."""
     return (
         run.placement.start_all_gather_numbers(
             _pack_values_for_step_all_reduce(run, taken, read),
@@ -149,23 +150,24 @@ def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: 
 def _pack_values_for_step_all_reduce(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
     """Return the numbers that this rank contributes to the all-reduce at the end of a step.
 
-    They are the weight of its gradients, the summed loss and the weight of each microbatch, and the scheduled values
-    (such as the learning rate), which must be the same on all ranks."""
+    They are the weight of this rank's gradients, the summed loss and weight of each microbatch, and the scheduled
+    values (such as the learning rate), which must be the same on all ranks."""
     rates = get_scheduled_values(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
-    # return zeros: the loss of these samples is counted on another pipeline or tensor rank
+    # return zeros, because another pipeline or tensor rank counts the loss of these samples
     if not run.placement.counts_loss or not weight:
         return [0.0] * (1 + 2 * len(run.feed.batch)) + [*rates]
     return [weight[0], *(number for pair in pairs for number in pair), *rates]
 
 
 def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
-    """Return the mean loss, given the numbers that each rank sent. Raise DataError if the global batch has no samples
-    that count; a single replica that trains independently may have none. `rows` holds one list of numbers per rank."""
+    """Return the mean loss, given the numbers that each rank sent. Raise DataError if no samples of the global batch
+    count. If replicas train independently, a single replica may have no such samples. `rows` holds one list of numbers
+    per rank."""
     require_same_scheduled_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
-    # modulo, because in asynchronous training there is only one row, from this rank
+    # use the use the use the modulo, because in asynchronous training there is only one row, from this rank
     lr = rows[run.sync_group.rank % len(rows)][-2]
     if math.isnan(lr):
-        # NaN marks an invalid rate: this call raises the same error on all ranks
+        # NaN marks an invalid rate; this call then raises the same error on all ranks
         get_learning_rate(run.placement.optimizer, run.step + 1)
     shared = sum_exactly([row[0] for row in rows])
     if len(rows[0]) == 3:
@@ -244,9 +246,9 @@ def _make_gradient_reduction(run: ProgramRun, action: Action, axis: str, first: 
 
 def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Sum the gradients of tied parameters, and store the sum in all copies on this rank. Let n be the number of
-    elements per copy on this rank, T the number of tensor ranks, and k the number of copies, of which c are on this
-    rank. A rank then sends 2 n (T - 1)/T elements over the tensor axis, and n (k - c) elements to other ranks that have
-    copies."""
+    elements per copy on this rank, T the number of tensor ranks, k the total number of copies, and c the number of
+    copies on this rank. Then the rank sends 2 n (T - 1)/T elements over the tensor axis, and n (k - c) elements to
+    other ranks that have copies."""
     p, description = get_action_target(action), format_action_label(run, action)
     tie_group = run.ties[p]
     if tie_group.partial:
@@ -285,9 +287,9 @@ def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values
 def all_reduce_loss_and_gradient_norm(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Compute the mean loss, the gradient norm and the factor for all gradients with a single collective. The factor is
-    `1 / (weight * loss_scale)`. If the norm exceeds `max_norm` (option `clip_norm`), it is also multiplied by `max_norm
-    / norm`."""
+    """Compute the mean loss, the gradient norm and the factor for all gradients in a single collective. The factor is
+    `1 / (weight * loss_scale)`. If the norm exceeds `max_norm` (option `clip_norm`), the factor is also multiplied by
+    `max_norm / norm`."""
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
     here = _compute_own_norm_squares(run, read)
     n = len(here)
@@ -341,9 +343,9 @@ def _list_slices_counted_once(run: ProgramRun) -> list[tuple[int, slice]]:
     """Return the gradient elements that this rank contributes to sums over all ranks, as (index into the list of
     trained pages, slice of the page's gradient shard).
 
-    Each element of the model counts only once, although several ranks may hold it: replicas after the first, tensor
-    ranks with the same element, and copies of tied parameters do not count. With reproducible chunks there is one
-    slice per parameter; otherwise adjacent slices are merged."""
+    Each element of the model counts only once, although several ranks may hold it. Replicas after the first, duplicates
+    on tensor ranks, and copies of tied parameters do not count. With reproducible chunks, there is one slice per
+    parameter; otherwise, adjacent slices are merged."""
     place = run.placement
     if place.axes.replica.rank > 0 and place.sync_policy.is_synchronous:
         return []
@@ -393,8 +395,8 @@ def compute_local_loss_and_gradient_scale(
 
 def require_finite_loss(run: ProgramRun, mean: LossMean, comm: Communicator | None = None) -> None:
     """Raise NumericsError if the mean loss is NaN or Inf, before anything is updated. `comm` is the communicator of the
-    ranks that averaged this loss: all of them raise the same error, which names a rank with NaN or Inf in its batch. If
-    `comm` is None, only this rank raises an error."""
+    ranks that averaged this loss. All of these ranks raise the same error, which names a rank with NaN or Inf in its
+    batch. If `comm` is None, only this rank raises an error."""
     if run.feed.batch and not math.isfinite(mean.total):
         _raise_numerics_error(run, f"the loss is {mean.value}", _describe_bad_batch_value(run), comm)
 
@@ -416,16 +418,17 @@ def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
 
 
 def _raise_numerics_error(run: ProgramRun, what: str, origin: str, comm: Communicator | None = None) -> NoReturn:
-    """Raise NumericsError about `what`. `origin` says where this rank found NaN or Inf. If `comm` is given, all its
-    ranks must call this function, which exchanges these texts; if it is None, only this rank calls it."""
+    """Raise NumericsError about `what`. `origin` describes where this rank found NaN or Inf. If `comm` is given, all
+    ranks of `comm` must call this function, and they exchange these descriptions. Otherwise, only this rank calls
+    it."""
     origins = [origin] if comm is None else comm.all_gather_data(origin)
     told = next(filter(None, origins), "distribute(..., check_finite=True) names its origin")
     raise NumericsError(f"step {run.step + 1}: {what}, and nothing is updated with it: {told}")
 
 
 def _describe_bad_batch_value(run: ProgramRun) -> str:
-    """Return a phrase that names the first NaN or Inf in the inputs and target of this rank's batch; "" if all are
-    finite."""
+    """Return a phrase that names the first NaN or Inf in the inputs and target of this rank's batch, or "" if all
+    values are finite."""
     place = run.placement
     for batch in filter(None, run.feed.batch):
         arrays = {f"input {name!r}": array for name, array in zip(place.layout.inputs, batch.inputs, strict=True)}
@@ -439,13 +442,15 @@ def _describe_bad_batch_value(run: ProgramRun) -> str:
 
 
 def _describe_bad_gradient(run: ProgramRun, totals: Values) -> str:
-    """Return a phrase that names the first parameter with a NaN or Inf in its gradient on this rank; "" if there is
+    """Return a phrase that names the first parameter with a NaN or Inf in its gradient on this rank, or "" if there is
     none. `totals` holds this rank's gradient shards."""
     for p, total in zip(run.stage.trained_pages, totals, strict=True):
         page = run.placement.pages[p]
         first = (
             page.own_range.start if total.size == page.own_range.size else 0
-        )  # 0 in asynchronous training, where each rank has the full gradient
+        # the shard starts at the shard starts at the shard starts at 0 in asynchronous training, where each rank has
+        # the full gradient
+        )
         for piece in page.page.find_field_overlaps(ElementRange(first, first + total.size)):
             name = page.page.fields[piece.have].source
             part = total[piece.start - first : piece.stop - first]
@@ -480,7 +485,8 @@ OPERATIONS: dict[str, Operation] = {
     "COMMIT": call_commit_callback,
     "UPDATE": update_page,
 }
-"""Operations by verb. A new verb needs a row here and a row in `fsdpx.core.program.VERBS`. Extensions add rows."""
+"""Operations by verb. A new verb needs an entry in this table and a row in `fsdpx.core.program.VERBS`. Extensions add
+entries."""
 
 
 class ExecutableAction(NamedTuple):
@@ -527,8 +533,8 @@ class Executable:
 
 
 def describe_action_target(placement: Placement, action: Action, kind: str) -> str:
-    """Return a phrase that names the unit (group of layers), page (flat parameter buffer) or message on which an action
-    works. For an action without such a target, name the program by its `kind`, such as "step"."""
+    """Return a phrase that names the target of an action: a unit (group of layers), a page (flat parameter buffer) or a
+    message. If the action has no target, name the program by its `kind`, such as "step"."""
     description, number = VERBS[action.op].about, action.unit
     if number is None or not description:
         return f"the {kind} program"

@@ -53,7 +53,7 @@ __all__ = [
 
 class BufferViews:
     """Cache of the views of parameters and gradients in flat buffers. Every step uses the same buffers, so new views
-    are made only in the first steps.
+    are created only in the first steps.
 
     Attributes
     ----------
@@ -150,8 +150,8 @@ class LossMean:
     ----------
     total, weight : sums of loss and loss weight over all samples
     shared : total weight by which summed gradients are divided; 0 if there were no samples
-    rate : the learning rate; ranks send it together with the loss, so that it can be compared. 0 in a program without
-        an update
+    rate : the learning rate, which is 0 in a program without an update; ranks send it with the loss to check that all
+        ranks have the same rate
     """
 
     total: float
@@ -232,8 +232,8 @@ class Workspace:
         return self.state.arena.view_slab(self.plan.offsets[life], size, dtype)
 
     def get_full_parameter_buffer(self, page: int) -> Any:
-        """Return the memory for the gathered parameters of a page (flat parameter buffer): memory that is kept between
-        steps, or a part of the slab (memory for short-lived buffers)."""
+        """Return the memory for the gathered parameters of a page (flat parameter buffer). It is either kept between
+        steps or part of the slab (memory for short-lived buffers)."""
         kept = self._full[page]
         if kept is not None:
             return kept
@@ -273,7 +273,7 @@ class Workspace:
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
             return self.take_next_temporary_buffer(kind, page, nbytes // dtype.itemsize, dtype)
-        # use an empty view of the slab: if the buffer is in shared memory on other ranks, it must be so here too
+        # use an empty view of the slab, because a buffer must be in shared memory on all ranks or on none
         if kind not in self._nothing:
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)
@@ -285,8 +285,8 @@ Values = tuple[Any, ...]
 
 
 class LayerContextCache:
-    """Cache of the contexts that layers get: one `LayerContext` for the model and one per node (layer call). The
-    contexts are made once. Later, only their position in training (step and sample) changes. If sequences may be
+    """Cache of the contexts that are passed to layers: one `LayerContext` for the model and one per node (layer call).
+    The contexts are created once. Later, only their position in training (step and sample) changes. If sequences may be
     sharded, the sequence length can change too."""
 
     def __init__(self, state: TrainState) -> None:
@@ -304,8 +304,8 @@ class LayerContextCache:
         """Return the context of the model, and for each unit (group of layers) the contexts of its nodes (layer
         calls).
 
-        `recomputing` says whether the forward pass is run again within the backward pass. `inputs` holds the input
-        arrays of the model."""
+        `recomputing` is true if the forward pass is repeated during the backward pass. `inputs` holds the input arrays
+        of the model."""
         time = find_sequence_length(inputs) if self._root.mesh.tensor.size > 1 else None
         if time != self._root.time or cache is not self._root.cache:
             self._root = replace(self._root, time=time, cache=cache)
@@ -342,10 +342,10 @@ class ProgramRun:
     units : the units (groups of layers) of the model, possibly wrapped by observers
     functions : the functions that run the layers of a unit, possibly wrapped by observers
     ties : each `TieGroup`, by the index of its first page (flat parameter buffer)
-    step, scaler : number of updates before this run, and the loss scale when it began
+    step, scaler : number of updates before this run, and the loss scale when the run began
     missed : for each parameter name, the number of updates that the parameter missed while it was frozen
-    track_transfer : function (action, transfer) that registers a transfer for which no action waits, and the action
-        that started it; the run waits for all such transfers when it ends
+    track_transfer : function (action, transfer) that registers a transfer that no action waits for, and the action that
+        started it; the run waits for all these transfers at its end
     """
 
     placement: Placement
@@ -378,7 +378,7 @@ class ProgramRun:
         return axes.world if self.workspace.program.kind == "evaluate" else axes.group
 
     def get_microbatch(self, action: Action) -> Microbatch | None:
-        """Return the microbatch of an action; None if this rank has no samples in it."""
+        """Return the microbatch of an action, or None if this rank has no samples in it."""
         return self.feed.batch[get_microbatch_number(action)]
 
     def get_layer_contexts_of_microbatch(
@@ -394,8 +394,8 @@ class ProgramRun:
 
 
 Operation = Callable[[ProgramRun, Action, Values, Values, Values], Values]
-"""Function (run, action, taken, read, added) that returns the values of the slots that the action fills,
-followed by those of the slots that it adds to, both in the order of the table of verbs."""
+"""Function (run, action, taken, read, added) that returns the values of the slots that the action fills, followed by
+the slots that it adds to, both in the order of the table of verbs."""
 
 
 def get_microbatch_number(action: Action) -> int:
@@ -404,8 +404,8 @@ def get_microbatch_number(action: Action) -> int:
 
 
 def get_action_target(action: Action) -> int:
-    """Return the number of the unit (group of layers), page (flat parameter buffer) or message on which an action
-    works."""
+    """Return the number of the target of an action: a unit (group of layers), a page (flat parameter buffer) or a
+    message."""
     assert action.unit is not None
     return action.unit
 
@@ -414,8 +414,8 @@ def require_same_scheduled_values(
     run: ProgramRun, comm: Communicator, rows: list[list[float]], names: Mapping[int, str]
 ) -> None:
     """Raise ConfigError on all ranks of `comm` if their scheduled values for this step, such as the learning rate,
-    differ. `rows` holds one list of numbers per rank. `names` lists the scheduled values: it maps the index of such a
-    value in each of these lists to the name of the value."""
+    differ. `rows` holds one list of numbers per rank. `names` maps the index of each scheduled value in these lists to
+    the name of the value."""
     if len(rows) == 1 or not comm.has_peers:
         return
     for position, name in names.items():
@@ -439,7 +439,7 @@ def require_same_scheduled_values(
 
 
 def format_action_label(run: ProgramRun, action: Action) -> str:
-    """Return a phrase for error messages that names an action and the parameters on which it works. The result is
+    """Return a phrase for error messages that names an action and the parameters that it works on. The result is
     cached."""
     known = run.workspace.words
     if action not in known:

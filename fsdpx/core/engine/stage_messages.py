@@ -13,8 +13,8 @@ from fsdpx.core.state.step_inputs import Microbatch
 __all__ = ["StageMessage", "StageMessages", "is_dtype_sent"]
 
 MAX_PLANS = 1 << 14
-"""Maximum number of message plans of a program. When it is reached, all plans are dropped, so that batches of varying
-shapes do not use more and more memory."""
+"""Maximum number of message plans of a program. When it is reached, all plans are dropped, so that memory use stays
+bounded if batch shapes vary."""
 
 
 class StageMessage(NamedTuple):
@@ -46,8 +46,8 @@ class StageMessages:
         self._planned: dict[Any, StageMessage | None] = {}
 
     def get_message(self, action: Action, batch: Microbatch | None) -> StageMessage | None:
-        """Return the message of a send or receive action; None if nothing is sent, for example for a microbatch
-        without samples."""
+        """Return the message of a send or receive action, or None if nothing is sent, for example because the
+        microbatch has no samples."""
         if batch is None:
             return None
         key = (action.unit, action.mb, *[(a.shape, a.dtype) for a in batch.inputs])
@@ -72,6 +72,6 @@ class StageMessages:
 
 
 def is_dtype_sent(edge: Edge, dtype: Any) -> bool:
-    """Return whether arrays of this dtype are sent over `edge`, a connection of two stages. Activations of any dtype
-    are sent forward, but integer activations have no gradient to send back."""
+    """Return whether arrays of this dtype are sent over `edge`, a connection between two stages. Activations of any
+    dtype are sent forward, but integer activations have no gradient to send back."""
     return not (edge.gradient and np.dtype(dtype).kind in "iub")

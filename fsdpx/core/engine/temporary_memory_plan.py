@@ -1,4 +1,4 @@
-"""Plan the slab of a rank: one block of memory for the short-lived buffers of a program, in which buffers that are
+"""Plan the slab of a rank. The slab is one block of memory for all short-lived buffers of a program. Buffers that are
 used at different times may overlap."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 def plan_temporary_buffer_offsets(state: TrainState, program: Program) -> SlabPlan:
     """Return the size of the slab (memory for short-lived buffers), and the offset of each use of each buffer. The uses
-    of a buffer are numbered in the order in which they start."""
+    of a buffer are numbered in the order of their start."""
     births: Counter[Hashable] = Counter()
     named = []
     for life in find_buffer_lifetimes(state, program):
@@ -32,16 +32,16 @@ def plan_temporary_buffer_offsets(state: TrainState, program: Program) -> SlabPl
 
 
 def agree_on_temporary_memory_plan(state: TrainState, own: SlabPlan) -> SlabPlan:
-    """Return the plan of the slab (memory for short-lived buffers) that this rank must use; `own` is the plan that the
-    rank has made alone. If slabs are in shared memory, ranks must allocate equal sizes: this call is then collective,
-    and the returned plan has the largest slab size of any rank. Otherwise return `own`."""
+    """Return the plan of the slab (memory for short-lived buffers) that this rank must use, given its own plan `own`.
+    If slabs are in shared memory, all ranks must allocate the same size. The call is then collective, and the returned
+    plan has the largest slab size of all ranks. Otherwise, return `own`."""
     if state.arena.memory is None:
         return own
     return replace(own, nbytes=max(state.placement.axes.world.all_gather_data(own.nbytes)))
 
 
 def find_buffer_lifetimes(state: TrainState, program: Program) -> list[BufferLifetime]:
-    """Return the lifetime of each short-lived buffer of a program and its size on this rank, in the order of first
+    """Return the lifetime and the size on this rank of each short-lived buffer of a program, in the order of first
     use."""
     sized = ((life, _count_slot_bytes(state, life.slot)) for life in find_lifetimes(program))
     return [BufferLifetime(life.slot, life.start, life.stop, nbytes) for life, nbytes in sized if nbytes]
@@ -57,8 +57,8 @@ def _count_slot_bytes(state: TrainState, slot: Slot) -> int:
 
 
 def count_action_scratch_bytes(state: TrainState, slot: Slot) -> int:
-    """Return the bytes of temporary memory that an action on a page (flat parameter buffer) needs, besides its inputs
-    and outputs."""
+    """Return the number of bytes of temporary memory that an action on a page (flat parameter buffer) needs, besides
+    its inputs and outputs."""
     place, itemsize = state.placement, state.placement.formats.gradients.itemsize
     assert slot.at is not None
     if slot.kind == "tie":

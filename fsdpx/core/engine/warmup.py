@@ -23,7 +23,8 @@ __all__ = ["OTHER_WARMUPS", "list_kernel_names", "list_warm_up_calls", "run_warm
 def list_warm_up_calls(
     runs: Iterable[str], optimizers: Iterable[Any], dtypes: tuple[Any, Any, Any], norm: bool
 ) -> list[Callable[[], Any]]:
-    """Return functions that each compile a kernel, or load it from the cache, by calling it with small CPU arrays.
+    """Return one function per kernel. Each function compiles the kernel, or loads it from the cache, by calling it with
+    small CPU arrays.
 
     `runs` names the kernels of a model and its loss. `dtypes` holds the dtypes of computation, of gradients, and of
     the parameters that optimizers update. `norm` says whether the gradient norm is needed."""
@@ -40,8 +41,8 @@ def run_warm_up_calls(
     count: ProgressCallback = lambda done, total: None,
 ) -> None:
     """Run warm-up calls. `share` is (index of this rank on its host, number of ranks on the host). Each rank starts at
-    a different call, so that it later loads kernels that other ranks have compiled. `count` is a progress callback
-    (calls done, total)."""
+    a different call, and later loads the kernels that other ranks have compiled in the meantime. `count` is a progress
+    callback (calls done, total)."""
     rank, ranks = share
     first = rank * len(calls) // ranks
     count(0, len(calls))
@@ -64,7 +65,7 @@ OTHER_WARMUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "float16": lambda x, w, s: _warm_up_conversion(x, "float16"),
     "bfloat16": lambda x, w, s: _warm_up_conversion(x, "bf16"),
 }
-"""Warm-up functions for names that are not kernels. They are called with the arguments of `choice.Sample`."""
+"""Warm-up functions for names that are not kernels. Their arguments are the same as for `choice.Sample`."""
 VARIANTS = {
     **dict.fromkeys(("gated", "gated_backward"), ("gelu", "gelu tanh")),
     **dict.fromkeys(("gelu", "gelu_backward", "bias_gelu", "recompute_gelu_and_backward"), ("tanh",)),
@@ -80,8 +81,8 @@ def list_kernel_names() -> list[str]:
 
 def warm_up_kernels(names: Iterable[str], dtype: Any) -> None:
     """Compile or load the named kernels for `dtype`. A name may end in a variant, which becomes the kernel's last
-    argument: "gated gelu tanh" is kernel "gated" with variant "gelu tanh". Unknown names, and kernels that run as NumPy
-    code, are skipped."""
+    argument: "gated gelu tanh" is kernel "gated" with variant "gelu tanh". Unknown names and kernels that run as NumPy
+    code are skipped."""
     for call in list_kernel_warm_up_calls(names, dtype):
         call()
 

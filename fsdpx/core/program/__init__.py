@@ -1,5 +1,5 @@
-"""Programs: a training step as a flat list of actions, such as the forward of a layer or an all-gather of parameters.
-This package uses only the standard library."""
+"""Programs, which describe a training step as a flat list of actions, such as the forward pass of a layer or an
+all-gather of parameters. This package uses only the standard library."""
 
 from fsdpx.core.program.verifier import check, check_pipe, compile_and_check_pipe, validate
 from fsdpx.core.program.compiler import PROGRAM_KINDS, PASSES, Program, ProgramKind, ProgramRequest, SyncRules, compile

@@ -39,8 +39,8 @@ class ProgramKind:
     loss : operation that ends the forward pass of a microbatch, such as LOSS
     results : kinds of the slots (named buffers) that the caller reads at the end
     updates : whether the program ends with an update of parameters
-    compile_without_peers : for programs in which no other rank takes part, the function that makes the full program
-        from its compute actions; None if the program is compiled by the usual passes
+    compile_without_peers : for programs without communication, the function that makes the full program from its
+        compute actions; None if the program is compiled by the usual passes
     """
 
     about: str
@@ -79,7 +79,7 @@ class SyncRules:
     after : (operation, pages) pairs: operations that run after the update of each of these pages
     rest : (operation, pages) pairs: operations that run for each of these pages after all updates
     kept : kinds of slots that are filled both before and after the step, one slot per trained page
-    begins, ends : further slots that are filled before the step (`begins`) or after it (`ends`)
+    begins, ends : additional slots that are filled before the step (`begins`) or after it (`ends`)
     results : kinds of slots that the caller reads at the end
     """
 
@@ -93,8 +93,8 @@ class SyncRules:
 
     def get_filled_slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
         """Return the slots (named buffers) that are filled before or after a program that trains the pages (flat
-        parameter buffers) `trained`. For the slots that are filled before the program, pass `begins` as `filled`; for
-        the slots that are filled after the program, pass `ends`."""
+        parameter buffers) `trained`. To get the slots that are filled before the program, pass `begins` as `filled`; to
+        get the slots that are filled after it, pass `ends`."""
         return {s for s in filled if s.at is None or s.at in trained}.union(
             *(_make_slots(kind, trained) for kind in self.kept)
         )
@@ -112,21 +112,21 @@ class ProgramRequest:
     kind : a key of `PROGRAM_KINDS`, such as "step"
     stage : the part of the model on this pipeline rank
     microbatches : number of microbatches that this rank runs
-    keep_full : whether gathered parameters are kept from their first all-gather to their update; False (default): only
-        while they are used
-    reduce_each : whether the gradients of every microbatch are reduced immediately (default); False: only their sum is
-        reduced
-    ahead : number of pages that are gathered before they are needed, and maximum number of reduces that may be pending
+    keep_full : whether gathered parameters are kept from their first all-gather to their update; if False (default),
+        they are kept only while they are used
+    reduce_each : whether the gradients of every microbatch are reduced immediately (default); if False, only their sum
+        is reduced
+    ahead : number of pages that are gathered in advance, and maximum number of pending reduces
     resident : pages whose full parameters are already gathered
     grads, parts : pages that have unreduced gradients (`grads`) or reduced gradient shards (`parts`) from earlier
         programs
     has_loss_weight : whether an earlier program left its share of the loss weight (the number by which gradients are
         divided)
-    order : forward and backward actions of this rank's stages, in the order in which they run; None (default): forward
-        and backward of one microbatch after another
+    order : forward and backward actions of this rank's stages, in execution order; if None (default), each microbatch
+        runs forward and backward before the next one
     recompute : units whose forward pass runs again before their backward pass (activation checkpointing)
     scales : operations that compute the factor that scales all updates: SCALE, or NORM if the norm of all gradients is
-        needed; also COMMIT if all ranks agree before the update that the step has succeeded
+        needed; also COMMIT if all ranks must agree before the update that the step has succeeded
     sync : how ranks synchronize parameters in a step that updates
     choices : options of the step
     """
@@ -160,7 +160,7 @@ class Program:
     stage : the part of the model to which the numbers of units (groups of layers), pages (flat parameter buffers) and
         values refer
     microbatches : number of microbatches that the program runs; 0 for a program that computes nothing
-    begins, ends : slots (named buffers) that are filled before the program, or after it
+    begins, ends : slots (named buffers) that are filled before the program (`begins`) or after it (`ends`)
     results : slots that are filled at the end and that the caller reads
     """
 
@@ -182,7 +182,7 @@ class Program:
 
 
 PASSES: list[Callable[[list[Action], ProgramRequest], list[Action]]] = []
-"""Passes that extensions run over the actions of a program, in this order. An extension appends its own passes."""
+"""Passes that extensions run over the actions of a program, in this order. Extensions append their own passes."""
 
 
 def compile(request: ProgramRequest) -> Program:
@@ -320,8 +320,8 @@ def _list_slots_filled_at_begin(request: ProgramRequest) -> frozenset[Slot]:
 
 
 def _list_slots_filled_at_end(request: ProgramRequest) -> frozenset[Slot]:
-    """Return the slots (named buffers) that must be filled at the end. They are derived from the kind of program, so
-    that `check` can compare them with the slots that the actions fill."""
+    """Return the slots (named buffers) that must be filled at the end. They are derived from the kind of program.
+    `check` can therefore compare them with the slots that the actions fill."""
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
     slots = _list_lasting_slots(stage) | set(_list_result_slots(request))
     if request.keep_full:

@@ -13,7 +13,7 @@ __all__ = ["draw_schedule", "format_marked_schedule_step"]
 
 
 def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 120) -> str:
-    """Draw, as text, what each rank computes in each time step.
+    """Draw what each rank computes in each time step, as text.
 
     A cell consists of an operation and a microbatch, such as "F0". If a rank has several stages, a letter
     distinguishes them ("F0b"), and the last line explains the letters. An action longer than one time step continues
@@ -21,8 +21,8 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
 
     Parameters
     ----------
-    drawn : a schedule, drawn as if the forward pass and each half of the backward pass took one time step; or a list of
-        events, drawn with the duration of the shortest event as the time step
+    drawn : a schedule, in which the forward pass and each half of the backward pass are drawn as one time step; or a
+        list of events, in which the duration of the shortest event is the time step
     width : number of characters per line; longer lines are truncated and end in "..."
 
     Returns
@@ -50,8 +50,8 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
 
 
 def _assign_stage_letters(events: Sequence[ActionEvent]) -> dict[int | None, str]:
-    """Map each stage to a letter that distinguishes the stages of one rank: its nth stage gets the nth letter. Return
-    {} if every rank has only one stage."""
+    """Map each stage to a letter that distinguishes it from other stages of its rank: the nth stage of a rank gets the
+    nth letter. Return {} if every rank has only one stage."""
     there: dict[int, set[int]] = defaultdict(set)
     for event in events:
         if event.action.unit is not None:
@@ -73,7 +73,7 @@ def _format_legend(letters: dict[int | None, str]) -> list[str]:
 
 
 def _format_time_step_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -> dict[int, list[str]]:
-    """Return the text of each rank's cells, one per time step; a cell "-" continues the action of the preceding cell.
+    """Return the text of each rank's cells, one per time step. A cell "-" continues the action of the previous cell.
     """
     step = min(e.end - e.start for e in events)
     zero = min(e.start for e in events)
@@ -87,12 +87,12 @@ def _format_time_step_cells(events: Sequence[ActionEvent], letters: dict[int | N
 
 
 def format_marked_schedule_step(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
-    """Format the action lists of all ranks around one entry, with a ^ below that entry. A line looks like "rank 1 F1.0
+    """Format the action lists of all ranks near one entry, with a ^ below this entry. A line looks like "rank 1 F1.0
     B1.0 F1.1".
 
-    Entries are shown in list order, not by time, so this also works for schedules that cannot run. `position` is the
-    index of the marked entry in the list of rank `rank`; the length of this list marks an entry that is missing at its
-    end."""
+    Entries are shown in list order, not by time, so the function also works for schedules that cannot run. `position`
+    is the index of the marked entry in the list of rank `rank`. If `position` is the length of this list, the mark
+    shows that an entry is missing at the end of the list."""
     words = [[str(action) for action in row] for row in schedule.ranks]
     wide = max((len(word) for row in words for word in row), default=1) + 1
     lead = len(f"rank {len(words) - 1}") + 2

@@ -1,5 +1,5 @@
-"""Passes of the compiler: they expand actions of pipeline stages to actions of units (groups of layers), and insert
-the all-gathers, gradient reductions and recomputation that units need."""
+"""Compiler passes. They expand actions of pipeline stages into actions of units (groups of layers), and insert the
+all-gathers, gradient reductions and recomputation that units need."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ T = TypeVar("T")
 
 
 def order_sequentially(microbatches: int) -> tuple[Action, ...]:
-    """Return the order of a step without pipeline parallelism: forward and backward of one microbatch after another,
-    all in stage 0."""
+    """Return the order of a step without pipeline parallelism: each microbatch runs forward and backward before the
+    next one, all in stage 0."""
     return tuple(Action(op, 0, m) for m in range(microbatches) for op in "FB")
 
 
 def expand_stages_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
-    """Expand actions of pipeline stages to actions of their units (groups of layers), and insert the sends and receives
-    between stages.
+    """Expand actions of pipeline stages into actions of their units (groups of layers), and insert the sends and
+    receives between stages.
 
-    The receives of an action are posted before the preceding action, so that the messages arrive while that action
-    runs. The outputs of a stage are sent as soon as they are computed.
+    The receives of an action are posted before the preceding action, so that the messages arrive while the preceding
+    action runs. The outputs of a stage are sent as soon as they are computed.
 
     Parameters
     ----------
-    order : actions F, E, B, I and W of this rank's stages, in which `unit` is the number of the stage
+    order : actions F, E, B, I and W of this rank's stages; their `unit` is the number of the stage
     stage : the part of the model on this rank
     end : operation that ends the forward pass of each microbatch on the rank that computes the loss (LOSS or SCORE);
         None if there is none
@@ -62,8 +62,8 @@ def expand_stages_to_units(order: Sequence[Action], stage: Stage, end: str | Non
 
 
 class _ScheduleStep:
-    """One action of a pipeline stage, with the messages that belong to it: those received, those sent before the
-    stage's units (groups of layers) run, and those sent after each unit."""
+    """One action of a pipeline stage and its messages: the received messages, the messages to send before the stage's
+    units (groups of layers) run, and the messages to send after each unit."""
 
     def __init__(self, action: Action, stage: Stage) -> None:
         assert action.unit is not None
@@ -76,8 +76,8 @@ class _ScheduleStep:
         self.before: Actions = []
         units = dict(stage.own_stages)[self.stage]
         for edge in [e for e in own_edges if (e.sender, e.source) == here]:
-            # a forward action sends the outputs of its units; a backward action sends
-            # the gradients of their inputs, starting from the last unit
+            # a forward action sends the outputs of its units; a backward action sends the gradients of its units'
+            # inputs, starting from the last unit
             edge_units = [
                 u for u in units if edge.value in (stage.units[u].gives if self.forward else stage.units[u].inputs)
             ]
@@ -85,15 +85,15 @@ class _ScheduleStep:
             sends.append(Action("SEND", edge.number, self.mb))
 
     def can_receive_early(self, before: _ScheduleStep) -> bool:
-        """Return whether the receives of this action can be posted before the preceding action, `before`. They cannot
-        if this action is the backward of the same microbatch, because the gradient would arrive in a buffer that
-        `before` still uses."""
+        """Return whether the receives of this action can be posted before the preceding action, `before`. If this
+        action is the backward of the same microbatch, they cannot: the gradient would arrive in a buffer that `before`
+        still uses."""
         return self.forward or before.mb != self.mb
 
 
 def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
-    """Insert activation recomputation for `units` (numbers of groups of layers): their forward actions become C, which
-    keeps only the inputs, and R runs the forward pass again right before their backward actions."""
+    """Insert activation recomputation for `units` (numbers of groups of layers). Their forward actions become C, which
+    keeps only the inputs, and R repeats the forward pass right before their backward actions."""
     result: Actions = []
     for action in actions:
         chosen = action.unit in units
@@ -107,9 +107,9 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
     """Insert the actions GATHER, which all-gathers the parameters of a page (flat buffer), and FREE, which frees the
     gathered parameters.
 
-    All future uses are known. The pages that are gathered before an action are therefore exactly the pages that the
-    action needs, and the `ahead` pages that are needed next (Belady's rule with prefetch). If `keep` is true, nothing
-    is freed. The pages in `resident` are already gathered."""
+    All future uses are known. Therefore, the pages gathered before an action are exactly the pages that the action
+    needs and the next `ahead` pages that will be needed (Belady's rule with prefetch). If `keep` is true, nothing is
+    freed. The pages in `resident` are already gathered."""
     needs = [_list_pages_used_by_action("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []
@@ -126,8 +126,8 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
 
 
 def _list_pages_used_by_action(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
-    """Return the pages (flat parameter buffers) whose slots (named buffers) of kind `kind` an action uses. `words` are
-    entries of the table `VERBS`, such as "full:pages"."""
+    """Return the pages (flat parameter buffers) for which an action uses a slot (named buffer) of kind `kind`. `words`
+    are entries of the table `VERBS`, such as "full:pages"."""
     slots = (
         slot for word in words if word.startswith(f"{kind}:") for slot in resolve_word_to_slots(word, action, stage, 1)
     )
@@ -135,8 +135,8 @@ def _list_pages_used_by_action(kind: str, words: Iterable[str], action: Action, 
 
 
 def select_entries_to_prefetch(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
-    """Return the entries of `now` and the first `ahead` different entries in the lists of `later` that are not in
-    `now`. The result is a dict with these entries as keys, in the order of their first use."""
+    """Return the entries of `now`, followed by the first `ahead` distinct entries from the lists in `later` that are
+    not in `now`. The result is a dict whose keys are these entries, in the order of their first use."""
     window = dict.fromkeys(now)
     capacity = len(window) + ahead
     for some in later:
@@ -153,8 +153,8 @@ def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join
 
     REDUCE follows the last action that adds to a page's gradient or, if `each` is true, the last such action of each
     microbatch. SETTLE follows after at most `behind` reductions of other pages, before any action adds to the gradient
-    again, and at the latest at the end of the program. If `join` is true, the last SETTLE of a page is followed by
-    JOIN, which sums over replicas."""
+    again, and no later than the end of the program. If `join` is true, the last SETTLE of a page is followed by JOIN,
+    which sums over replicas."""
     added = [_list_pages_used_by_action("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}

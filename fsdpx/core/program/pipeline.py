@@ -37,7 +37,7 @@ class StageUnit:
     Attributes
     ----------
     pages : pages (flat parameter buffers) that the unit uses, its own first
-    takes : input values that no later unit reads, so this unit frees them
+    takes : input values that this unit frees, because no later unit reads them
     reads : all other input values
     gives : output values that other units read
     """
@@ -54,7 +54,7 @@ class StageUnit:
 
 @dataclass(frozen=True)
 class Edge:
-    """A message between pipeline ranks: either a value that one stage sends to a later one, or the gradient of such a
+    """A message between pipeline ranks: either a value that one stage sends to a later stage, or the gradient of this
     value, which is sent in the opposite direction.
 
     Attributes
@@ -77,7 +77,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of the model that one pipeline rank runs; without a pipeline, the full model.
+    """The part of the model that one pipeline rank runs. Without a pipeline, this is the full model.
 
     Units (groups of layers), pages (flat parameter buffers) and values (activations) are identified by numbers.
 
@@ -97,10 +97,10 @@ class Stage:
     has_loss : whether this rank computes the loss
     units_with_statistics : units with running statistics
     pages_with_codec_memory : pages whose gradient codec keeps arrays between steps
-    constant : values whose gradient is not needed, see `find_values_without_gradient`; may include values inside units
+    constant : values whose gradient is not needed (see `find_values_without_gradient`); may include values inside units
     stored_slots : (slot, substitute) pairs of all ranks, where both are slots (named buffers). Between programs, the
-        value of the first slot is offloaded to slower memory, and the substitute holds a placeholder. Slots of
-        activations have no microbatch number here
+        value of the first slot is offloaded to slower memory, and the substitute holds a placeholder. In these pairs,
+        activation slots have no microbatch number
     """
 
     units: tuple[StageUnit, ...]
@@ -129,8 +129,8 @@ class Stage:
         units_with_statistics: Iterable[int] = (),
         pages_with_codec_memory: Iterable[int] = (),
     ) -> Stage:
-        """Build the stage of a model that runs without a pipeline. `units` holds one tuple (pages, values read, values
-        computed) for each unit (group of layers), in execution order."""
+        """Build the single stage of a model that runs without a pipeline. `units` holds one tuple (pages, values read,
+        values computed) for each unit (group of layers), in execution order."""
         rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
         here = range(len(rows))
         value_readers, parts = convert_rows_to_stage_units(rows, here, outputs), ((0, tuple(here)),)
@@ -159,9 +159,9 @@ class Stage:
 
     @cached_property
     def tie_groups(self) -> dict[int, tuple[int, ...]]:
-        """Groups of pages (flat parameter buffers) whose gradients are summed with those of other pages or ranks,
-        because their parameters are tied or their gradients are partial. Maps the first page of each group to the
-        group's pages on this rank."""
+        """Groups of pages (flat parameter buffers) whose gradients are summed with gradients of other pages or ranks,
+        because their parameters are tied or their gradients are partial. The dict maps the first page of each group to
+        the group's pages on this rank."""
         groups = {group[0]: tuple(p for p in group if p in self.trained_pages) for group in self.twins}
         alone = self.partial - {p for group in self.twins for p in group}
         groups |= {p: (p,) for p in alone if p in self.trained_pages}
@@ -178,8 +178,8 @@ class Stage:
 
     @cached_property
     def units_with_backward(self) -> frozenset[int]:
-        """Numbers of the units (groups of layers) that run a backward pass: those with trainable parameters, or with an
-        input that depends on trainable parameters."""
+        """Numbers of the units (groups of layers) that run a backward pass, because they have trainable parameters or
+        an input that depends on trainable parameters."""
         units = enumerate(self.units)
         return frozenset(
             u for u, unit in units if self.is_unit_trainable(u) or not self.constant.issuperset(unit.inputs)
@@ -189,11 +189,11 @@ class Stage:
         return any(self.trainable[p] for p in self.units[unit].pages)
 
     def get_unit_verb(self, op: str, unit: int) -> str | None:
-        """Return the operation that a unit (group of layers) runs when its stage runs `op` (F, E, B, I or W); None if
-        it runs none.
+        """Return the operation that a unit (group of layers) runs when its stage runs `op` (F, E, B, I or W), or None
+        if it runs nothing.
 
         Units before the first trainable one have no backward pass. If a unit's inputs are constant or its parameters
-        are frozen, one half of its backward pass (I or W) is empty, so the other half runs as B."""
+        are frozen, one half of its backward pass (I or W) is empty, and the other half runs as B."""
         if op in "FE":
             return op
         if unit not in self.units_with_backward:
@@ -221,14 +221,14 @@ class Stage:
         return self.edges[_require_unit_number(action)]
 
     def get_message_tag(self, edge: Edge, mb: int, microbatches: int) -> int:
-        """Return a message tag that two ranks use only once in a program, so that messages may be received in any
-        order."""
+        """Return a message tag that is unique between two ranks within a program, so that messages may be received in
+        any order."""
         pair = (edge.sender, edge.receiver)
         before = sum((e.sender, e.receiver) == pair for e in self.edges[: edge.number])
         return before * microbatches + mb
 
     def can_drop_after_send(self, edge: Edge) -> bool:
-        """Return whether this rank can free a value after sending it, because nothing on the rank reads it later."""
+        """Return True if this rank can free a value after sending it, because nothing on the rank reads it later."""
         return edge.gradient or edge.value not in self._values_read
 
 
@@ -237,8 +237,8 @@ def find_values_without_gradient(
     trained: Container[Hashable],
     data: Iterable[V],
 ) -> frozenset[V]:
-    """Return the values whose gradient is not needed: `data`, and everything computed only from such values and frozen
-    parameters.
+    """Return the values whose gradient is not needed: `data`, and everything that is computed only from these values
+    and frozen parameters.
 
     Parameters
     ----------
@@ -256,8 +256,8 @@ def find_values_without_gradient(
 def convert_rows_to_stage_units(
     rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]
 ) -> tuple[StageUnit, ...]:
-    """Convert rows (pages, values read, values computed) to units (groups of layers). Each unit records which of the
-    values that it reads are not read by any later unit.
+    """Convert rows (pages, values read, values computed) to units (groups of layers). Each unit records which of its
+    input values no later unit reads.
 
     Among the units `here`, the last reader of a value frees it (`takes`). The loss frees the values in `outputs`. All
     other readers leave the value in place (`reads`)."""
@@ -292,8 +292,8 @@ def expand_action_slots(action: Action, stage: Stage, microbatches: int) -> Acti
 
 
 def resolve_word_to_slots(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
-    """Return the slots (named buffers) that a word of the table `VERBS` means for an action, such as "full:pages" for
-    all pages (flat parameter buffers) of a unit (group of layers)."""
+    """Return the slots (named buffers) that a word of the table `VERBS` refers to in an action. For example,
+    "full:pages" refers to all pages (flat parameter buffers) of a unit (group of layers)."""
     kind, _, over = word.partition(":")
     if kind in SPECIAL_WORDS:
         return SPECIAL_WORDS[kind](over, action, stage)
@@ -321,8 +321,8 @@ SPECIAL_WORDS: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {
     "final": _resolve_final_gradients,
     "whole": _resolve_total_gradients,
 }
-"""For words in the table of verbs that name another kind than that of their slots: a function that returns the slots,
-given the text after the colon, the action and the stage. Extensions add words."""
+"""Functions for words in the table of verbs whose kind differs from the kind of their slots. Given the text after the
+colon, the action and the stage, a function returns the slots. Extensions add words."""
 
 
 def _require_unit_number(action: Action) -> int:
@@ -364,8 +364,8 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
         (v for v in s.units[_require_unit_number(a)].inputs if v not in s.constant), a.mb
     ),
 }
-"""For each text that may follow the colon of a word, a function that returns the (at, mb) pairs of the word's slots,
-for an action `a` in a stage `s` with `n` microbatches. Extensions add entries."""
+"""Functions for the texts that may follow the colon of a word. Each returns the (at, mb) pairs of the word's slots, for
+an action `a` in a stage `s` with `n` microbatches. Extensions add entries."""
 
 
 def make_stages(
@@ -385,8 +385,8 @@ def make_stages(
 ) -> tuple[Stage, ...]:
     """Divide a model into stages and return the `Stage` object of each pipeline rank.
 
-    The loss is computed in the last stage, and every rank has the model inputs. For parameters that are not listed
-    here, see `Stage`.
+    The loss is computed in the last stage, and every rank has the model inputs. `Stage` describes the parameters that
+    are not listed below.
 
     Parameters
     ----------
@@ -395,7 +395,7 @@ def make_stages(
     inputs, outputs : numbers of the values that enter and leave the model
     stages : for each unit, the number of its stage, in ascending order
     home : pipeline rank of each stage
-    constant : values whose gradient is not needed; None: derive them from the units
+    constant : values whose gradient is not needed; if None, they are derived from the units
     """
     if constant is None:
         constant = find_values_without_gradient(units, set(compress(count(), trainable)), inputs)

@@ -1,10 +1,10 @@
 """Pipeline schedules as data: for each pipeline rank, the order of the forward and backward actions of its stages.
 
 An entry of a schedule is an Action whose `unit` is a stage: F3.0 is the forward pass of stage 3 for microbatch 0. B is
-the backward pass; I is the half of it that computes the gradient of the input, and W is the half that computes the
-gradient of the parameters. A schedule is a function of the numbers of ranks, microbatches and stages per rank. It
-contains no messages or collectives: compiler passes add them. Below, P is the number of ranks, m the number of
-microbatches, and TF, TI and TW are the times of F, I and W.
+the backward pass. I is its first half, which computes the gradient of the input, and W is its second half, which
+computes the gradient of the parameters. A schedule is a function of the numbers of ranks, microbatches and stages per
+rank. It contains no messages or collectives; compiler passes add them. In this module, P is the number of ranks, m is
+the number of microbatches, and TF, TI and TW are the times of F, I and W.
 """
 
 import inspect
@@ -41,8 +41,8 @@ MAX_SCHEDULE_FILE_BYTES = 100_000_000
 """Maximum size of a schedule file, in bytes."""
 Actions = list[Action]
 ScheduleFunction = Callable[..., Any]
-"""Function (ranks, microbatches, per_rank) that returns a PipelineSchedule or, for each rank, a list of actions or
-their text."""
+"""Function (ranks, microbatches, per_rank) that returns a PipelineSchedule, or the actions of each rank as a list or as
+text."""
 
 
 def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
@@ -86,13 +86,13 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
 
 
 def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> PipelineSchedule:
-    """Build a schedule for any placement of stages, by the rules of `name` ("gpipe", "1f1b" or "interleaved"). `home`
-    is the rank of each stage.
+    """Build a schedule for any placement of stages, following the rules of `name` ("gpipe", "1f1b" or "interleaved").
+    `home` is the rank of each stage.
 
     The schedule is greedy: in each time step, each rank runs one of the actions that are ready. In gpipe, all forwards
-    run first. Otherwise a ready backward has priority, and at most S - s microbatches are in flight at stage s of S;
-    this limit never blocks the oldest microbatch, so there is no deadlock. If several stages are ready, the last one
-    has priority; in interleaved, forwards run in rounds of as many microbatches as there are ranks."""
+    run first. Otherwise, a ready backward has priority, and at most S - s microbatches are in flight at stage s of S.
+    This limit never blocks the oldest microbatch, so there is no deadlock. If several stages are ready, the last one
+    has priority. In interleaved, forwards run in rounds, with one microbatch per rank in each round."""
     stages, ranks, all_first, in_rounds = len(home), max(home) + 1, name == "gpipe", SCHEDULES[name].interleaves
     done = {"F": [0] * stages, "B": [0] * stages}  # number of microbatches that each stage has completed
 
@@ -126,8 +126,8 @@ def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """Return the zero-bubble schedule ZB-H1 (Qi et al., ICLR 2024, section 2.1): 1F1B with each backward split into two
     halves, I and W. W is delayed to fill the bubble at the end.
 
-    At most P - r microbatches wait for I on rank r of P, as in 1F1B, and r more wait for W: P in total on every rank.
-    The idle time is (P - 1)(TF + TI - TW) for m >= P microbatches and TW <= TF.
+    As in 1F1B, at most P - r microbatches wait for I on rank r of P. Another r microbatches wait for W, which makes P
+    in total on every rank. The idle time is (P - 1)(TF + TI - TW) for m >= P microbatches and TW <= TF.
     """
     _require_valid_counts("zb-h1", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
@@ -137,8 +137,8 @@ def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """Return the zero-bubble schedule ZB-H2 (Qi et al., ICLR 2024, section 2.2): ZB-H1 with twice the warm-up, which
     also fills the bubble at the start.
 
-    At most 2(P - r) - 1 microbatches wait for I on rank r of P, and 2r more wait for W: 2P - 1 in total on every rank.
-    The idle time is max(0, (P - 1)(TF + TI - 2TW)) for m >= 2P - 1 microbatches and TW <= TF.
+    At most 2(P - r) - 1 microbatches wait for I on rank r of P. Another 2r microbatches wait for W, which makes 2P - 1
+    in total on every rank. The idle time is max(0, (P - 1)(TF + TI - 2TW)) for m >= 2P - 1 microbatches and TW <= TF.
     """
     _require_valid_counts("zb-h2", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank(
@@ -148,19 +148,19 @@ def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
 
 def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     """Return the zero-bubble schedule ZB-V (Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024).
-    Each of P ranks has two stages, placed in a V: stage s is on rank s in the first half and on rank 2P - 1 - s in the
-    second half.
+    Each of P ranks has two stages, placed in the shape of a V: stage s is on rank s in the first half and on rank 2P -
+    1 - s in the second half.
 
     There is no idle time if TF = TI = TW and m >= 2P - 1 microbatches. At most 2P (stage, microbatch) pairs are in
-    flight on each rank. As these stages are half as large as those of 1F1B, this is the memory that 1F1B needs on its
-    first rank."""
+    flight on each rank. These stages are half as large as the stages of 1F1B, so each rank needs as much memory as the
+    first rank in 1F1B."""
     _require_valid_counts("zbv", ranks, microbatches, per_rank, 2)
     # build the order for at least 2 P - 1 microbatches, then drop the surplus microbatches below
     whole = max(microbatches, 2 * ranks - 1)
     rows = []
     for rank in range(ranks):
         after = ranks - rank
-        # lower case means this rank's stage in the first half, upper case means its stage in the second half
+        # lower case stands for this rank's stage in the first half, and upper case for its stage in the second half
         start = "f" * (2 * after - 1) + "Ff" * rank + "FIW" * after
         end = "iI" * rank + "iw" * after + "W" * whole + "w" * whole
         all_of_them = _expand_letters(start + "fiwFIW" * (whole - ranks) + end, rank, 2 * ranks - 1 - rank)
@@ -169,8 +169,8 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
 
 
 def _expand_letters(letters: str, down: int, back: int) -> Actions:
-    """Return the actions that `letters` abbreviate. Lower case means stage `down`, upper case means stage `back`. Each
-    occurrence of a letter stands for the next microbatch of that letter."""
+    """Return the actions that `letters` abbreviate. Lower case stands for stage `down`, and upper case for stage
+    `back`. Each occurrence of a letter stands for the next microbatch of this letter."""
     count = {letter: itertools.count() for letter in "fiwFIW"}
     return [Action(x.upper(), down if x.islower() else back, next(count[x])) for x in letters]
 
@@ -181,7 +181,7 @@ def _build_one_stage_per_rank(
     """Build a schedule with stage r on rank r.
 
     `warm(rank)` is the number of forwards that run before forwards and backwards alternate. `late(rank)` is the number
-    of microbatches by which W lags behind I; if `late` is None, backwards are not split into I and W."""
+    of microbatches by which W lags behind I. If `late` is None, backwards are not split into I and W."""
     rows = []
     for rank in range(ranks):
         forwards, backwards, weights = (
@@ -225,11 +225,11 @@ class NamedSchedule:
     Attributes
     ----------
     make_schedule : function of the numbers of ranks, microbatches and stages per rank
-    steady : a number of microbatches per pipeline rank; beyond it, each additional microbatch takes the same time.
-        None: unknown, so plans list this schedule as not searched
-    fixed : text that says why stages cannot be placed on other ranks (W actions fill the gaps of one particular
+    steady : number of microbatches per pipeline rank beyond which each additional microbatch takes the same time; if
+        None, the number is unknown and plans list this schedule as not searched
+    fixed : text that explains why stages cannot be placed on other ranks (W actions fill the gaps of one particular
         placement); "" if they can
-    interleaves : whether each rank has several stages, which run in rounds of as many microbatches as there are ranks
+    interleaves : whether each rank has several stages, which run in rounds with one microbatch per rank
     frugal : whether no more microbatches are in flight than in 1F1B
     """
 
@@ -260,16 +260,17 @@ def make_schedule(
 
     Parameters
     ----------
-    choice : a name in `SCHEDULES`; a function (ranks, microbatches, per_rank) that returns a PipelineSchedule or, for
-        each rank, a list of actions or their text; or the path of a text file with one line of actions per rank, in
+    choice : a name in `SCHEDULES`; a function (ranks, microbatches, per_rank) that returns a PipelineSchedule, or the
+        actions of each rank as a list or as text; or the path of a text file with one line of actions per rank, in
         which blanks separate actions and # begins a comment
     ranks : number of pipeline ranks
     microbatches : number of microbatches per step
-    per_rank : stages per rank; None (default): the schedule's own default (2 for interleaved and zbv, 1 for the others)
+    per_rank : stages per rank; if None (default), the schedule's own default (2 for interleaved and zbv, 1 for the
+        others)
 
     Returns
     -------
-    PipelineSchedule : a schedule that can run, and whose results are bitwise equal to those of any other schedule
+    PipelineSchedule : a schedule that can run; its results are bitwise equal to the results of any other schedule
 
     Raises
     ------
@@ -376,8 +377,8 @@ def count_in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, 
     ----------
     schedule : any schedule
     until : the last action of a pair: "W" (default) for B or W, "I" for B or I. After I, only the arrays that W needs
-        are kept. If the results for "I" and "W" are n_I and n_W, the activation memory in the notation of Qi et al. is
-        therefore `n_I M_B + (n_W - n_I) M_W`
+        are kept. Let n_I and n_W be the results for "I" and "W". In the notation of Qi et al., the activation memory is
+        then `n_I M_B + (n_W - n_I) M_W`
 
     Returns
     -------

@@ -1,10 +1,10 @@
-"""Simulate programs and pipeline schedules, to find when each action of each rank begins and ends, and where ranks
+"""Simulate programs and pipeline schedules to find when each action of each rank begins and ends, and where ranks
 deadlock.
 
-A pipeline schedule lists the actions of each pipeline rank in order, by stage and microbatch. `simulate_tasks` runs
-the tasks of several ranks until all are complete or the ranks deadlock. A rank issues its tasks in order, each as soon
-as its dependencies are complete. A task either occupies its rank, or runs concurrently on a lane (such as a network
-link); a lane runs one task at a time."""
+A pipeline schedule lists the actions of each pipeline rank in order, by stage and microbatch. `simulate_tasks` runs the
+tasks of several ranks until all are complete or the ranks deadlock. A rank issues its tasks in order, each as soon as
+its dependencies are complete. A task either occupies its rank, or runs concurrently on a lane (such as a network link).
+A lane runs one task at a time."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ class ActionEvent:
 
     Attributes
     ----------
-    rank : pipeline rank; in a trace, rank among all ranks of the job
+    rank : pipeline rank; in a trace, the rank in the entire job
     action : the action
     start, end : times in seconds, or in the unit of the costs
     nbytes : bytes that this rank sent or received in the action
-    key : identifier of a transfer, equal on all ranks that take part in the transfer: both ends of a message, or all
-        ranks of a collective
+    key : identifier of a transfer; it is the same on all ranks that take part in the transfer, that is, at both ends of
+        a message or on all ranks of a collective
     """
 
     rank: int
@@ -120,9 +120,8 @@ class SimulatedTask:
     key : key that the task completes; if several tasks have the same key, the last one completes it
     waits : (key, delay in seconds) pairs: the task can start once each key has been complete for its delay
     seconds : duration of the task
-    lane : lane on which the task runs, concurrently with its rank; None: the task occupies its rank
-    until : a further key that must be complete before the task ends. The rank itself may continue earlier. None: no
-        such key
+    lane : lane on which the task runs, concurrently with its rank; if None, the task occupies its rank
+    until : another key that must be complete before the task ends, or None. The rank itself may continue earlier
     """
 
     action: Action
@@ -141,7 +140,7 @@ class Deadlock:
     ----------
     rank : number of the blocked rank
     at : index of the task that it cannot start
-    keys : incomplete keys for which that task waits
+    keys : incomplete keys that this task waits for
     ranks : ranks with unfinished tasks that would complete these keys
     """
 
@@ -152,7 +151,7 @@ class Deadlock:
 
 
 def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
-    """Simulate the tasks of all ranks until all are done or none can run. Return the events of each rank, and the
+    """Simulate the tasks of all ranks until all tasks are done or none can run. Return the events of each rank, and the
     ranks that do not finish."""
     # for each key, the number of unfinished tasks that complete it
     left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])
@@ -160,7 +159,7 @@ def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[A
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
 
     def list_missing(task: SimulatedTask) -> list[Hashable]:
-        return [key for key, _ in task.waits if left.get(key, 1)]  # a key that no task completes is never complete
+        return [key for key, _ in task.waits if left.get(key, 1)]  # if no task completes a key, it stays incomplete
 
     def issue_task(rank: int, task: SimulatedTask) -> None:
         key, lane, start = task.key, task.lane, free[rank]
@@ -202,8 +201,8 @@ def _make_rank_events(
 
 
 def _make_deadlock(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[SimulatedTask]]) -> Deadlock:
-    """Describe why a rank is blocked: its task number `at` waits for `keys`. `ahead` lists the unfinished tasks of
-    each rank."""
+    """Explain why a rank is blocked: its task number `at` waits for `keys`. `ahead` lists the unfinished tasks of each
+    rank."""
     ranks = tuple(other for other, row in enumerate(ahead) if any(task.key in keys for task in row))
     return Deadlock(rank, at, tuple(keys), ranks)
 
@@ -218,7 +217,8 @@ def group_events_by_rank(events: Iterable[ActionEvent]) -> dict[int, list[Action
 
 PerStage = float | Sequence[float]
 Done = tuple[str, int, int]
-"""The key that a finished action completes: ("F" | "I" | "W", stage, microbatch). B completes the keys of I and W."""
+"""The key that a finished action completes: ("F" | "I" | "W", stage, microbatch). B completes the keys of both I and
+W."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class StageCosts:
     ----------
     forward : time of F
     backward_input : time of I, the half of the backward pass that computes input gradients
-    backward_params : time of W, the half that computes parameter gradients; the time of B is the sum of both
+    backward_params : time of W, the half that computes parameter gradients; B takes as long as I and W together
     communication : time of a message between two ranks
 
     Raises
@@ -255,7 +255,7 @@ class StageCosts:
         return sum(value if isinstance(value, int | float) else value[action.unit] for value in parts[action.op])
 
     def require_stage_count(self, stages: int) -> None:
-        """Raise ConfigError if times are given for each stage, but the number of stages is not `stages`.
+        """Raise ConfigError if times are given for each stage, but not for exactly `stages` stages.
 
         Parameters
         ----------
@@ -271,8 +271,8 @@ class StageCosts:
 
 
 def get_completion_key(action: Action) -> Done:
-    """Return the key that an action of a schedule completes. For B this is the key of I, because other stages wait for
-    the input gradient, which both B and I compute."""
+    """Return the key that an action of a schedule completes. For B, return the key of I: other stages wait for the
+    input gradient, which both B and I compute."""
     assert action.unit is not None
     assert action.mb is not None
     return ("I" if action.op == "B" else action.op), action.unit, action.mb
@@ -292,7 +292,7 @@ def simulate(schedule: PipelineSchedule, costs: StageCosts) -> list[ActionEvent]
     """Simulate a pipeline schedule. Return one event per action, rank by rank in the order of the schedule.
 
     An action starts when its rank is free and its inputs have arrived. Inputs from the same rank arrive immediately,
-    those from another rank after `costs.communication`.
+    and inputs from another rank arrive after `costs.communication`.
 
     Parameters
     ----------
@@ -334,11 +334,10 @@ def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, co
 
     Parameters
     ----------
-    events : events returned by `simulate`. For each rank, take the time from its first start to its last end; the
-        longest of these times is span
+    events : events returned by `simulate`; span is the longest time of any rank from its first start to its last end
     schedule : the schedule that was simulated
-    costs : the simulated times. For each rank, take the total time of its actions; the largest of these totals is work.
-        With equal stages, work is microbatches x stages per rank x (forward + both halves of backward)
+    costs : the simulated times; work is the largest total time of the actions of any rank. With equal stages, work is
+        microbatches x stages per rank x (forward + both halves of backward)
 
     Returns
     -------
@@ -360,9 +359,9 @@ class ActionTimes:
     Parameters
     ----------
     seconds : either a function (rank, action) that returns the duration, or a mapping from (operation, unit) to the
-        duration. If the mapping lacks an entry, the entry for (operation, None) is used or, if that is missing too, 0.
-        For SEND, the unit is the number of the message (`Stage.edges`), and the duration is the time that the message
-        takes on the link
+        duration. If an entry is missing, the entry for (operation, None) is used. If this entry is also missing, the
+        duration is 0. For SEND, the unit is the number of the message (`Stage.edges`), and the duration is the time of
+        the message on the link
     """
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds
@@ -378,9 +377,9 @@ def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list
     programs.
 
     A rank issues its actions in order. Before each action it waits until the slots (named buffers) that the action uses
-    are filled. Computation occupies the rank. Transfers run concurrently, one at a time per mesh axis, and fill their
-    slots when they end. A message starts when it is sent, and fills the slots of the receiver when it ends; each pair
-    of ranks transfers one message at a time.
+    are filled. Computation occupies the rank. Transfers run concurrently with computation, one at a time per mesh axis,
+    and fill their slots when they end. A message starts when it is sent, and fills the slots of the receiver when it
+    ends. Each pair of ranks transfers one message at a time.
 
     Parameters
     ----------
@@ -416,7 +415,7 @@ def simulate_programs_by_rank(
 
 
 def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
-    """Yield lines that say at which action a blocked rank waits, and for which messages or ranks it waits."""
+    """Yield lines that name the action at which a blocked rank waits, and the messages or ranks that it waits for."""
     messages = [key for key in wait.keys if isinstance(key, Action)]
     whom = [f"{message} of rank {program.stage.edge_of(message).sender}" for message in messages]
     whom += [] if messages else [f"rank {rank}" for rank in wait.ranks]
@@ -425,8 +424,8 @@ def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
 
 
 def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[SimulatedTask]:
-    """Convert the program of one rank to simulated tasks, whose dependencies are expressed by keys. Each message has
-    its own key; all ranks that take part in a synchronization use the same key."""
+    """Convert the program of one rank to simulated tasks. Their dependencies are expressed by keys: each message has
+    its own key, and all ranks that take part in a synchronization use the same key."""
     coming: dict[Slot, Hashable] = {}  # for each slot (named buffer), the key of the transfer that fills it
     times: Counter[Action] = Counter()
     met: list[Hashable] = []
@@ -445,8 +444,8 @@ def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -
 def _make_task(
     program: Program, rank: int, at: int, occurrence: int, waits: Waits, seconds: float
 ) -> SimulatedTask:
-    """Convert the action with index `at` to a simulated task. `occurrence` is 1 if this action occurs for the first
-    time in the program, 2 for the second time, and so on."""
+    """Convert the action with index `at` to a simulated task. `occurrence` is 1 for the first occurrence of this action
+    in the program, 2 for the second, and so on."""
     action, key = program.actions[at], (rank, at)
     verb = VERBS[action.op]
     if verb.is_synchronizing:
@@ -462,8 +461,8 @@ def _make_task(
 
 
 def compute_idle_share(events: Sequence[ActionEvent]) -> float:
-    """Return the fraction of a step during which ranks do not compute, averaged over ranks. `events` are the events of
-    all programs of the step.
+    """Return the fraction of a step that ranks spend idle, averaged over ranks. `events` are the events of all programs
+    in the step.
 
     The length of a step is the time of the slowest rank from its first to its last compute action. With this
     definition, the fraction is the bubble of Qi et al. (ICLR 2024)."""

@@ -10,16 +10,17 @@ __all__ = ["StepChoices"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepChoices:
-    """Options of a training step that users choose. Each is a keyword argument of `distribute` and is declared only
-    here. Ranks check that they have chosen the same values, and programs may depend on them
+    """Options of a training step that users choose. Each option is a keyword argument of `distribute` and is declared
+    only in this class. All ranks check that they have the same values, and programs may depend on these values
     (`ProgramRequest.choices`).
 
     Attributes
     ----------
     seed : seed for initialization and dropout
-    clip_norm : maximum global gradient norm; None: no clipping
+    clip_norm : maximum global gradient norm; if None, gradients are not clipped
     reproducible_chunks : number of equal parts into which the global batch is split. Their gradients are added along a
-        fixed tree, so that results do not depend on the number of ranks. None: gradients are added as they are computed
+        fixed tree, so that results do not depend on the number of ranks. If None, gradients are added as they are
+        computed
     """
 
     seed: int = make_option_field(0, make_min_int_predicate(0), "a whole number, 0 or more")

@@ -1,5 +1,5 @@
-"""Determine, before a program runs, how often it calls each collective, how many bytes these calls transfer, and how
-long the program's buffers are in use."""
+"""Determine before a program runs how often it calls each collective, how many bytes these calls transfer, and how long
+its buffers are in use."""
 
 from collections.abc import Iterator, Mapping
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 Transfers = tuple[tuple[str, int], ...]
-"""Collectives as (name, bytes that a rank sends) pairs."""
+"""Collectives as pairs (name, number of bytes that a rank sends)."""
 
 PAGED_KINDS = ("full", "shard", "parts")
 """Values of `VerbTransfer.amount` that depend on the size of a page (flat parameter buffer)."""
@@ -28,14 +28,14 @@ PAGED_KINDS = ("full", "shard", "parts")
 
 @dataclass(frozen=True)
 class TrafficSizes:
-    """The sizes that determine the traffic of a rank. A page is a flat parameter buffer; in mappings, it is represented
-    by its number.
+    """The sizes that determine the traffic of a rank. A page is a flat parameter buffer. Mappings use the number of a
+    page as its key.
 
     Attributes
     ----------
     full : for each page, the number of elements of the full page
     shard : for each page, the number of elements of this rank's shard
-    replica_own : for each page, how many elements of its shard this rank sums in an all-reduce over replicas
+    replica_own : for each page, the number of elements of its shard that this rank sums in an all-reduce over replicas
     widths : number of ranks along each mesh axis
     """
 
@@ -46,21 +46,22 @@ class TrafficSizes:
     grad_itemsize: int
     widths: dict[str, int]
     carried: Mapping[tuple[str, str], Mapping[int, Transfers]] = field(default_factory=dict)
-    """for each (axis, collective), a dict that maps pages to the collectives that their codecs use instead; pages that
-    are not listed are sent uncompressed"""
+    """for each (axis, collective), a dict that maps a page to the collectives that its gradient codec uses instead;
+    pages that are not listed are sent uncompressed"""
     # for each page, (axis, collective, elements) of each transfer that sums the page's tied gradients
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
     tie_itemsize: int = 4
     amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)
-    """for each `VerbTransfer.amount` of transfers that do not move pages, a dict that maps (`Action.unit`, microbatch)
-    to bytes; nothing is sent for keys that are not listed"""
+    """for transfers that do not move pages: for each `VerbTransfer.amount`, a dict that maps (`Action.unit`,
+    microbatch) to bytes; nothing is sent for missing keys"""
     # for each page, (axis, collective, bytes) of each transfer in the page's update
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The number of calls of one collective on one mesh axis, and the bytes that this rank sends in them."""
+    """The number of calls of one collective on one mesh axis, and the total number of bytes that this rank sends in
+    them."""
 
     calls: int = 0
     bytes: int = 0
@@ -133,12 +134,12 @@ class SlotLifetime:
 
 
 def find_lifetimes(program: Program) -> list[SlotLifetime]:
-    """Return the lifetimes of all temporary buffers of a program, sorted by start. These are the buffers that the
-    program both fills and empties, and scratch memory.
+    """Return the lifetimes of all temporary buffers of a program, sorted by start: the buffers that the program both
+    fills and empties, and scratch memory.
 
     Consecutive slots (named values) that use the same buffer share a lifetime. For example, the lifetime of the
-    gradient buffer grad3 continues with sum3. A buffer may have several lifetimes. Scratch memory that is held for a
-    later action lives until that action or, if there is none, until the last action of the program.
+    gradient buffer grad3 continues with sum3. A buffer may have several lifetimes. Scratch memory that is kept for a
+    later action lives until this action or, if there is none, until the last action of the program.
 
     Parameters
     ----------
@@ -154,8 +155,8 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
 
 
 def iterate_buffer_lifetimes(program: Program) -> Iterator[SlotLifetime]:
-    """Yield the lifetimes of all buffers except scratch memory. `start` is -1 for a buffer that is already filled
-    before the program; `stop` is the number of actions for a buffer that stays filled after it."""
+    """Yield the lifetimes of all buffers except scratch memory. If a buffer is already filled before the program,
+    `start` is -1. If a buffer stays filled after the program, `stop` is the number of actions."""
     born = dict.fromkeys(map(get_buffer_slot, program.begins), -1)
     for index, slots in enumerate(program.slots):
         given = dict.fromkeys(map(get_buffer_slot, (*slots.adds, *slots.gives)), index)

@@ -36,8 +36,8 @@ class Action:
     Parameters
     ----------
     op : the operation, a key of `VERBS`
-    unit : number of the unit (group of layers) on which the action works, of the page (flat parameter buffer) for
-        transfers of parameters and gradients, or of the message for sends and receives; None for other operations
+    unit : number of the target of the action: a unit (group of layers), a page (flat parameter buffer) for transfers of
+        parameters and gradients, or a message for sends and receives; None for other operations
     mb : number of the microbatch; None for operations that do not work on a microbatch
     """
 
@@ -55,7 +55,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
     Parameters
     ----------
-    text : one word per action: the operation in capitals, then the unit number and ".microbatch" where they apply
+    text : one word per action: the operation in capitals, followed by the unit number and ".microbatch" if applicable
 
     Returns
     -------
@@ -111,8 +111,8 @@ class SlotKind:
 
     Attributes
     ----------
-    buffer : the kind of slot whose memory slots of this kind use. Slots that share memory in this way are never alive
-        at the same time
+    buffer : the kind of slot that owns the memory of slots of this kind. Slots that share memory are never alive at the
+        same time
     memory : category under which memory reports count these slots
     in_slab : whether the memory is in the slab (the block that is planned for each program), unless the slot is alive
         before or after the program
@@ -126,11 +126,12 @@ class SlotKind:
 
 
 SLOTS: dict[str, SlotKind] = {
-    # state that outlives a step
+    # state that is kept between steps
     "shard": SlotKind("shard", "parameters", in_slab=True),
     "full": SlotKind("full", "parameters", in_slab=True),
     "slots": SlotKind("slots", "optimizer", in_slab=True),  # optimizer state of a page, as a dict of arrays by name
-    "memory": SlotKind("memory", "codec memory"),  # what a gradient codec keeps for a page, such as error feedback
+    # state that a gradient codec keeps for a page, such as error feedback
+    "memory": SlotKind("memory", "codec memory"),
     "stats": SlotKind("stats", "state"),  # running statistics of a unit, as in batch norm
     "grad": SlotKind("grad", "gradients", in_slab=True),
     "sum": SlotKind("grad", "gradients", in_slab=True),
@@ -173,7 +174,7 @@ class VerbTransfer:
     axis : mesh axis; "peers" stands for the ranks that hold or compute parts of the same parameter, along any axes
     call : name of the collective, or "send" or "recv"
     amount : what is sent: the `full` page (flat parameter buffer) or a `shard` of it, a few `numbers`, the value of an
-        `edge`, or `parts` of matrices that ranks combine. Extensions have other amounts, see `TrafficSizes.amounts`
+        `edge`, or `parts` of matrices that ranks combine. Extensions add amounts (see `TrafficSizes.amounts`)
     format : type of the data, which determines the bytes per element: "param", "grad", "tie" (gradients of tied
         parameters), "value" (a value sent between stages), "update" (data of the optimizer) or "control" (a few
         numbers, not counted)
@@ -192,8 +193,8 @@ class ScratchBuffer:
     Attributes
     ----------
     kind : a key of `SLOTS`
-    until : the memory is in use until the first later action that takes or reads this slot (named buffer); "": only
-        during the action
+    until : a slot (named buffer); the memory stays in use until the first later action that takes or reads this slot.
+        If "", it is in use only during the action
     """
 
     kind: str
@@ -202,15 +203,15 @@ class ScratchBuffer:
 
 @dataclass(frozen=True)
 class Verb:
-    """An operation of programs, as a row of the table `VERBS`: which slots (named buffers) it uses, and what it
-    transfers.
+    """An operation of programs, as a row of the table `VERBS`. It specifies the slots (named buffers) that the
+    operation uses, and the data that it transfers.
 
     Parameters
     ----------
     takes : slots that are read and emptied
     reads : slots that are read and stay filled
     adds : slots that are created or added to
-    gives : slots that are empty before the operation and filled by it
+    gives : slots that are empty before the operation and that it fills
     lane : resource that the operation occupies, which runs one operation at a time: "compute", "host", or the mesh
         axis of its transfers
     moves : transfers that the operation starts
@@ -231,8 +232,8 @@ class Verb:
 
     @cached_property
     def is_synchronizing(self) -> bool:
-        """True if the operation waits until the other pipeline ranks run it as well. Such an operation sends only a few
-        bytes; simulations assume that this takes no time."""
+        """True if the operation waits until the other pipeline ranks run it as well. These operations send only a few
+        bytes, and simulations assume that sending them takes no time."""
         return self.lane in ("world", "peers")
 
     @cached_property

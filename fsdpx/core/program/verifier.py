@@ -1,4 +1,4 @@
-"""Check programs and schedules before they run: buffers must be filled before they are read, and ranks must not
+"""Check programs and schedules before they run. Buffers must be filled before they are read, and ranks must not
 deadlock."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _require_same_collective_order(first: Program, other: Program, rank: int) ->
 
 
 def check_pipe(programs: Sequence[Program]) -> None:
-    """Raise ProgramError if the programs of all pipeline ranks would not finish when they run together.
+    """Raise ProgramError if the programs of all pipeline ranks would not all finish when run together.
 
     Sends and receives do not block. The first action that needs a received value waits for it, and synchronizing
     operations wait for all pipeline ranks.
@@ -148,13 +148,12 @@ ACTION_NAMES = {"F": "forward", "I": "gradient of the input", "W": "gradient of 
 
 
 def validate(schedule: PipelineSchedule) -> None:
-    """Raise ProgramError unless a schedule can run and gives results that are bitwise identical to those of any other
-    schedule.
+    """Raise ProgramError unless a schedule can run and gives bitwise the same results as any other valid schedule.
 
     Every action must be F, B, I or W of an existing stage and microbatch, on the home rank of its stage. For each
     microbatch, every stage must run one F and then either one B, or one I and later one W. The gradients of a stage's
-    parameters must be added in the order of the microbatches. There must be no deadlock: F follows the F of the
-    previous stage, and B and I follow the B or I of the next stage.
+    parameters must be added in the order of the microbatches. There must be no deadlock: F waits for F of the previous
+    stage, and B and I wait for B or I of the next stage.
 
     Parameters
     ----------
@@ -204,7 +203,8 @@ def _describe_misplaced_action(schedule: PipelineSchedule, rank: int, action: Ac
 
 
 def _describe_order_error(action: Action, done: set[Done]) -> str | None:
-    """Return text that says why `action` must not run next if the actions in `done` have run; None if it may."""
+    """Return text that explains why `action` must not run next, given that the actions in `done` have run. Return None
+    if it may run."""
     kind, stage, mb = get_completion_key(action)
     if (kind, stage, mb) in done:
         return f"occurs twice: the {ACTION_NAMES[kind]} of stage {stage}, microbatch {mb}, has already run"

@@ -40,7 +40,7 @@ __all__ = [
 
 
 MAX_MICROBATCHES = 1 << 16
-"""Largest allowed number of microbatches or chunks. The length of programs grows with this number."""
+"""Maximum number of microbatches or chunks. The length of programs grows with this number."""
 
 
 def require_valid_chunks(chunks: int | None, microbatches: int | None) -> None:
@@ -57,8 +57,8 @@ def require_valid_chunks(chunks: int | None, microbatches: int | None) -> None:
 
 
 class SequentialAccumulation:
-    """Adds gradients in the order in which they arrive: microbatches in the order in which they run, and ranks in
-    whatever order the collective uses."""
+    """Adds gradients in the order in which they arrive: microbatches in execution order, and ranks in whatever order
+    the collective uses."""
 
     bitwise = False
     """True if results must not depend on the number of ranks or on how pages (flat parameter buffers) are sharded."""
@@ -72,8 +72,8 @@ class SequentialAccumulation:
         return "in order"
 
     def count_microbatches(self, wanted: int) -> int:
-        """Return the number of microbatches that each rank runs per step. `wanted` is the number that the options
-        request."""
+        """Return the number of microbatches that each rank runs per step. `wanted` is the number requested in the
+        options."""
         return wanted
 
     def find_microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
@@ -105,12 +105,13 @@ class SequentialAccumulation:
 
     def create_gradient(self, buffer: Any, split: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
         """Return an empty gradient accumulator that stores its values in `buffer`. `split` is a function that divides
-        the buffer into one block for each partial sum. For `keep_offset`, see `FullGradient`."""
+        the buffer into one block for each partial sum. See `FullGradient` for `keep_offset`."""
         return FullGradient(buffer, keep_offset)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
         """Add `total` (the result of a reduce-scatter) to `part` (this rank's shard of the accumulated gradient), and
-        return `part`. If both are the same memory, add nothing, because the collective has already added its result."""
+        return `part`. If both arrays share the same memory, add nothing, because the collective has already added its
+        result."""
         if not has_same_address(total, part):
             part += total
         return part
@@ -124,11 +125,11 @@ class SequentialAccumulation:
         """Start an in-place all-reduce of a gradient shard over the replica axis."""
         handle = reduction.carrier.start_all_reduce(part)
         if reduction.carrier.scratch.size:
-            handle.wait()  # wait here, because the scratch memory is reused as soon as this function returns
+            handle.wait()  # wait now, because the scratch memory is reused as soon as this function returns
         return TimedTransfer(handle, lambda: part)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Return how many bytes of temporary memory are needed to reduce the gradient of a page (flat parameter
+        """Return the number of bytes of temporary memory needed to reduce the gradient of a page (flat parameter
         buffer). `kind` is the purpose of the memory: "carry" for the codec of a reduce-scatter, "trade" for partial
         sums in a reduce-scatter, and "join" for an all-reduce over replicas."""
         if kind == "trade":
@@ -141,8 +142,8 @@ class SequentialAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return two lists of (collective, bytes that this rank sends in it) pairs: one for the reduce-scatter of the
-        gradient of a page (flat parameter buffer), and one for its all-reduce over replicas. `own` is the number of
+        """Return two lists of pairs (collective, number of bytes that this rank sends): one for the reduce-scatter of
+        the gradient of a page (flat parameter buffer), and one for its all-reduce over replicas. `own` is the number of
         elements that this rank sums in the all-reduce."""
         shard, replica = self.axes.shard, self.axes.replica
         return (
@@ -154,8 +155,8 @@ class SequentialAccumulation:
 class TreeAccumulation:
     """Adds the gradients of equal chunks of the global batch along one binary tree over chunk numbers, so that results
     are bitwise identical on any number of ranks. Each rank first adds the gradients of its own chunks, as far as the
-    tree allows. All its remaining partial sums are then part of one reduction, which sends fewer bytes than one
-    reduction per chunk would."""
+    tree allows. A single reduction then combines all remaining partial sums, which sends fewer bytes than one reduction
+    per chunk."""
 
     bitwise = True
 
@@ -217,7 +218,7 @@ class TreeAccumulation:
         return ChunkGradients(split(buffer), self.mine, self.total, self._nodes_of_shard_ranks)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
-        """Return `total` unchanged. Its partial sums are added later, once all of them have arrived."""
+        """Return `total` unchanged. The partial sums are added later, once all of them have arrived."""
         return total
 
     def start_all_reduce_over_replicas(self, part: PartialSums, reduction: Reduction) -> TimedTransfer:
@@ -226,8 +227,8 @@ class TreeAccumulation:
         return TimedTransfer(COMPLETED, lambda: total)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Return how many bytes of memory are needed for the partial sums that this rank receives. Those received over
-        the shard axis are kept until the exchange between replicas is complete."""
+        """Return the number of bytes of memory needed for the partial sums that this rank receives. Partial sums
+        received over the shard axis are kept until the exchange between replicas is complete."""
         if kind != "trade":
             return 0
         own_elements = page.own_range.size
@@ -241,8 +242,8 @@ class TreeAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return two lists of (collective, bytes that this rank sends in it) pairs: one for the exchanges of partial
-        sums over the shard axis, and one for the exchanges over replicas. The rank with the most partial sums
+        """Return two lists of pairs (collective, number of bytes that this rank sends): one for the exchanges of
+        partial sums over the shard axis, and one for the exchanges over replicas. The rank with the most partial sums
         determines the number of exchanges. Ranks with fewer partial sums send nothing in the last exchanges."""
         foreign, rest = (page.size - page.own_range.size) * itemsize, (page.own_range.size - own) * itemsize
         trades = _predict_exchanges(self._nodes_of_replicas, self.replica[0], rest)
@@ -255,15 +256,15 @@ class TreeAccumulation:
 
     @property
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
-        """For each rank along this rank's shard axis, nodes of the binary tree. The values of these nodes add up to the
-        sum over the chunks (parts of the batch) of that rank."""
+        """For each rank along this rank's shard axis, the nodes of the binary tree whose values add up to the sum over
+        the chunks (parts of the batch) of this rank."""
         base = self.replica[0] * self.shard[1]
         return [self._cover_chunks_of_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
-        """For each replica, nodes of the binary tree. The values of these nodes add up to the sum over the chunks
-        (parts of the batch) of that replica."""
+        """For each replica, the nodes of the binary tree whose values add up to the sum over the chunks (parts of the
+        batch) of this replica."""
         width = self.shard[1]
         return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 

@@ -34,7 +34,7 @@ __all__ = [
 
 def find_shared_memory_allocator(world: Communicator, xp: Any) -> WindowMemory | None:
     """Return an allocator of memory that the ranks of a host share. Return None on all ranks if no host has several
-    ranks, or if such memory cannot hold arrays of the array module `xp`."""
+    ranks, or if shared memory cannot hold arrays of the array module `xp`."""
     node = find_node_communicator(world)
     if node is None or node.xp is not xp or max(map(len, node.ranks_by_host)) == 1:
         return None
@@ -42,11 +42,12 @@ def find_shared_memory_allocator(world: Communicator, xp: Any) -> WindowMemory |
 
 
 def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
-    """Return how many ranks of this host can share one copy of the full parameters, or 0 if they cannot share one. The
-    shard of each rank is then a view of the shared copy, so an all-gather moves no data within the host. Collective.
+    """Return the number of ranks on this host that can share one copy of the full parameters, or 0 if they cannot share
+    one. With a shared copy, the shard of each rank is a view of it, so an all-gather moves no data within the host.
+    Collective.
 
-    A copy can be shared in two cases: if all ranks along each shard axis are on one host, or if full parameters are
-    kept until the update."""
+    Ranks can share a copy if all ranks along each shard axis are on one host, or if full parameters are kept until the
+    update."""
     if arena.memory is None or not _are_rows_in_memory(placement, "master"):
         return 0
     node, own_format = find_node_communicator(placement.axes.shard), placement.formats.wire is None
@@ -64,10 +65,10 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
 def try_allocate_rows_in_windows(
     placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
 ) -> bool:
-    """Allocate, in shared memory, the arrays that these rows of the ledger (table of a rank's arrays) describe, and
-    return True. If `together` is True, all ranks of a host share one block; otherwise each rank has its own block,
-    which other ranks can read. If a host has too little shared memory, issue a warning and return False. `what` names
-    the arrays in the warning. Collective."""
+    """Allocate the arrays in these rows of the ledger (table of a rank's arrays) in shared memory, and return True. If
+    `together` is True, all ranks of a host share one block; otherwise, each rank has its own block, which other ranks
+    can read. If a host has too little shared memory, issue a warning and return False. `what` names the arrays in the
+    warning. Collective."""
     nbytes, node, block = (
         sum(map(_count_aligned_bytes, rows)) + ALIGN,
         find_node_communicator(placement.axes.shard),
@@ -101,8 +102,8 @@ def _warn_on_rank0_of_little_shared_memory(placement: Placement, what: str) -> N
 
 
 BLOCK_ELEMENTS = 1 << 20
-"""Maximum number of parameter elements that are initialized at a time. It is limited because initialization needs
-temporary arrays that are larger than these elements."""
+"""Maximum number of parameter elements that are initialized at a time. This limits the temporary arrays of the
+initialization, which are larger than the elements themselves."""
 
 
 def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
@@ -110,7 +111,8 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
     caller must fill them. Collective."""
     world, xp = placement.axes.world, placement.xp
     common = list(placement.sync_policy.open_shared_memory())
-    # asynchronous training does not use shared memory, because ranks would have to wait for each other to allocate it
+    # asynchronous training does not use shared memory, because ranks would have to wait for each other during
+    # allocation
     arena = Arena(xp, find_shared_memory_allocator(world, xp) if placement.sync_policy.is_synchronous else None)
     rows = _list_rows_and_allocate_shared(placement, arena)
     for key, array in common:
@@ -128,8 +130,8 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
 
 
 def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
-    """Return this rank's rows of the ledger (table of its arrays), one for each array. Arrays in shared memory are
-    allocated by this function. Collective."""
+    """Return this rank's rows of the ledger (table of its arrays), one for each array. Also allocate the arrays in
+    shared memory. Collective."""
     sharers = agree_on_sharer_count(placement, arena)
     rows = list(list_ledger_rows(placement, arena.memory is not None, sharers))
     if sharers:
@@ -144,7 +146,7 @@ def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[L
 
 def _are_rows_in_memory(placement: Placement, kind: str) -> bool:
     """Return whether arrays of this kind, such as "master" or "grad", are kept in device memory and not offloaded. The
-    result is the same on all ranks, including those that have no such array."""
+    result is the same on all ranks, including ranks without arrays of this kind."""
     row = LedgerRow(LedgerKey(kind, 0), placement.formats.gradients, ElementRange(0, 0), lifetime="step")
     return bool(placement.options.storage.assign_row_level(row).level == "device")
 
@@ -166,8 +168,8 @@ def _fill_initial_statistics(placement: Placement, ledger: Ledger) -> None:
 
 
 def initialize_parameters(state: TrainState) -> None:
-    """Initialize this rank's parameter shards. The value of an element depends only on the seed, the parameter name
-    and the element's index in the full parameter, and not on how parameters are sharded."""
+    """Initialize this rank's parameter shards. The value of an element depends only on the seed, the parameter name and
+    the element's index in the full parameter. It does not depend on how parameters are sharded."""
     layout, seed = state.placement.layout, state.seed
     spread = layout.spread
 
@@ -204,8 +206,8 @@ def fill_parameter_shards(
     """Fill this rank's parameter shards with the results of `values(parameter name, start, stop)`.
 
     `start` and `stop` are element indices within the part of the parameter that this tensor rank holds. They are at
-    most `max_elements` apart. `read_into` is an optional function of (name, start, array): it fills the array and
-    returns True, or it returns False if `values` must be called instead."""
+    most `max_elements` apart. `read_into` is an optional function (name, start, array). It fills the array and returns
+    True, or returns False if `values` must be called instead."""
     for p, page in state.placement.pages.items():
         for field, first, own_array in page.page.iterate_fields_in_range(
             state.ledger.get_array("master", p), page.own_range
@@ -226,8 +228,8 @@ def _draw_initial_values(spec: ParameterSpec, seed: int, name: str, runs: Sequen
 
 
 def _create_tie_group_communicators(placement: Placement) -> dict[int, TieGroup]:
-    """Create the communicators for tied parameters, and return a dict of this rank's tie groups. The key of a group is
-    the index of its first page (flat parameter buffer). Collective."""
+    """Create the communicators for tied parameters, and return a dict of this rank's tie groups, keyed by the index of
+    their first page (flat parameter buffer). Collective."""
     layout, axes, place = placement.layout, placement.axes, placement.axes.coordinates
     home = {p: stage.rank for stage in reversed(placement.stages) for p in stage.pages}
     ties: dict[int, TieGroup] = {}
@@ -244,8 +246,8 @@ def _create_tie_group_communicators(placement: Placement) -> dict[int, TieGroup]
 
 
 def _make_pipe_subgroup(axes: MeshAxes, ranks: Sequence[int]) -> Communicator:
-    """Return a communicator for the given `ranks` of this rank's pipeline. Any other rank gets a communicator that
-    contains only that rank itself. Collective."""
+    """Return a communicator for the given `ranks` of this rank's pipeline. All other ranks get a communicator that
+    contains only themselves. Collective."""
     place = axes.coordinates
     line = [axes.mesh.rank_of(place._replace(pipe=rank)) for rank in ranks]
     return axes.subgroup("peers", line if place.pipe in ranks else [axes.world.rank])

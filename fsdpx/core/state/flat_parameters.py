@@ -56,7 +56,7 @@ def intersect_ranges(have: Sequence[ElementRange], want: Sequence[ElementRange])
     """Return all non-empty overlaps between a range in `have` and a range in `want`. Within each list, ranges must be
     sorted and disjoint. For lists of n and m ranges, this takes O(n + m) time.
 
-    It is used to load and reshard checkpoints, and to find the parameters in a shard."""
+    This function is used to load and reshard checkpoints, and to find the parameters in a shard."""
     pieces = []
     h = w = 0
     while h < len(have) and w < len(want):
@@ -78,7 +78,7 @@ class PageField:
     ----------
     name : name of the parameter
     shape : shape of the part of the parameter that this tensor rank holds
-    offset, size : index of its first element in the page, and its number of elements
+    offset, size : index of the parameter's first element in the page, and number of elements
     source : name of the parameter whose values are stored here; it differs from `name` only for a copy of a parameter
         that is tied across ranks
     """
@@ -139,8 +139,8 @@ class Page:
 
     def iterate_fields_in_range(self, flat: Any, elements: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
         """Yield (field, start, view) for each parameter that overlaps a range of elements of the page (flat parameter
-        buffer). `start` is the index of the overlap's first element within the parameter, and `view` is the overlap as
-        a view of `flat`. `flat` must hold the elements of the range."""
+        buffer). `start` is the index of the overlap's first element in the parameter, and `view` is a view of the
+        overlap in `flat`. `flat` must hold the elements of the range."""
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
             yield field, piece.start - field.offset, flat[piece.start - elements.start : piece.stop - elements.start]
@@ -151,9 +151,9 @@ class Page:
         return intersect_ranges([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def list_tensor_shapes_in_range(self, elements: ElementRange) -> list[tuple[int, ...]]:
-        """Return the shapes of the tensors in a range of elements, in order. A tensor that lies only partly in the
-        range is split into its complete rows, a vector for an incomplete row before these, and a vector for an
-        incomplete row after them."""
+        """Return the shapes of the tensors in a range of elements, in order. If only part of a tensor is in the range,
+        it is split into its complete rows, a vector for an incomplete row before them, and a vector for an incomplete
+        row after them."""
         tensor_shapes: list[tuple[int, ...]] = []
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
@@ -169,7 +169,7 @@ class Page:
 
     def list_block_edges(self) -> list[int]:
         """Return the element indices at which a shard may begin without splitting a block (a fixed range of a
-        parameter's elements). If all shards begin at such indices, the sum over each block does not depend on the
+        parameter's elements). If all shards begin at these indices, the sum over each block does not depend on the
         number of shards."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_ELEMENTS)]
         return edges + [self.size]
@@ -190,8 +190,8 @@ def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[E
 
 def coalesce_runs(runs: Iterable[Interval], max_size: int, max_sparsity: float = math.inf) -> Iterator[list[Interval]]:
     """Merge neighboring (start, stop) runs into groups, because one call per group is cheaper than one call per run.
-    Let the span of a group be the number of its elements including the gaps between runs. It is at most `max_size`, and
-    at most `max_sparsity` times the number of elements in the runs."""
+    The span of a group (its number of elements, including the gaps between runs) is at most `max_size`, and at most
+    `max_sparsity` times the number of elements in the runs."""
     group: list[Interval] = []
     inside = 0
     for run in runs:
@@ -219,7 +219,7 @@ class ShardedPage:
     Attributes
     ----------
     page : the full page
-    shards : the elements that each rank along the axis holds
+    shards : the range of elements that each rank along the axis holds
     rank : this rank's index on the axis
     """
 

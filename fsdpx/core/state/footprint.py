@@ -30,8 +30,8 @@ class ProcessBytes(NamedTuple):
 
     Attributes
     ----------
-    rss : resident bytes; memory shared by several ranks counts in full for each of these ranks
-    pss : resident bytes; memory shared by several ranks is divided by the number of these ranks
+    rss : resident bytes; memory shared by several ranks counts in full for each rank
+    pss : resident bytes; memory shared by several ranks is divided by their number
     """
 
     rss: int
@@ -44,7 +44,8 @@ class Footprint:
 
     Parameters
     ----------
-    parts : size in bytes of each part, by a name such as "arena"; together, the parts make up the memory of the process
+    parts : size in bytes of each part, keyed by name (such as "arena"); together, the parts make up the memory of the
+        process
     ranks_here : number of ranks on the host; None if it is unknown
     """
 
@@ -58,14 +59,14 @@ class Footprint:
 
     @property
     def pss(self) -> int:
-        """Resident bytes of this rank's process. Memory shared by several ranks is divided by the number of these
-        ranks, so the sum over all ranks of a host is the memory that they use together."""
+        """Resident bytes of this rank's process. Memory shared by several ranks is divided by their number, so the sum
+        over all ranks of a host is the memory that they use together."""
         return sum(part.pss for part in self.parts.values())
 
     @property
     def host_bytes(self) -> int | None:
-        """Bytes that all ranks on the host use together, provided that each uses as much memory as this rank. None if
-        the number of ranks is unknown."""
+        """Number of bytes that all ranks on the host use together, assuming that each rank uses as much memory as this
+        rank. None if the number of ranks is unknown."""
         return None if self.ranks_here is None else self.ranks_here * self.pss
 
     def __str__(self) -> str:
@@ -94,8 +95,8 @@ class Footprint:
 def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
     """Return the planned number of resident bytes of a rank's arena (large buffers) and of its shared memory.
 
-    To sum gradients, each rank reads its shard from the shared memory of the other ranks. The memory that it reads
-    becomes resident in its own process too, so it is counted as well."""
+    To sum gradients, each rank reads its shard from the shared memory of the other ranks. This memory then becomes
+    resident in the rank's own process too, so it is also counted."""
     arena, total = state.arena, sum(state.count_bytes_by_kind().values())
     shared = [row for row in state.ledger if row.is_kept and row.inside is None and row.sharers > 1]
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
@@ -111,9 +112,10 @@ def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str
 
 
 def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
-    """Return a function that measures the memory use of this process. On systems other than Linux, it returns None.
+    """Return a function that measures the memory use of this process. On systems other than Linux, this function
+    returns None.
 
-    Call the function rarely, because each call makes Linux walk all memory pages of the process."""
+    Call the returned function rarely, because each call makes Linux walk all memory pages of the process."""
     node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world
     here = len(node.ranks_on_host) if node else 1 if world.size == 1 else None
     return partial(
@@ -140,7 +142,7 @@ def _measure_footprint(arena: int, ranks_here: int | None) -> Footprint | None:
 def get_peak_rss() -> int:
     """Return the peak resident memory of this process, in bytes."""
     try:
-        # read /proc where it exists, because getrusage would include the peak of the parent process
+        # read /proc if it exists, because getrusage would include the peak of the parent process
         return 1024 * _parse_kilobyte_lines(Path("/proc/self/status"))["VmHWM"]
     except (OSError, KeyError):
         import resource
@@ -153,11 +155,11 @@ PROCESS_LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData"
 
 
 def find_memory_budget(held: int, ranks_here: int) -> tuple[str, int | None]:
-    """Return a description of the available memory, and the number of bytes that each rank may plan to use. The number
-    is None if the available memory is unknown.
+    """Return a description of the available memory, and the number of bytes that each rank may plan to use. If the
+    available memory is unknown, the number is None.
 
-    `held` is how many of the planned bytes this rank has already allocated, and `ranks_here` is the number of ranks on
-    this host."""
+    `held` is the number of planned bytes that this rank has already allocated, and `ranks_here` is the number of ranks
+    on this host."""
     try:
         machine, process_status = (_parse_kilobyte_lines(Path("/proc", name)) for name in ("meminfo", "self/status"))
         total, free = 1024 * machine["MemTotal"], 1024 * machine["MemAvailable"]

@@ -1,8 +1,8 @@
 """Accumulated gradients of pages (flat parameter buffers), either as one sum or per chunk of the batch, and the fixed
-binary tree along which the gradients of chunks are added.
+binary tree that determines the order in which chunk gradients are added.
 
 Node (level, index) of the tree is the sum over chunks [index * 2**level, (index + 1) * 2**level), clipped to the number
-of chunks. All sums follow this tree, so they are bitwise identical no matter which rank computes which chunks, or when.
+of chunks. All sums follow this tree, so they are bitwise identical no matter which rank computes a chunk, or when.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def get_chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
 
 
 def count_samples_of_rank(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
-    """Return how many samples `DataLoader` gives to data rank `rank` if the global batch has `samples` samples."""
+    """Return the number of samples that `DataLoader` gives to data rank `rank` for a global batch of `samples`
+    samples."""
     if chunks is not None:
         return samples // chunks * len(get_chunks_of_rank(chunks, rank, ranks))
     return samples * (rank + 1) // ranks - samples * rank // ranks
@@ -63,9 +64,9 @@ def get_root_node(chunks: int) -> TreeNode:
 
 
 class PairwiseSumStack(Generic[T]):
-    """A stack that sums the values of chunks (parts of the batch) pairwise, along the binary tree that the module
-    docstring describes. Two sibling nodes are added as soon as both are on the stack, like a carry in a binary counter,
-    so the stack holds at most log2(chunks) + 1 partial sums.
+    """A stack that sums the values of chunks (parts of the batch) pairwise, along the binary tree described in the
+    module docstring. Two sibling nodes are added as soon as both are on the stack, like a carry in a binary counter, so
+    the stack holds at most log2(chunks) + 1 partial sums.
 
     `add` is a function (left, right) -> sum that may modify `left`."""
 
@@ -98,7 +99,7 @@ class PairwiseSumStack(Generic[T]):
 
 def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
     """Return the smallest set of tree nodes that together cover exactly the chunks (parts of the batch) in `run`. These
-    are the nodes that are left on a `PairwiseSumStack` after all these chunks have been pushed."""
+    nodes remain on a `PairwiseSumStack` after all these chunks have been pushed."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     for c in run:
         stack.push_node(TreeNode(0, c), None)
@@ -121,7 +122,7 @@ class Reduction(NamedTuple):
 
     Attributes
     ----------
-    carrier : the codec and the communicator with which the gradient is sent
+    carrier : the codec and the communicator that send the gradient
     page : the page and its shards
     part : array for this rank's shard of the sum
     first : True if nothing has been written to `part` in this step
@@ -136,7 +137,7 @@ class Reduction(NamedTuple):
 
 
 class FullGradient:
-    """An unsharded gradient on this rank. The gradients of microbatches are added in the order in which they run.
+    """An unsharded gradient on this rank. The gradients of microbatches are added in execution order.
 
     Attributes
     ----------
@@ -145,8 +146,8 @@ class FullGradient:
 
     def __init__(self, buffer: Any, keep_offset: bool) -> None:
         """Accumulate in `buffer`; its initial values may be undefined. If `keep_offset` is False, this rank's shard of
-        the sum is stored at the front of the buffer. If it is True, the shard is stored at its own offset in the
-        buffer, because other ranks may be reading the other shards."""
+        the sum is stored at the front of the buffer. If `keep_offset` is True, the shard is stored at its own offset in
+        the buffer, because other ranks may be reading the other shards."""
         self.buffer, self.keep_offset = buffer, keep_offset
         self.is_blank = True
 
@@ -179,7 +180,7 @@ class FullGradient:
 
 class ChunkGradients:
     """The gradients of chunks of the batch. Two siblings in the binary tree are added as soon as both are complete.
-    `leaves` holds the buffers: as many as this rank has partial sums at the same time.
+    `leaves` holds one buffer for each partial sum that this rank keeps at the same time.
 
     Attributes
     ----------
@@ -189,17 +190,17 @@ class ChunkGradients:
     is_blank = False
 
     def __init__(self, leaves: list[Any], chunks: range, total: int, held: Sequence[Sequence[TreeNode]]) -> None:
-        """Start without gradients. `chunks` are the chunks (parts of the batch) that this rank computes, and `total` is
-        the number of chunks in the global batch. `held` lists, for each rank along the shard axis, the tree nodes whose
-        sums that rank has after the backward pass."""
+        """Start without gradients. `chunks` is the range of chunks (parts of the batch) that this rank computes, and
+        `total` is the number of chunks in the global batch. For each rank along the shard axis, `held` lists the tree
+        nodes whose sums the rank has after the backward pass."""
         self.free = leaves[::-1]
         self.chunks, self.held = chunks, held
         self.stack: PairwiseSumStack[Any] = PairwiseSumStack(total, self._add_partial_sums)
         self.current: tuple[int, Any] | None = None
 
     def get_microbatch_buffer(self, microbatch: int) -> Any:
-        """Return the buffer for the gradient of the chunk (part of the batch) that is microbatch number `microbatch` of
-        this rank. If the chunk is a new one, first add the gradient of the previous chunk to the tree."""
+        """Return the gradient buffer for microbatch number `microbatch` of this rank, which is one chunk (part of the
+        batch). If the chunk is new, first add the gradient of the previous chunk to the tree."""
         if self.current is None or self.current[0] != microbatch:
             self._push_current_chunk()
             self.current = (microbatch, self.free.pop())
@@ -210,8 +211,8 @@ class ChunkGradients:
         """Do nothing, because a microbatch without samples is not a chunk."""
 
     def start_reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
-        """Start an exchange in which each rank receives its shard of the partial sums of all ranks. Waiting for the
-        transfer adds them along the tree. Collective.
+        """Start an exchange in which each rank receives its shard of all ranks' partial sums. Waiting for the transfer
+        adds the received shards along the tree. Collective.
 
         With N ranks and a gradient of n elements, a rank sends n - n/N elements for each of its partial sums. It has
         only one partial sum if the number of chunks per rank is a power of two."""
@@ -257,9 +258,9 @@ class PartialSums:
     def all_reduce_over_replicas(
         self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str
     ) -> Any:
-        """Write the sum over the replica axis to `out`, and return `out`. `groups` lists, for each replica, the nodes
-        of the binary tree whose sums this replica has. `what` names the transfers in error messages. Return only when
-        the transfers are complete, because the memory of the partial sums is then reused. Collective."""
+        """Write the sum over the replica axis to `out`, and return `out`. For each replica, `groups` lists the nodes of
+        the binary tree whose sums the replica has. `what` names the transfers in error messages. Return only when the
+        transfers are complete, because the memory of the partial sums is reused afterwards. Collective."""
         if replica.size == 1:
             out[...] = self.entries[0][1]
             return out
@@ -273,8 +274,8 @@ class PartialSums:
 
 class PartialSumExchange:
     """An all-to-all exchange of partial sums. Each rank receives its own shard of every rank's partial sums, and adds
-    them along the tree. `held` lists, for each rank, the tree nodes whose sums that rank has. `scratch` is memory for
-    the received elements."""
+    them along the tree. For each rank, `held` lists the tree nodes whose sums the rank has. `scratch` is memory for the
+    received elements."""
 
     def __init__(
         self,

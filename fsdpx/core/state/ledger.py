@@ -31,8 +31,8 @@ class LedgerKind:
     memory : heading under which memory reports list arrays of this kind
     slot : kind of slot (named value of a program) through which programs access arrays of this kind; "" if programs do
         not access them
-    saved : whether checkpoints store these arrays, resharding moves them and recovery keeps copies of them; other
-        arrays can be recomputed from the saved ones
+    saved : whether checkpoints store these arrays, resharding moves them and recovery keeps copies of them; all other
+        arrays can be recomputed from these arrays
     prefix : prefix of the arrays' names in checkpoints
     """
 
@@ -47,7 +47,7 @@ LEDGER_KINDS = {
     "master": LedgerKind("parameters", "shard", saved=True),
     # gathered parameters, in the dtype in which layers compute
     "full": LedgerKind("parameters"),
-    # unsharded gradients, to which the backward pass adds
+    # unsharded gradients, accumulated by the backward pass
     "grad": LedgerKind("gradients"),
     # gradient shards, summed over ranks
     "part": LedgerKind("gradients"),
@@ -67,19 +67,19 @@ LEDGER_KINDS = {
 Owner = Literal["shard", "all", "data", "replica", "private"]
 """The ranks that hold the same elements. "shard": all ranks with the same index on the shard axis. "all": all ranks,
 unless another axis shards the tensor. "data": all ranks with the same index on the data axis, because replicas also
-shard the array. "replica": as "shard", but only within one replica, because replicas have different values. "private":
-only this rank."""
+shard the array. "replica": like "shard", but only within one replica, because replicas have different values.
+"private": only this rank."""
 
 Level = Literal["device", "host", "slow", "map", "rank"]
 """Where an array is stored. "device": in the memory of the device that computes. "host": in host memory. "slow": at a
-slower storage level, such as a disk. "map": as "slow", but memory-mapped, so that the operating system caches as much
+slower storage level, such as a disk. "map": like "slow", but memory-mapped, so that the operating system caches as much
 of it as memory allows. "rank": in the memory of another rank."""
 
 Lifetime = Literal["run", "step", "pass", "use"]
 """How long the contents of an array are valid. "run": as long as the trainer exists. "step": until the next update.
-"use": only while an action uses them; such arrays have no permanent memory, and programs plan the memory for them.
-"pass": as long as "step", but the array is allocated at first use, in memory that activations no longer need, and freed
-by the update."""
+"use": only while an action uses them; these arrays have no permanent memory, and programs plan their memory. "pass": as
+long as "step", but the array is allocated at first use, in memory that activations no longer need, and freed by the
+update."""
 
 
 class LedgerKey(NamedTuple):
@@ -89,7 +89,7 @@ class LedgerKey(NamedTuple):
     ----------
     kind : name of the row's `LedgerKind`, such as "master" or "grad"
     page : number of the page (flat parameter buffer); None for a tensor that does not belong to a page
-    name : name of the tensor or, within a page, of the array, such as the optimizer slot "m"
+    name : name of the tensor, or name of the array within a page, such as the optimizer slot "m"
     """
 
     kind: str
@@ -105,9 +105,9 @@ class LedgerRow:
     ----------
     key : identity of the row
     span : the elements that the array holds, as indices into the page (flat parameter buffer) or into the tensor
-    times : number of times that the array holds this range of elements, one after another, for example for several
-        partial sums
-    inside, at : for a view, the key of the row that owns the memory, and the view's offset in it, in elements
+    times : number of consecutive copies of this range of elements in the array, for example for several partial sums
+    inside, at : for a view, the key of the row that owns the memory, and the offset of the view in this memory, in
+        elements
     sharers : number of ranks of this host that share the memory
     """
 
@@ -132,7 +132,7 @@ class LedgerRow:
 
     @property
     def is_kept(self) -> bool:
-        """True if the array stays allocated between programs once it has been allocated."""
+        """True if the array, once allocated, stays allocated between programs."""
         return self.lifetime != "use" and self.level != "slow"
 
     @property
@@ -152,20 +152,21 @@ class Ledger:
     Parameters
     ----------
     rows : the initial rows
-    slower : function that loads the array of a row that is not kept in memory, for example from disk; the array is
-        valid as long as it is referenced
+    slower : function that loads the array of a row that is not kept in memory, for example from disk; the array remains
+        valid while it is referenced
 
     Attributes
     ----------
-    planned_bytes : total bytes of the initial rows, by kind of memory, such as "gradients"
-    peak_bytes : maximum of the total bytes so far, by kind of memory
+    planned_bytes : total bytes of the initial rows, keyed by kind of memory, such as "gradients"
+    peak_bytes : maximum of the total bytes so far, keyed by kind of memory
     """
 
     def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[LedgerKey, Any] = {}
         self.codec_error_norms: dict[tuple[str, int], list[float]] = {}
-        """The `error_norms` of each `BoundCodec` in the last reduction, by (axis, page), for reports."""
+        """The `error_norms` of each `BoundCodec` in the last reduction, keyed by (axis, page). They are used in
+        reports."""
         self._slower = slower
         self.planned_bytes = self.count_bytes_by_kind()
         self.peak_bytes = Counter(self.planned_bytes)
@@ -190,7 +191,7 @@ class Ledger:
             self.peak_bytes[kind] = max(self.peak_bytes[kind], self._now[kind])
 
     def get_array(self, kind: str, page: int | None, name: str = "") -> Any:
-        """Return the array of a row. Return None if there is no such row, or if the ledger does not hold the array
+        """Return the array of a row. Return None if the row does not exist, or if the ledger does not hold the array
         because programs manage its memory."""
         row = self.rows.get(LedgerKey(kind, page, name))
         return None if row is None else self._get_row_array(row)
@@ -215,12 +216,12 @@ class Ledger:
         return dict(total)
 
     def count_bytes_freed_by_update(self, now: bool = False) -> int:
-        """Return the number of bytes of the arrays that each update frees. If `now` is true, count only those that are
+        """Return the number of bytes of the arrays that each update frees. If `now` is true, count only arrays that are
         currently allocated."""
         return sum(row.nbytes for row in self if row.is_freed_by_update and (not now or row.key in self.arrays))
 
     def count_offloaded_bytes_by_kind(self) -> dict[str, int]:
-        """Return the number of bytes of all offloaded arrays (for example, those on disk), as a dict keyed by kind of
+        """Return the number of bytes of all offloaded arrays (for example, arrays on disk), as a dict keyed by kind of
         memory, such as "gradients"."""
         total: Counter[str] = Counter()
         for row in self:
@@ -235,8 +236,8 @@ class Ledger:
 
 def list_ledger_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """Yield one row of the ledger (table of a rank's arrays) for each array of this rank. `windows` is True if the
-    ranks of a host share memory. `sharers` is the number of ranks that share one copy of their full parameters, or 0 if
-    none do."""
+    ranks of a host share memory. `sharers` is the number of ranks that share one copy of the full parameters, or 0 if
+    ranks do not share them."""
     return map(placement.options.storage.assign_row_level, _list_rows_without_offload(placement, windows, sharers))
 
 
@@ -260,7 +261,7 @@ def _list_rows_without_offload(placement: Placement, windows: bool, sharers: int
 
 def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
     """Yield two rows for a page (flat parameter buffer): one for its full parameters, and one for this rank's parameter
-    shard. The shard is a view of the full parameters if these are kept between uses and have the same dtype."""
+    shard. If the full parameters are kept between uses and have the same dtype, the shard is a view of them."""
     p = page.page.index
     dtype, gathered = placement.formats.master, placement.formats.compute
     kept = placement.keeps_full_parameters or sharers > 0
@@ -283,7 +284,7 @@ def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) 
 def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
     """Yield two rows for a page (flat parameter buffer): one for its full gradient, and one for this rank's shard of
     the reduced gradient. If the full gradient is kept, the shard is a view of it. In private memory, the view is at the
-    front. In shared memory, it is at the shard's own offset, because other ranks may be reading the other shards."""
+    start. In shared memory, it is at the shard's own offset, because other ranks may be reading the other shards."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keeps_full_gradients
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
@@ -308,8 +309,8 @@ def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[Ledger
 
 
 def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
-    """Return the row for an unsharded gradient that `no_sync` keeps on this rank until the update. It is needed with
-    shardings that would otherwise free unsharded gradients after each use."""
+    """Return the row for an unsharded gradient that `no_sync` keeps on this rank until the update. The row is needed
+    with shardings that would otherwise free unsharded gradients after each use."""
     span, times = ElementRange(0, placement.pages[page].size), placement.accumulation.times
     return LedgerRow(
         LedgerKey("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times
@@ -323,8 +324,8 @@ def make_checkpoint_name(slot: str, parameter: str) -> str:
 
 
 def get_saved_name_prefix(row: LedgerRow, replica: int) -> str:
-    """Return the part before the parameter name in an array's checkpoint name. For the optimizer slot "m", this is "m",
-    or "replica1/m" if each replica has its own array."""
+    """Return the part of an array's checkpoint name that precedes the parameter name. For the optimizer slot "m", this
+    is "m", or "replica1/m" if each replica has its own array."""
     name = LEDGER_KINDS[row.key.kind].prefix + row.key.name
     return add_replica_prefix(name, replica) if row.owner == "replica" else name
 
@@ -338,8 +339,8 @@ def list_checkpoint_tensors(placement: Placement, replicas: int | None = None) -
     """Return the specs of all tensors that a checkpoint of the full model stores, as a dict keyed by name. The order is
     the same on all ranks: parameters and running statistics, then the optimizer state of trained parameters.
 
-    If replicas train independently, each has its own optimizer state, and `replicas` is the number of these replicas.
-    None means the number of replicas in the mesh."""
+    If replicas train independently, each replica has its own optimizer state, and `replicas` is their number. If
+    `replicas` is None, use the number of replicas in the mesh."""
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     specs_by_name = {
@@ -351,7 +352,7 @@ def list_checkpoint_tensors(placement: Placement, replicas: int | None = None) -
 
 
 def get_state_dtype(placement: Placement, name: str) -> np.dtype:
-    """Return the dtype in which ranks keep the state that checkpoints store as the tensor `name`."""
+    """Return the dtype that ranks use for the state that checkpoints store as the tensor `name`."""
     formats = placement.formats
     if "/" in name and name not in placement.layout.specs:
         # names are "m/PARAMETER", or "replica1/m/PARAMETER" if each replica has its own state

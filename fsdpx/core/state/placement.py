@@ -58,11 +58,11 @@ __all__ = [
 
 @dataclass
 class PipelineChoice:
-    """The user's choice of pipeline schedule, and the schedules made from it for different numbers of microbatches.
+    """The user's choice of a pipeline schedule, and the schedules made from it for different numbers of microbatches.
 
     Attributes
     ----------
-    choice : name of a schedule, a function that makes one, or the path of a file that contains one
+    choice : name of a schedule, a function that makes a schedule, or the path of a file that contains a schedule
     width : number of pipeline ranks
     stages : number of stages, or the pipeline rank of each stage; None if the schedule decides
     """
@@ -90,9 +90,8 @@ class PipelineChoice:
         return home if self.width > 1 else (0,)
 
     def describe_stages_per_rank(self, home: tuple[int, ...]) -> str:
-        """Return a phrase for error messages that says how many stages each pipeline rank has. Return "" unless the
-        schedule itself has chosen more stages than there are pipeline ranks. `home` is the pipeline rank of each
-        stage."""
+        """Return a phrase for error messages with the number of stages per pipeline rank. Return "" unless the schedule
+        itself has chosen more stages than there are pipeline ranks. `home` is the pipeline rank of each stage."""
         if self.stages is not None or len(home) <= self.width:
             return ""
         name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")
@@ -104,7 +103,7 @@ class PipelineChoice:
 
     def get_actions_of_rank(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
         """Return the forward and backward actions of a pipeline rank, in the order in which it runs them. Without a
-        pipeline, return None: microbatches then run one after another."""
+        pipeline, return None, because microbatches then run one after another."""
         return None if self.width == 1 else self.get_schedule(microbatches).ranks[rank]
 
     def require_no_deadlock(self, request: ProgramRequest, stages: tuple[Stage, ...]) -> None:
@@ -134,8 +133,8 @@ class RecomputeChoice:
 
     Attributes
     ----------
-    every : interval k: every k-th unit (group of layers) is recomputed; 0: none
-    budget : maximum number of bytes of activations that a rank saves for the backward pass; None: no limit
+    every : interval k: every k-th unit (group of layers) is recomputed; if 0, no unit is recomputed
+    budget : maximum number of bytes of activations that a rank saves for the backward pass; None for no limit
     cores : kinds of layers, such as "attention", that recompute some of their own activations in the backward pass
     """
 
@@ -165,15 +164,15 @@ def parse_recompute(choice: Any) -> RecomputeChoice:
 
 @dataclass(frozen=True)
 class StepOptions(StepChoices):
-    """All options of a step: those of `StepChoices`, on which compiled programs depend, and those below.
+    """All options of a step: the options of `StepChoices`, which affect compiled programs, and the options below.
 
     Attributes
     ----------
     check_finite : whether to check the results of each unit (group of layers) for NaN and Inf
     schedule : the pipeline schedule as text
-    recompute : which units repeat their forward pass before their backward pass
-    storage : which state is offloaded between uses, for example to disk
-    sync_choice : how and when ranks synchronize (with strategies such as local SGD, not in every step)
+    recompute : units that repeat their forward pass before their backward pass
+    storage : state that is offloaded between uses, for example to disk
+    sync_choice : how and when ranks synchronize (with some strategies, such as local SGD, not in every step)
     planned : text that describes what strategy="auto" chose, and why
     """
 
@@ -195,8 +194,8 @@ class NumberFormats:
     gradients : dtype in which gradients are summed
     statistics : dtype of running statistics
     compute : dtype in which layers compute, which is also the dtype of gathered parameters and of activations
-    wire : dtype in which parameters are sent between ranks; None: the same as `compute`
-    precision : the option from which these dtypes follow
+    wire : dtype in which parameters are sent between ranks; None for the same dtype as `compute`
+    precision : the option that determines these dtypes
     """
 
     master: np.dtype
@@ -214,11 +213,11 @@ class Placement:
     Attributes
     ----------
     xp : array module, such as `numpy`
-    model : layers in the order of execution, in the form in which this tensor rank runs them
+    model : layers in execution order, as this tensor rank runs them
     layout : layout of the parameters in units (layers gathered together) and pages (flat buffers)
     stages : the part of the model that each pipeline rank runs
     pipe : the pipeline schedule that the user chose
-    output_dim : dimension of the model's output that is sharded over the tensor axis; None: not sharded
+    output_dim : dimension of the model's output that is sharded over the tensor axis; None if it is not sharded
     """
 
     xp: Any
@@ -238,7 +237,7 @@ class Placement:
     sample_layout: SampleLayout = field(default_factory=CompleteSamples)
 
     def list_sample_counts_of_earlier_groups(self, rows: Sequence[int]) -> Sequence[int]:
-        """Return the number of samples of each group of data ranks that comes before this rank's group. Ranks of a
+        """Return the number of samples of each group of data ranks that comes before this rank's group. The ranks of a
         group work on the same samples. The sum of the returned numbers is the index of the first sample of this rank's
         group. `rows` holds the number of samples of each data rank."""
         return self.sample_layout.count_samples_per_group(rows)[: self.axes.samples.rank]
@@ -254,7 +253,7 @@ class Placement:
 
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:
-        """All pages (flat parameter buffers) of this pipeline rank, with their shards, by page number."""
+        """All pages (flat parameter buffers) of this pipeline rank, with their shards, keyed by page number."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
         return {page.index: ShardedPage(page, shard_page(page, shard.size, snap), shard.rank) for page in pages}
@@ -281,8 +280,8 @@ class Placement:
 
     @property
     def keeps_full_parameters(self) -> bool:
-        """True if gathered parameters are kept until the update. This is the case if the sharding asks for it or if
-        there is only one shard, unless shards are offloaded."""
+        """True if gathered parameters are kept until the update. This requires that shards are not offloaded, and that
+        the sharding keeps full parameters for the step or there is only one shard."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.has_resident_shards
 
@@ -293,20 +292,20 @@ class Placement:
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """True if gradients are reduced after each microbatch. With the option `reproducible_chunks` it is False,
-        because one reduction of all partial sums sends fewer bytes."""
+        """True if gradients are reduced after each microbatch. With the option `reproducible_chunks`, the value is
+        False, because a single reduction of all partial sums sends fewer bytes."""
         return self.sharding.full_grads == "use" and self.axes.shard.size > 1 and not self.accumulation.bitwise
 
     @property
     def product_threads(self) -> int:
-        """The number of threads for matrix products. It is 1 if results must be bitwise reproducible, because rounding
-        depends on the number of threads."""
+        """The number of threads for matrix products. If results must be bitwise reproducible, this is 1, because
+        rounding depends on the number of threads."""
         return 1 if self.accumulation.bitwise else self.tuning.threads
 
     @property
     def counts_loss(self) -> bool:
         """True if this rank's loss is part of the global mean. If all tensor ranks compute the same loss, this is True
-        only on the first of them."""
+        only on the first tensor rank."""
         return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
 
     def get_sample_offset_on_tensor_axis(self, batch: Microbatch) -> int:
@@ -317,15 +316,15 @@ class Placement:
 
     @cached_property
     def running_statistics_by_unit(self) -> dict[int, tuple[str, ...]]:
-        """Names of the running statistics that the layers in each unit (group of layers) update, by unit number. Only
-        units that this rank runs and that have running statistics are included."""
+        """Names of the running statistics that the layers in each unit (group of layers) update, keyed by unit number.
+        Only units that run on this rank and have running statistics are included."""
         units = (self.layout.units[u] for u in self.stage.own_units)
         statistics_by_unit = {unit.index: list_unit_statistics(self.layout, unit) for unit in units}
         return {unit: names for unit, names in statistics_by_unit.items() if names}
 
     @cached_property
     def pipe_rank_by_statistic(self) -> dict[str, int]:
-        """The pipeline rank that updates each running statistic, by the statistic's name."""
+        """The pipeline rank that updates each running statistic, keyed by the statistic's name."""
         spread, layout = self.layout.spread, self.layout
         users = ((join_path(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
         names = ((layout.canonical_name(name), i) for name, i in users)
@@ -339,7 +338,7 @@ class Placement:
     @cached_property
     def _codec_routes(self) -> dict[int, CodecRoute]:
         """The result of `get_codec_route` for each page (flat parameter buffer), bound to the shapes of the page's
-        tensors, by page number."""
+        tensors. The dict is keyed by page number."""
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (
@@ -351,8 +350,8 @@ class Placement:
 
     @cached_property
     def shard_segments_by_page(self) -> dict[int, ShardSegments]:
-        """The segments that the optimizer updates in each page (flat parameter buffer), by page number: one for each
-        parameter in this rank's shard. Only trained pages are included."""
+        """The segments that the optimizer updates in each page (flat parameter buffer), keyed by page number. There is
+        one segment for each parameter in this rank's shard. Only trained pages are included."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {
             p: self.make_local_optimizer_segments(p, self.axes.shard, self.pages[p].shards, alone)
@@ -378,7 +377,7 @@ class Placement:
 
     def list_optimizer_collectives(self, page: int) -> tuple[tuple[str, str, int], ...]:
         """Return the collectives that the optimizer needs to update this rank's shard of a page (flat parameter
-        buffer), as (axis, collective, bytes that this rank sends). Most optimizers need none."""
+        buffer), as tuples (axis, collective, number of bytes that this rank sends). Most optimizers need none."""
         optimizer = unwrap_optimizer(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
             nbytes, shard, tensor = (
@@ -394,7 +393,7 @@ class Placement:
 
     @cached_property
     def slot_formats(self) -> dict[str, SlotFormat]:
-        """The number format of each optimizer slot (state array such as Adam's "m"), by the slot's name."""
+        """The number format of each optimizer slot (state array such as Adam's "m"), keyed by slot name."""
         return get_slot_formats(self.optimizer)
 
     def get_slot_dtype(self, slot: str) -> np.dtype:
@@ -435,7 +434,7 @@ class Placement:
         own_rows = table[comm.rank * n : (comm.rank + 1) * n]
         own_rows[:] = values
         handle = comm.all_gather(own_rows, table, what=what)
-        if not comm.has_peers:  # all simulated ranks have the values of this rank
+        if not comm.has_peers:  # simulated ranks all have the same values as this rank
             return TimedTransfer(handle, lambda: use([values] * comm.size))
         return TimedTransfer(handle, lambda: use(table.reshape(comm.size, n).tolist()))
 
@@ -445,8 +444,8 @@ class Placement:
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
     def count_replica_owned_elements(self, page: int) -> int:
-        """Return how many elements this rank sums in an all-reduce over replicas of the gradient of a page (flat
-        parameter buffer). These elements are a part of the rank's gradient shard."""
+        """Return the number of elements that this rank sums when the gradient of a page (flat parameter buffer) is
+        all-reduced over replicas. These elements are part of the rank's gradient shard."""
         replica = self.axes.replica
         return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
 
@@ -476,7 +475,7 @@ def _all_gather_numbers_per_parameter(
     """For each parameter in a page (flat parameter buffer), gather `width` numbers from every rank of `holders` and of
     the tensor axis. Return a dict that maps the parameter name to one list of `width` numbers per rank. Collective.
 
-    `mine` maps parameter names to this rank's numbers; missing names stand for zeros.
+    `mine` maps parameter names to this rank's numbers. If a name is missing, its numbers are zeros.
 
     For a parameter that all tensor ranks hold in full, only the numbers of the first tensor rank are used; the lists of
     the other tensor ranks contain zeros."""

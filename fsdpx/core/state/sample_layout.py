@@ -1,4 +1,4 @@
-"""How samples are distributed over ranks: each sample is on a single data rank, unless a `domain` splits each sample
+"""The distribution of samples over ranks. Each sample is on a single data rank, unless a `domain` splits each sample
 over several ranks."""
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class SampleLayout(Protocol):
 
     @property
     def has_one_group(self) -> bool:
-        """True if all ranks work on the same samples. In `predict`, a rank then waits only for its neighbors, and not
-        for all ranks."""
+        """True if all ranks work on the same samples. In `predict`, a rank then waits only for its neighbors instead of
+        all ranks."""
 
     @property
     def domain_version(self) -> int:
-        """How many times the domain has changed, as by `Partition.replace_edges`."""
+        """The number of times that the domain has changed, for example through `Partition.replace_edges`."""
 
     def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
         """Return whether the inputs that the caller passed have a sample dimension."""
@@ -49,8 +49,8 @@ class SampleLayout(Protocol):
         holds the number of samples of each data rank."""
 
     def describe_array(self, array: Any) -> str:
-        """Return a description of the properties of a batch array that must be the same on all ranks, such as its
-        dtype."""
+        """Return a description of the properties of a batch array, such as its dtype, that must be the same on all
+        ranks."""
 
     def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
         """Return a warning if the inputs or targets seem to be wrongly split over the ranks, and "" otherwise.
@@ -58,25 +58,25 @@ class SampleLayout(Protocol):
         DataError if ranks that hold parts of the same samples pass different samples. May be collective."""
 
     def compute_full_input_shape(self, shape: Shape, index: int) -> Shape:
-        """Return the shape of the unsplit input number `index`, given the shape of this rank's part."""
+        """Return the shape of input number `index` before it is split, given the shape of this rank's part."""
 
     def compute_local_output_shapes(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
         """Return the shape of this rank's part of each output, given the shapes of the unsplit outputs."""
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         """Convert the caller's inputs to the arrays that the model reads. Raise DataError if the shape of an input does
-        not fit this rank's part of a batch."""
+        not match this rank's part of a batch."""
 
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
         """Convert one of the caller's arrays, such as a target, to the layout of the model's output number `index`.
         `batched` is True if the caller's arrays have a sample dimension."""
 
     def to_model_output_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
-        """Convert the caller's gradients of the outputs to the gradients with which this rank's backward pass starts.
-        If several ranks hold an output in full, their gradients for it must add up to the caller's gradient."""
+        """Convert the caller's output gradients to the gradients from which this rank's backward pass starts. If
+        several ranks hold an output in full, their gradients for it must add up to the caller's gradient."""
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
-        """Convert an array that the model has computed to the layout of the caller's arrays. `batched` is True if the
+        """Convert an array computed by the model to the layout of the caller's arrays. `batched` is True if the
         caller's arrays have a sample dimension."""
 
     def all_reduce_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
@@ -90,8 +90,8 @@ class SampleLayout(Protocol):
         """Return a version of `loss` that can handle outputs that are split over ranks."""
 
     def get_output_domain(self) -> Domain | tuple[Domain | None, ...]:
-        """Return how the model's output is split over ranks. If the model has several outputs, return a tuple, which
-        contains None for outputs that are not split. Raise ConfigError if the model's only output is not split."""
+        """Return how the model's output is split over ranks. If the model has several outputs, return a tuple with None
+        for outputs that are not split. Raise ConfigError if the model's only output is not split."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,7 @@ class Domain(ABC):
     Attributes
     ----------
     dims : number of ranks along each split dimension
-    excluded : name under which core/trainer/option_rules.py lists the options that cannot be combined with this kind of
-        domain
+    excluded : name that core/trainer/option_rules.py uses for options that cannot be combined with this kind of domain
     """
 
     dims: tuple[int, ...]
@@ -165,7 +164,7 @@ class Domain(ABC):
     @property
     @abstractmethod
     def comm(self) -> Any:
-        """The communicator of the ranks that hold parts of a sample; None in a dry run."""
+        """The communicator of the ranks that hold parts of the same sample, or None in a dry run."""
 
     @property
     @abstractmethod
@@ -192,24 +191,24 @@ class Domain(ABC):
         """Gather the parts of all ranks, and return the unsplit array on every rank. Collective."""
 
     def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
-        """Determine which data ranks hold parts of the same samples. Return None if each data rank has complete
-        samples of its own. Collective.
+        """Determine which data ranks hold parts of the same samples. Return None if each data rank has its own complete
+        samples. Collective.
 
-        Raise ConfigError or MeshError if these groups do not fit the mesh."""
+        Raise ConfigError or MeshError if the groups of ranks do not fit the mesh."""
         return None
 
     @abstractmethod
     def shard_model(self, model: Layer, parts: Sequence[FieldPartition] | None = None) -> tuple[Layer, Sequence[Kind]]:
-        """Return the model that each rank runs on its part of a sample, and how each output of that model is
-        distributed over the ranks. `parts` holds one partition for all inputs or one for each input; None means the
+        """Return the model that each rank runs on its part of a sample, and how each output of this model is
+        distributed over the ranks. `parts` holds one partition for all inputs or one for each input. If None, use the
         partitions of this domain.
 
         Raise ConfigError if a layer cannot run on a part of a sample."""
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """The ranks whose memory and traffic a plan reports, as positions among the ranks that share a sample. The
-        first is the rank that computes most. If a different rank communicates most, that rank is the second."""
+        """The ranks whose memory and traffic a plan reports, as indices among the ranks that share a sample. The first
+        is the rank with the most computation. If a different rank has the most communication, it is the second."""
         return (0,)
 
     def as_rank(self, rank: int) -> Domain:

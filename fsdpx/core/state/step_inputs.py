@@ -27,7 +27,7 @@ def list_targets(target: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The samples that this rank processes in one forward pass. `row` is the index of the first sample in the global
+    """The samples that this rank processes in one forward pass. `row` is the index of its first sample in the global
     batch. `target` is an array, a tuple of arrays for several outputs, or None."""
 
     inputs: tuple[Any, ...]
@@ -36,7 +36,7 @@ class Microbatch:
 
     @property
     def targets(self) -> tuple[Any, ...]:
-        """The arrays of the target; () if there is none."""
+        """The arrays of the target, or () if there is no target."""
         return list_targets(self.target)
 
 
@@ -86,12 +86,13 @@ class ValueShapes:
         self._imagined: dict[int, MeshAxes] = {}
 
     def shape_of(self, value: int, batch: Microbatch, tensor: int | None = None) -> ValueShape:
-        """Return the shape that input or activation number `value` has for the microbatch `batch` on tensor rank
-        `tensor` (default: this rank)."""
+        """Return the shape of input or activation number `value` for the microbatch `batch` on tensor rank `tensor`
+        (default: this rank)."""
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:
-            with measuring_memory():  # so that the memory count of a dry run does not include these arrays without data
+            # exclude these arrays from the memory count of a dry run, because they have no data
+            with measuring_memory():
                 inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
                 shapes = value_shapes(self._model, inputs, self._dtype, axes=self.make_fake_axes_of_tensor_rank(rank))
                 self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in shapes]

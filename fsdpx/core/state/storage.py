@@ -1,5 +1,5 @@
-"""The interface for offloading state to storage that is slower than memory, such as a disk. Extensions implement it and
-transfer the data."""
+"""The interface for offloading state to storage that is slower than memory, such as a disk. Extensions implement this
+interface and transfer the data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdpx.core.program import Slot
 __all__ = ["IN_MEMORY", "StateStorage", "StorageLevelChoice", "StoredSlots"]
 
 StoredSlots = tuple[tuple[Slot, Slot], ...]
-"""Pairs of slots (named values of a program): one whose value is offloaded between programs, and one that holds a
+"""Pairs of slots (named values of a program): a slot whose value is offloaded between programs, and a slot that holds a
 placeholder in the meantime."""
 
 
@@ -34,14 +34,14 @@ class StateStorage:
         """Set the transfer counters to zero."""
 
     def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return how many bytes each transfer to or from this storage moves, in the form of `TrafficSizes.amounts`: for
-        each kind of item, such as "record", a dict that maps (item number, microbatch) to bytes. The bytes of
-        activations are those of the last batch."""
+        """Return the number of bytes that each transfer to or from this storage moves, in the format of
+        `TrafficSizes.amounts`: for each kind of item, such as "record", a dict that maps (item number, microbatch) to
+        bytes. For activations, use the sizes from the last batch."""
         return {}
 
     def get_fetch_buffer_nbytes(self, slot: Slot) -> int | None:
-        """Return how many bytes of memory an offloaded value needs once it is loaded. Return None if the value is never
-        offloaded."""
+        """Return the number of bytes of memory that an offloaded value needs once it is loaded, or None if the value is
+        never offloaded."""
         return None
 
     def map_array(self, row: Any) -> Any:
@@ -54,8 +54,8 @@ class StateStorage:
 
 
 class StorageLevelChoice(ABC):
-    """Base class for offload options. An option determines which state is kept in storage slower than memory while it
-    is not in use."""
+    """Base class for offload options. An option determines which state is kept in storage that is slower than memory
+    while it is not in use."""
 
     @abstractmethod
     def require_something_to_store(self, optimizer: Any, average: Any) -> None:
@@ -63,12 +63,12 @@ class StorageLevelChoice(ABC):
 
     @abstractmethod
     def pair_offloaded_slots_with_placeholders(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
-        """Return the slots (named values of a program) that are offloaded between programs, each with the slot that
-        holds a placeholder in the meantime.
+        """Return the slots (named values of a program) that are offloaded between programs, each paired with the slot
+        that holds a placeholder in the meantime.
 
         Parameters
         ----------
-        pages : whether each page (flat parameter buffer) is trained, by page number
+        pages : maps the number of each page (flat parameter buffer) to whether the page is trained
         units : number of units (groups of layers)
         slots : whether the optimizer has state
 
@@ -79,13 +79,13 @@ class StorageLevelChoice(ABC):
 
     @abstractmethod
     def assign_row_level(self, row: Any) -> Any:
-        """Return the row `row` of the ledger (table of a rank's arrays), with another storage level if this option
-        offloads the array."""
+        """Return the row `row` of the ledger (table of a rank's arrays). If this option offloads the array, change the
+        row's storage level."""
 
     @abstractmethod
     def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
-        """Open this rank's storage, with space for the arrays that are offloaded. `rows` are the rows of the rank's
-        ledger (table of its arrays). Collective."""
+        """Open this rank's storage, with space for the offloaded arrays. `rows` contains the rows of the rank's ledger
+        (table of its arrays). Collective."""
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,10 @@ class SyncChoice:
 
     Attributes
     ----------
-    excluded : name under which core/trainer/option_rules.py lists the options that cannot be combined with this
-        strategy
+    excluded : name that core/trainer/option_rules.py uses for options that cannot be combined with this strategy
     replicas : whether replicas train independently, so that the ranks of each replica form a group
-    optimizers : optimizers that are used in addition to the one that updates parameters in each step
-    outer_codec : compression codec for communication between replicas; None: the same as within a replica
+    optimizers : additional optimizers, besides the one that updates parameters in each step
+    outer_codec : compression codec for communication between replicas; None for the same codec as within a replica
     description : text that describes this choice; it must be the same on all ranks
     message_prefix : beginning of error messages about excluded options
     """
@@ -79,7 +78,7 @@ def _make_sync_choice(name: str) -> SyncChoice:
 
 
 class SyncPolicy:
-    """Decides how and when the ranks of a placement synchronize. In this base class, they synchronize in every step.
+    """Determines how and when the ranks of a placement synchronize. In this base class, they synchronize in every step.
     Strategies override its methods.
 
     Attributes
@@ -89,7 +88,7 @@ class SyncPolicy:
     owner : "shard" if all replicas hold the same trained parameters and optimizer state; "replica" if each replica has
         its own
     lasting : kinds of slots (named values of a program) that programs leave filled for later programs
-    about : text about the policy that checkpoints store in their description of the run; None: no text
+    about : text about the policy, which checkpoints store in their description of the run; None for no text
     """
 
     is_synchronous, own_speed = True, False
@@ -106,12 +105,12 @@ class SyncPolicy:
         return kind
 
     def get_sync_rules(self, step: int) -> SyncRules:
-        """Return the rules that determine what ranks synchronize in step `step`. The first step is step 1."""
+        """Return the rules that ranks follow to synchronize in step `step`. The first step is step 1."""
         return EVERY_STEP
 
     def count_steps_per_sync_rules(self) -> list[tuple[SyncRules, int]]:
-        """Return a list of pairs (rules, number of steps in a round that have these rules). A round consists of the
-        steps from one synchronization of all ranks to the next. The last pair has the rules of the last step, in which
+        """Return a list of pairs (rules, number of steps in a round with these rules). A round consists of the steps
+        from one synchronization of all ranks to the next. The last pair contains the rules of the last step, in which
         all ranks synchronize."""
         return [(EVERY_STEP, 1)]
 
@@ -134,8 +133,8 @@ class SyncPolicy:
         return iter(())
 
     def list_saved_name_prefixes(self, replicas: int | None) -> list[str]:
-        """Return the name prefixes, such as "m", under which checkpoints store the optimizer state of a parameter.
-        `replicas` is the number of replicas that have their own optimizer state. None means the number of replicas in
+        """Return the name prefixes, such as "m", that checkpoints use for the optimizer state of a parameter.
+        `replicas` is the number of replicas that have their own optimizer state. If None, use the number of replicas in
         the mesh."""
         return list(self.placement.slot_formats)
 
@@ -166,26 +165,26 @@ class SyncPolicy:
 
     def require_synchronized_replicas(self, steps: int) -> None:
         """Raise ConfigError if ranks have different parameters after `steps` steps. Methods that need the same
-        parameters on all ranks call this."""
+        parameters on all ranks call this method."""
 
     def wait_for_last_step(self) -> None:
-        """In asynchronous training, wait until all ranks have finished their last step; otherwise do nothing."""
+        """In asynchronous training, wait until all ranks have finished their last step. Otherwise, do nothing."""
 
     def count_updates(self, name: str, steps: int) -> int:
-        """Return how many times the page (flat buffer) that contains the parameter `name` is updated in the first
-        `steps` steps of the trainer."""
+        """Return the number of updates, in the first `steps` steps of the trainer, to the page (flat buffer) that
+        contains the parameter `name`."""
         return steps
 
     @property
     def updates_per_step(self) -> int:
-        """Number of times that a parameter is updated while every rank takes one step."""
+        """Number of updates to a parameter while every rank takes one step."""
         return 1
 
     def on_parameters_set(self, steps: int) -> None:
         """Called after all parameters have been set. `steps` is the number of steps that the trainer has taken."""
 
     def get_failed_ranks(self) -> list[int]:
-        """Return the ranks that have died and without which training continues."""
+        """Return the ranks that have died. Training continues without them."""
         return []
 
     def read_common_parameters(self) -> dict[str, Any] | None:
@@ -196,8 +195,8 @@ class SyncPolicy:
     def read_common_state_and_get_setter(
         self, state: Any, kinds: Sequence[str]
     ) -> Callable[[], Callable[[], None]] | None:
-        """Read the state that all ranks have in common, for the given kinds of arrays, and return a function that sets
-        this rank's arrays to that state. Return None if no array has to change.
+        """For the given kinds of arrays, read the state that all ranks have in common. Return a function that sets this
+        rank's arrays to this state, or None if no arrays need to change.
 
         The returned function must be called once all ranks have read the common state. It returns another function,
         which restores the rank's own state."""

@@ -80,7 +80,7 @@ class TieGroup:
     pages : a single page, or the pages with copies of one parameter, beginning with the page of the first layer that
         uses the parameter
     ranks : pipeline rank of each page
-    comm : communicator of the pipeline ranks that have a copy; None if only one rank has one
+    comm : communicator of the pipeline ranks that have a copy; None if only one rank has a copy
     partial : whether gradients must also be summed over the tensor axis
     """
 
@@ -92,18 +92,18 @@ class TieGroup:
     @property
     def gather_order(self) -> list[int]:
         """Indices into `pages` (flat parameter buffers), sorted by the pages' pipeline ranks. An all-gather returns the
-        pages' gradients in this order."""
+        gradients in this order."""
         return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
 
     @property
     def page_counts_by_rank(self) -> list[int]:
-        """The number of this group's pages (flat parameter buffers) on each pipeline rank that has any, in rank
-        order."""
+        """For each pipeline rank that has pages (flat parameter buffers) of this group, the number of these pages, in
+        rank order."""
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
     def count_gathered_elements(self, page_elements: int) -> int:
-        """Return how many elements an all-gather of the gradients of all copies returns, or 0 if no all-gather is
-        needed. `page_elements` is the number of elements of one copy on this rank."""
+        """Return the number of elements in the result of an all-gather of all copies' gradients, or 0 if no all-gather
+        is needed. `page_elements` is the number of elements of one copy on this rank."""
         return page_elements * len(self.pages) if self.comm is not None else 0
 
 
@@ -112,14 +112,14 @@ class FrozenParameters:
 
     Attributes
     ----------
-    frozen : names of the parameters that currently get no gradients and no updates
+    frozen : names of the parameters that currently receive no gradients or updates
     missed : for each parameter name, the total number of updates that the parameter had missed when it was last
-        unfrozen. The parameter has had this many fewer updates than other parameters in its page (flat buffer)
+        unfrozen. It has received this many fewer updates than the other parameters in its page (flat buffer)
     """
 
     def __init__(self, updates: Callable[[str], int]) -> None:
-        """Start without frozen parameters. `updates(name)` must return how many updates the parameter would have had so
-        far if it had never been frozen."""
+        """Start without frozen parameters. `updates(name)` must return the number of updates that the parameter would
+        have received so far if it had never been frozen."""
         self.frozen: frozenset[str] = frozenset()
         self.missed: dict[str, int] = {}
         self._updates = updates
@@ -138,14 +138,14 @@ class FrozenParameters:
         self.frozen = frozenset(self._updates_when_frozen)
 
     def count_missed_updates(self) -> dict[str, int]:
-        """Return a dict that maps each parameter name to the number of updates that the parameter has missed so far. It
-        includes parameters that are still frozen."""
+        """Return a dict that maps each parameter name to the number of updates that the parameter has missed so far.
+        The dict includes parameters that are still frozen."""
         now = {name: self._updates(name) - before for name, before in self._updates_when_frozen.items()}
         return {name: self.missed.get(name, 0) + now.get(name, 0) for name in sorted({**self.missed, **now})}
 
     def resume_at(self, missed: dict[str, int], updates: int) -> None:
-        """Continue from a checkpoint that was saved after `updates` updates. `missed` maps parameter names to the
-        number of these updates that the parameters missed. Parameters that are now frozen stay frozen."""
+        """Continue from a checkpoint that was saved after `updates` updates. `missed` maps each parameter name to the
+        number of these updates that the parameter missed. Currently frozen parameters stay frozen."""
         self.missed, self._updates_when_frozen = missed, dict.fromkeys(self.frozen, updates)
 
 
@@ -165,7 +165,7 @@ class TrainState:
 
     Attributes
     ----------
-    store : the values that programs read and write, by slot (name of a value, such as the gradient of page 3)
+    store : the values that programs read and write, keyed by slot (name of a value, such as the gradient of page 3)
     steps : number of updates made so far
     samples : number of samples in all global batches since the last update
     gradient_source : the call that computed the gradients in `store`, "accumulate" or "backward"; "" if there are no
@@ -260,12 +260,12 @@ class TrainState:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of the parameters that currently get no gradients and no updates."""
+        """Names of the parameters that currently receive no gradients or updates."""
         return self.freezing.frozen
 
     def count_missed_steps_by_parameter(self) -> dict[str, int]:
         """Return a dict that maps each parameter name to the number of trainer steps that did not update the parameter.
-        Parameters that every step updated are left out."""
+        Parameters that were updated in every step are omitted."""
         each = self.placement.sync_policy.updates_per_step
         missed = self.freezing.count_missed_updates().items()
         steps = {name: self.steps - (self._count_updates(name) - n) // each for name, n in missed}
@@ -275,12 +275,13 @@ class TrainState:
         return self.placement.sync_policy.count_updates(name, self.steps)
 
     def set_counters_from_other_ranks(self, steps: int, value: float, steps_since_change: int) -> None:
-        """Set the step count and the loss scale after an update in which this rank took no part. The arguments come
-        from a rank that took part: its step count, and `value` and `steps_since_change` of its `LossScaler`."""
+        """Set the step count and the loss scale after an update in which this rank did not take part. The arguments
+        come from a rank that took part: its step count, and the `value` and `steps_since_change` of its
+        `LossScaler`."""
         self.steps, self.scaler = steps, self.scaler.restore_scale(value, steps_since_change)
 
     def wait_for_transfers(self) -> None:
-        """Wait for transfers that programs have started without waiting for them."""
+        """Wait for transfers that programs have started but not waited for."""
         for slot, value in self.store.items():
             if slot.kind in self.placement.sync_policy.lasting and isinstance(value, TimedTransfer):
                 self.store[slot] = value.wait()
@@ -294,7 +295,7 @@ class TrainState:
         policy_data: dict[str, Any] | None = None,
         missed: Mapping[str, int] | None = None,
     ) -> None:
-        """Continue training from the position that a checkpoint contains. From now on, random numbers depend on `seed`.
+        """Continue training from the position stored in a checkpoint. From now on, random numbers depend on `seed`.
 
         `scale` is the loss scale as (value, steps since its last change), or None to leave it unchanged. `policy_data`
         holds the counters of the `SyncPolicy`. `missed` is what `count_missed_steps_by_parameter` returned when the

@@ -1,4 +1,4 @@
-"""Measurements of the machine and their cache on disk, and the choice of the fastest BLAS library."""
+"""Machine measurements, their cache on disk, and the choice of the fastest BLAS library."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 Record = TypeVar("Record")
 _KINDS = {"key": dict, "value": dict, "date": str}
 _refused: set[Path] = set()
-"""Folders to which nothing could be written."""
+"""Folders that turned out not to be writable."""
 
 
 class Measurement(NamedTuple):
@@ -47,9 +47,9 @@ class Measurement(NamedTuple):
 
     Attributes
     ----------
-    key : everything on which the value depends, such as the processor
+    key : everything that the value depends on, such as the processor
     value : the result
-    date : when it was measured, in UTC
+    date : date of the measurement, in UTC
     """
 
     key: dict[str, Any]
@@ -59,7 +59,7 @@ class Measurement(NamedTuple):
 
 def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]], Record]) -> Record | None:
     """Return the cached measurement of this kind (such as "blas") with this key, or None if there is none. If its file
-    is damaged or not trusted, issue a warning once and return None, so that the caller measures again.
+    is damaged or not trusted, issue a warning once and return None. The caller must then measure again.
 
     `decode` converts the stored value to the result. It must raise ValueError or TypeError if the value is invalid."""
     file = _get_record_path(kind, key)
@@ -77,8 +77,8 @@ def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]
 
 def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
     """Atomically write a measurement to the cache. If the folder is not writable, issue a warning once; the next
-    process must then measure again. `kind` names the measurement, such as "blas", and `key` holds everything on which
-    its value depends."""
+    process must then measure again. `kind` names the measurement, such as "blas", and `key` holds everything that its
+    value depends on."""
     file, date = _get_record_path(kind, key), datetime.now(UTC).isoformat(timespec="minutes")
     text = json.dumps({"key": key, "date": date, "value": value}, indent=1)
     try:
@@ -89,8 +89,8 @@ def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
 
 
 def describe_cache_location() -> str:
-    """Return a phrase, to be appended to a message, that says where measurements are cached. Return "" if they cannot
-    be cached."""
+    """Return a phrase that tells the user where measurements are cached, for appending to a message. Return "" if they
+    cannot be cached."""
     folder = environment.read_environment().cache
     return "" if folder in _refused else f"; the result is kept in {folder}"
 
@@ -120,9 +120,10 @@ def _get_record_path(kind: str, key: dict[str, Any]) -> Path:
 T = TypeVar("T")
 
 MIN_SPEEDUP = 1.25
-"""A BLAS library other than the default one is chosen only if it is faster by more than this factor."""
+"""Another BLAS library is chosen only if it is faster than the default library by more than this factor."""
 MULTI_RANK_GROUP_BYTES = 4 << 20
-"""Minimum bytes of parameters in a unit if there are several ranks, based on measurements (docs/decisions/0010)."""
+"""Minimum number of bytes of parameters in a unit if there are several ranks, based on measurements
+(docs/decisions/0010)."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Tuning:
     ----------
     blas : library for matrix products
     threads : number of threads per rank
-    group_bytes : minimum bytes of parameters in a unit (layers gathered together)
+    group_bytes : minimum number of bytes of parameters in a unit (layers gathered together)
     """
 
     blas: str
@@ -188,7 +189,7 @@ _remeasured: set[str] = set()
 
 def load_blas_measurement() -> Measurement | None:
     """Return the cached BLAS measurement for this machine: the chosen library, and the GFLOP/s of each library on one
-    thread. Return None if there is none."""
+    thread. Return None if there is no measurement."""
     key = _make_tuning_key()
     with suppress(ValueError, TypeError):
         record = _read_record(_get_record_path("blas", key))
@@ -200,7 +201,7 @@ def load_blas_measurement() -> Measurement | None:
 
 def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
     """Return the BLAS library that was fastest in rank 0's measurement. If rank 0 has no cached measurement, all ranks
-    measure now. Only rank 0's measurement counts, because measured times differ between ranks. Collective."""
+    measure now. Only rank 0's measurement is used, because measured times differ between ranks. Collective."""
     key = _make_tuning_key()
     anyway = environment.read_environment().retune and str(key) not in _remeasured
     known = None if anyway or world.rank else load_record("blas", key, _parse_library_record)
@@ -227,7 +228,7 @@ def _broadcast_from_rank_0(world: Communicator, own: T) -> T:
 
 
 def _make_tuning_key() -> dict[str, Any]:
-    """Return the key of the cached measurement: everything on which the fastest BLAS library depends."""
+    """Return the key of the cached measurement: everything that determines the fastest BLAS library."""
     return {
         "machine": platform.node(),
         "processor": read_cpuinfo_field("model name") or platform.processor(),
@@ -237,7 +238,7 @@ def _make_tuning_key() -> dict[str, Any]:
 
 
 def _parse_library_record(value: dict[str, Any]) -> str:
-    """Return the library that a cached measurement chose. Raise ValueError if `value` cannot come from a
+    """Return the library that was chosen in a cached measurement. Raise ValueError if `value` is not a valid
     measurement."""
     library, rates = require_json_fields(value, {"library": str, "rates": dict}).values()
     if library not in {"numpy", *blas.describe_library_files()} or not all(

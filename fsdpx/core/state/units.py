@@ -41,12 +41,12 @@ GROUP_BYTES = 1 << 20
 takes longer than the latency."""
 
 ReductionRuleFunction = Callable[[Sequence[str]], tuple[int, bool]]
-"""Function from the names of a parameter to (number of the rule for reducing its gradient, whether the result for an
-element depends on the other elements in the page). If it depends on them, a parameter that all tensor ranks hold in
-full must not be in one page with sharded parameters: these differ between tensor ranks, and so would the results for
-the full parameter."""
+"""Function that maps the names of a parameter to (number of the rule for reducing its gradient, whether the result for
+an element depends on the other elements in the page). If the result depends on other elements, a parameter that all
+tensor ranks hold in full must not share a page with sharded parameters. Sharded parameters differ between tensor ranks,
+so the results for the full parameter would differ too."""
 PageKind = tuple[bool, bool, str, int, bool]
-"""Properties that are the same for all parameters in a page; see `kind_of` in `lay_out_model`."""
+"""Properties that all parameters in a page have in common (see `kind_of` in `lay_out_model`)."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class ModelSpread:
     starts, home : the first node (layer call) of each stage, and the pipeline rank of each stage
     rank, width : this rank's index on the tensor axis, and the number of tensor ranks
     partial : names of the parameters for which each tensor rank computes only a partial sum of the gradient
-    copies_all_ties : whether every layer that has a tied parameter gets its own copy of it, even on the same rank, so
-        that the order in which gradients are added does not depend on how the model is split
+    copies_all_ties : whether every layer with a tied parameter gets its own copy, even on the same rank; the order in
+        which gradients are added then does not depend on how the model is split
     """
 
     starts: tuple[int, ...] = (0,)
@@ -83,13 +83,13 @@ class ModelSpread:
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive nodes (layer calls) that run together, so that parameters are gathered and gradients reduced once for
-    all of them.
+    """Consecutive nodes (layer calls) that run together. Parameters are gathered and gradients are reduced once for all
+    nodes of a unit.
 
     Attributes
     ----------
     inputs, outputs : activation numbers, as in `LayerList`
-    stage : number of the pipeline stage to which the unit belongs
+    stage : number of the unit's pipeline stage
     trains : for each node, whether it has trainable parameters
     """
 
@@ -104,7 +104,7 @@ class Unit:
     @cached_property
     def released_values(self) -> list[list[int]]:
         """For each node (layer call) of the unit, the numbers of the activations that no later node of the unit uses.
-        Outputs of the unit are not included."""
+        Outputs of the unit are excluded."""
         return list_released_values(self.nodes, self.outputs)
 
     @property
@@ -114,8 +114,8 @@ class Unit:
 
 
 def list_released_values(nodes: Iterable[Node], needed: Container[int]) -> list[list[int]]:
-    """Return, for each node (layer call), the numbers of the activations that no later node uses, so that they can be
-    released after it. Activations in `needed` are not included."""
+    """For each node (layer call), return the numbers of the activations that no later node uses. These activations can
+    be released after the node has run. Activations in `needed` are excluded."""
     last = {v: n for n, node in enumerate(nodes) for v in (*node.inputs, node.output)}
     released: list[list[int]] = [[] for _ in range(max(last.values(), default=-1) + 1)]
     for v, n in last.items():
@@ -126,11 +126,11 @@ def list_released_values(nodes: Iterable[Node], needed: Container[int]) -> list[
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Layout of a model's parameters: units (groups of layers) in the order of execution, and pages (flat buffers).
+    """Layout of a model's parameters: units (groups of layers) in execution order, and pages (flat buffers).
 
     Attributes
     ----------
-    specs : spec of each full parameter, by its canonical name
+    specs : spec of each full parameter, keyed by its canonical name
     ties : for each alias of a tied parameter, the name under which a page stores the parameter
     aliases : for each alias of a tied parameter, the canonical name of the parameter
     inputs, outputs : names of the model's inputs, and numbers of the activations that are its outputs
@@ -157,19 +157,19 @@ class ModelLayout:
 
     @property
     def names(self) -> dict[str, str]:
-        """The canonical name of each parameter, by each of its names (canonical name or alias)."""
+        """A dict that maps each name of a parameter (canonical name or alias) to its canonical name."""
         return {**{name: name for name in self.specs}, **self.aliases}
 
     def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
         """Return the canonical names of the trainable parameters whose canonical name or alias matches `pattern`
-        (fnmatch). If no parameter matches, raise ConfigError. `argument` is the name of the argument that contains the
-        pattern, for error messages."""
+        (fnmatch). If no parameter matches, raise ConfigError. The error message names `argument` as the argument that
+        contains the pattern."""
         require_pattern_matches(argument, [pattern], self.names)
         names = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
         return frozenset(name for name in names if self.specs[name].trainable)
 
     def list_trainable_page_flags(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
-        """Return, for each page (flat parameter buffer), whether any of its parameters is trained. `frozen` holds the
+        """For each page (flat parameter buffer), return whether any of its parameters is trained. `frozen` holds the
         canonical names of the parameters that are currently frozen."""
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
 
@@ -185,7 +185,7 @@ class ModelLayout:
 
     @cached_property
     def statistic_specs(self) -> dict[str, ParameterSpec]:
-        """The specs of all running statistics, by canonical name."""
+        """The specs of all running statistics, keyed by canonical name."""
         return {name: spec for name, spec in self.specs.items() if spec.state}
 
     @cached_property
@@ -228,9 +228,9 @@ def lay_out_model(
         frozen, whether tensor ranks compute partial sums of its gradient, its name if it needs its own page, the number
         of its reduction rule, and whether it must be separate from sharded parameters.
 
-        A tied parameter that several units (groups of layers) use gets its own page (flat buffer). That page is
-        gathered for each of these units, and its full gradient is kept from the first to the last of these units. If
-        the page held other parameters too, their gradients would have to be kept just as long."""
+        A tied parameter that several units (groups of layers) use gets its own page (flat buffer). The page is gathered
+        for each of these units, and its full gradient is kept from the first unit to the last. If the page held other
+        parameters too, their gradients would have to be kept just as long."""
         canonical_name, spec = copies.get(name, name), held[name]
         rule, together = rules.get(canonical_name, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
@@ -257,8 +257,8 @@ def lay_out_model(
 
 
 def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
-    """Return the number of elements of a parameter that a tensor rank holds, rounded up so that all tensor ranks get
-    the same number."""
+    """Return the number of elements of a parameter that each tensor rank holds, rounded up so that it is the same on
+    all tensor ranks."""
     return spec.size if spec.cut is None else -(-spec.size // spread.width)
 
 
@@ -285,7 +285,7 @@ def _group_parameters_by_page_kind(
     names: Iterable[str], kind: Callable[[str], PageKind]
 ) -> list[tuple[PageKind, list[str]]]:
     """Distribute the parameters of a unit (group of layers) over pages (flat buffers). Return a sorted list with one
-    pair for each page: (properties that its parameters share, names of its parameters)."""
+    pair (common properties of its parameters, names of its parameters) for each page."""
     pages: dict[PageKind, list[str]] = {}
     for name in names:
         pages.setdefault(kind(name), []).append(name)
@@ -309,14 +309,14 @@ def _make_specs_with_frozen(model: LayerList, frozen: Sequence[str]) -> dict[str
 
 
 def _list_node_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> list[list[str]]:
-    """Return, for each node (layer call), the canonical names of its parameters."""
+    """For each node (layer call), return the canonical names of its parameters."""
     names = ([join_path(node.path, local) for local in node.layer.specs()] for node in nodes)
     return [[aliases.get(name, name) for name in some] for some in names]
 
 
 def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
     """For each node (layer call), return the names of its parameters that no earlier node uses. Running statistics are
-    not included."""
+    excluded."""
     seen: set[str] = set()
     owned = []
     for node in model.nodes:
@@ -329,7 +329,7 @@ def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str
 
 def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
     """Group consecutive nodes (layer calls), numbered from `start`. A group is complete when its `weights` add up to at
-    least `limit`. Nodes that are left over at the end are added to the last group."""
+    least `limit`. Leftover nodes are added to the last group."""
     groups: list[list[int]] = []
     current: list[int] = []
     total = 0
@@ -348,7 +348,8 @@ def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
 
 def _find_last_readers(model: LayerList) -> dict[int, int]:
     """Return a dict that maps each activation number to the index of the last node (layer call) that reads the
-    activation. For outputs of the model, this is the number of nodes, as if they were read after the last node."""
+    activation. For an output of the model, the index is the number of nodes, as if the output were read after the last
+    node."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
 
@@ -374,8 +375,8 @@ def _make_unit(
 
 
 LayerCosts = Mapping[str, float]
-"""Cost of a layer per sample, in arbitrary units, by pattern (fnmatch) for layer paths. The first matching pattern
-applies."""
+"""Maps patterns (fnmatch) for layer paths to the cost of a layer per sample, in arbitrary units. The first matching
+pattern applies."""
 
 
 Stages = Sequence[str | int] | Mapping[str, int]
@@ -389,8 +390,8 @@ def parse_stages_option(
     """Parse the option `stages`. Return (stages as a list, number of stages). If the option is a mapping, return
     (stages as a list, pipeline rank of each stage). If it is not set, return (None, None).
 
-    A layer that matches no pattern in the mapping is on the same rank as the layer before it. If there is only one
-    pipeline rank, a list or mapping is ignored."""
+    If a layer matches no pattern in the mapping, it is placed on the same rank as the preceding layer. If there is only
+    one pipeline rank, a list or mapping is ignored."""
     if stages is None or (ranks == 1 and isinstance(stages, Mapping | list | tuple)):
         return None, None
     if isinstance(stages, Mapping):
@@ -439,8 +440,7 @@ def _parse_layer_to_rank_mapping(
 
 
 def _is_in_layer(node: Node, pattern: str) -> bool:
-    """Return whether a pattern matches the path of the layer that a node calls, or the path of a layer that contains
-    this layer."""
+    """Return whether a pattern matches the path of the layer that a node calls, or the path of an enclosing layer."""
     return fnmatchcase(node.path, pattern) or fnmatchcase(node.path, f"{pattern}.*")
 
 
@@ -476,8 +476,8 @@ def split_into_stages(
 
 
 def require_enough_layers(model: LayerList, count: int, why: str) -> None:
-    """Raise ConfigError if the model has fewer layers than `count`, the number of pipeline stages. The error message
-    gives `why` as the reason for this number of stages."""
+    """Raise ConfigError if the model has fewer than `count` layers, where `count` is the number of pipeline stages. The
+    error message gives `why` as the reason for this number of stages."""
     nodes = model.nodes
     if count > len(nodes):
         layers = "1 layer" if len(nodes) == 1 else f"{len(nodes)} layers"
@@ -488,17 +488,17 @@ def require_enough_layers(model: LayerList, count: int, why: str) -> None:
 
 
 def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, ...]:
-    """Split a sequence of costs into `count` non-empty runs, so that the most expensive run is as cheap as possible.
-    Return the start index of each run.
+    """Split a sequence of costs into `count` non-empty runs of consecutive entries that minimize the cost of the most
+    expensive run. Return the start index of each run.
 
-    The method bisects over the cost of the most expensive run, and fills runs from the left up to that cost
-    (chains-on-chains partitioning, Pinar and Aykanat 2004)."""
+    The method bisects over the maximum cost of a run, and fills runs from the left up to this cost (chains-on-chains
+    partitioning, Pinar and Aykanat 2004)."""
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if len(_split_into_runs_by_cost_limit(costs, middle)) <= count else (middle, high)
     starts = _split_into_runs_by_cost_limit(costs, high)
-    while len(starts) < count:  # as long as there are fewer runs than wanted, split the most expensive one
+    while len(starts) < count:  # while there are too few runs, split the most expensive one
         ends = [*starts[1:], len(costs)]
         long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
         i = max(long, key=lambda i: sum(costs[starts[i] : ends[i]]))

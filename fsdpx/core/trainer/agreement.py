@@ -42,7 +42,8 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
     """
     training, layout, sync_choice = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
-        # before the mesh: a different strategy also changes the mesh, but the error should name the strategy
+        # listed before the mesh, because a different strategy also changes the mesh, but the error should name the
+        # strategy
         "strategy": placement.sharding,
         "mesh": placement.axes.mesh,
         "precision": placement.formats.precision,
@@ -72,7 +73,7 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
 
 def _describe_array_checksums(layer_or_loss: Any) -> str:
     """Return one line of text for each layer or loss that has array attributes, such as masks. The line contains a
-    checksum of these arrays, because their values do not appear in the repr."""
+    checksum of these arrays, because the repr does not show their values."""
     held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
@@ -82,8 +83,8 @@ def _describe_array_checksums(layer_or_loss: Any) -> str:
 
 
 def _list_child_layers_and_losses(holder: Any) -> list[Any]:
-    """Return the losses and layers that are attributes of a loss or layer, or elements of its tuples and lists, such as
-    the terms of a sum."""
+    """Return the losses and layers inside a loss or layer: its attributes, and elements of its tuples and lists, such
+    as the terms of a sum."""
     values = list(getattr(holder, "__dict__", {}).values())
     for value in values:  # `values` grows during the loop, so nested lists are also searched
         values += value if isinstance(value, tuple | list) else ()

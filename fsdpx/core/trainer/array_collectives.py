@@ -76,11 +76,11 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     x : array, of the same shape and dtype on every rank
     op : how values are combined: "sum", "avg", "max", "min", "prod", or a `ReduceOp`
     out : array that receives the result; may be `x` itself (default: a new array)
-    async_op : True: return a `Future` immediately
+    async_op : if True, return a `Future` immediately
 
     Returns
     -------
-    array or Future : `out` or a new array; with `async_op` a `Future` of that array
+    array or Future : `out` or a new array; with `async_op`, a `Future` for that array
     """
     if not isinstance(async_op, bool):
         raise ConfigError(f"all_reduce(async_op={async_op!r}): True or False is needed")
@@ -314,7 +314,8 @@ def _make_message_header(x: Array) -> Array:
 
 
 def _report_call_and_get_communicator(verb: str) -> defaults.DefaultCommunicator:
-    """Return the default communicator, after reporting to its watchdog that this rank makes the call `verb`."""
+    """Tell the default communicator's watchdog that this rank is making the call `verb`, and return the
+    communicator."""
     comm = default_communicator()
     report_call_to_watchdog(comm, verb)
     opened = defaults.get_default()
@@ -323,7 +324,7 @@ def _report_call_and_get_communicator(verb: str) -> defaults.DefaultCommunicator
 
 
 NO_ROOT: Any = object()
-"""Default for `root` that means that the collective has no root. None would not do, because a caller may pass None by
+"""Default value of `root`, for collectives without a root. The default is not None, because a caller may pass None by
 mistake."""
 
 
@@ -348,9 +349,9 @@ def _agree_on_signature(
 
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
-    """Start an asynchronous collective on a separate communicator, because ranks may start it in a different order
-    relative to their other collectives. A backend from an extension may not provide a separate communicator; the
-    default communicator is then used, after ranks have compared their calls."""
+    """Start an asynchronous collective on a separate communicator, because its order relative to other collectives may
+    differ between ranks. A backend from an extension may not provide a separate communicator; the default communicator
+    is then used, after ranks have compared their calls."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)
@@ -380,8 +381,8 @@ def _run_collective_and_wait(
     comm: Communicator, verb: str, arrays: Arrays, x: Array, op: ReduceOp | str = ReduceOp.SUM, root: int = 0,
     counts: AllCounts = (),
 ) -> None:  # fmt: skip
-    """Run a collective on flat arrays and wait for it. Errors show the shape of `x`, the array that the user passed.
-    `counts` is explained in `Call`."""
+    """Run a collective on flat arrays and wait for it. Error messages show the shape of `x`, the array that the user
+    passed. See `Call` for `counts`."""
     comm.issue(Call(verb, arrays, ReduceOp.from_name(op), root, counts, shape=x.shape)).wait()
 
 

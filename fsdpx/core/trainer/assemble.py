@@ -89,8 +89,8 @@ def assemble_session(
     recipe : the model and all options
     world : communicator of all ranks of the trainer
     tuning : machine-dependent choices made earlier (default: measure them, or read them from disk)
-    initial : True: initialize the parameters; False: the caller sets them
-    commit : function called before each update with the step's mean loss and update scale; None: no function is called
+    initial : whether to initialize the parameters; if False, the caller sets them
+    commit : function called before each update with the step's mean loss and update scale, or None
     watch : function that starts the watchdog of this rank and returns its observer (default: no watchdog)
     """
     place, model, microbatches = assemble_placement_and_model(recipe, world, tuning)
@@ -107,7 +107,7 @@ def assemble_session(
                 place.formats.gradients
             )
             run_warm_up_calls(calls, _get_local_rank_and_size(world), count)
-    # in a dry run arrays have no data, so there is nothing to initialize
+    # in a dry run, arrays have no data, so nothing needs to be initialized
     state = allocate_state(place, initial and place.device.holds_data)
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]
@@ -136,7 +136,7 @@ def _is_printing_rank(world: Communicator) -> bool:
 
 
 def _get_local_rank_and_size(world: Communicator) -> tuple[int, int]:
-    """Return this process's rank among the ranks of its host, and the number of ranks on that host."""
+    """Return the local rank of this process on its host, and the number of ranks on the host."""
     launcher = None if isinstance(world, FakeCommunicator) else environment.read_environment().launcher
     if launcher is None or launcher.local_rank is None or not launcher.local_size:
         return 0, 1
@@ -144,8 +144,8 @@ def _get_local_rank_and_size(world: Communicator) -> tuple[int, int]:
 
 
 class TrainingRanks(NamedTuple):
-    """The ranks that train, and what depends on them: array namespace, mesh axes, sharding, machine-dependent choices,
-    and synchronization policy."""
+    """The ranks that train, and everything that depends on them: array namespace, mesh axes, sharding,
+    machine-dependent choices, and synchronization policy."""
 
     xp: Any
     axes: MeshAxes
@@ -168,7 +168,7 @@ class ReductionChoices(NamedTuple):
 
     Attributes
     ----------
-    codecs : which codec compresses which gradient
+    codecs : the codec that compresses each gradient
     accumulation : order in which gradients are added up
     microbatches : configured number of microbatches per step
     microbatches_per_rank : number of microbatches that each rank runs
@@ -194,8 +194,8 @@ def assemble_placement_and_model(
     """Return this rank's placement, the model that this tensor rank runs, and the configured number of microbatches
     per step. Collective.
 
-    The placement is made in this order: ranks, number formats, model, gradient reduction, flat parameter buffers
-    (pages). Then all ranks compare their choices, before they exchange any other data."""
+    The placement is created in this order: ranks, number formats, model, gradient reduction, flat parameter buffers
+    (pages). Then all ranks compare their choices before they exchange any other data."""
     ranks = _set_up_device_tuning_and_mesh(recipe, world, tuning)
     with raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)
@@ -300,7 +300,7 @@ def _shard_model(
     loss, plan, sequence = samples.bind_loss(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return TensorParallelModel(model, loss, None, frozenset())
-    # imported only when needed, because this also imports sequence-parallel attention, which takes long
+    # imported only when needed, because this also imports sequence-parallel attention, which is slow to import
     from fsdpx.nn.tensor_plan import parallelize
 
     return parallelize(model, loss, axes.tensor.size, plan, sequence)
@@ -326,7 +326,7 @@ def _lay_out_stages_and_pages(
     stages, homes = parse_stages_option(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
     pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, homes)  # type: ignore[arg-type]  # no PathLike here
-    # checked before the schedule is built, because there is no schedule for a model with too few layers
+    # check before building the schedule, because no schedule exists for a model with too few layers
     require_enough_layers(ordered, axes.pipe.size, "")
     home = pipe.get_stage_ranks(reducing.microbatches_per_rank)
     starts = split_into_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.describe_stages_per_rank(home))
@@ -403,8 +403,8 @@ def _make_step_options(
 
 
 def _add_rounding_and_averaging(training: TrainingChoices, formats: Precision) -> Any:
-    """Return the optimizer. If parameters have a narrow dtype, wrap it so that updates are rounded to that dtype; if
-    `average` is set, wrap it to average the parameters over time."""
+    """Return the optimizer. If parameters have a narrow dtype, wrap it so that updates are rounded to this dtype. If
+    `average` is set, wrap it so that it averages the parameters over time."""
     optimizer, narrow = training.optimizer, formats.master_dtype != formats.gradient_dtype
     if narrow:
         optimizer = load_extension("half", "optimizer")(optimizer, formats.rounding == "kahan")

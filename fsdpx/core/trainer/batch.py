@@ -1,5 +1,5 @@
 """Make ranks agree on calls and batches. Every collective call of a trainer begins with a small all-gather in which
-ranks compare which method they have called. A batch is checked on each rank, compared with the batches of the other
+ranks compare the method that they have called. A batch is checked on each rank, compared with the batches of the other
 ranks, and split into microbatches."""
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
 
 WIDTH, CALL = 4, 2
 """Number of 8-byte integers that each rank sends, and the index of the integer that identifies its call. The other
-integers are values that the call exchanges."""
+integers are the values exchanged by the call."""
 VALUE_COLUMNS = [column for column in range(WIDTH) if column != CALL]
 VALUE_COUNT = len(VALUE_COLUMNS)
 
 
 class CallRecord(NamedTuple):
-    """What a rank reports about its call: the name of the call, a description of its arguments, and the class and text
-    of its error, if any. All ranks use these records to raise the same error."""
+    """A rank's report about its call: the name of the call, a description of its arguments, and the class and text of
+    its error, if any. All ranks use these records to raise the same error."""
 
     call: str
     features: str = ""
@@ -64,8 +64,8 @@ def all_gather_four_integers(comm: Communicator, row: Sequence[int], what: str) 
 
 
 def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | None = None) -> None:
-    """Wait until all ranks have reached `call`. On all ranks, raise DesyncError if some ranks have made a different
-    call, and ConfigError if `values`, the arguments to compare, differ between ranks. Collective."""
+    """Wait until all ranks have reached `call`. If some ranks have made a different call, raise DesyncError on all
+    ranks. If `values` (the arguments to compare) differ between ranks, raise ConfigError on all ranks. Collective."""
     values_number = 0 if values is None else hash_text(str(sorted(values.items())))
     table = _all_gather_integers_and_check_call(comm, call, [values_number] * VALUE_COUNT)
     if values is not None and (table[:, 0] != values_number).any():
@@ -74,12 +74,12 @@ def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | Non
 
 @contextmanager
 def raising_errors_on_all_ranks(comm: Communicator, call: str, agree_at_end: bool = False) -> Iterator[None]:
-    """Raise an FsdpxError on all ranks if any rank raises one in the block. The block must not communicate.
-    Collective.
+    """Context manager that raises an FsdpxError on all ranks if any rank raises one in the `with` block. The block must
+    not communicate. Collective.
 
     `call` is the name of the collective call that follows. Ranks without an error learn of errors on other ranks when
-    that call begins, so that no message is sent if there is no error. If no call follows the block, pass
-    `agree_at_end`: ranks then report errors to each other at the end of the block."""
+    this call begins, so no extra message is needed if there is no error. If no call follows the block, pass
+    `agree_at_end`; ranks then report errors to each other at the end of the block."""
     if not comm.has_peers:
         yield
         return
@@ -90,7 +90,7 @@ def raising_errors_on_all_ranks(comm: Communicator, call: str, agree_at_end: boo
         own_record = CallRecord(call, "", type(error), str(error))
         everyone = comm.all_gather_data(own_record)
         if all(one == own_record for one in everyone):
-            raise  # if all ranks have met the same error, its text needs no rank number
+            raise  # if all ranks have raised the same error, its text needs no rank number
         raise_first_error(everyone)
     else:
         if agree_at_end:
@@ -99,7 +99,7 @@ def raising_errors_on_all_ranks(comm: Communicator, call: str, agree_at_end: boo
 
 def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
     """Return the elementwise maximum of `values`, a 1-d array of an 8-byte dtype, over all ranks. Ranks also compare
-    their calls as in `agree_on_call`; up to three values travel in the same message. Collective."""
+    their calls, as in `agree_on_call`. The same message carries up to three values. Collective."""
     if values.size > VALUE_COUNT:
         agree_on_call(comm, call)
         maxima = np.array(values)
@@ -121,8 +121,9 @@ def _all_gather_integers_and_check_call(comm: Communicator, call: str, values: S
 
 
 def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord) -> list[CallRecord]:
-    """Return the call records of all ranks if all ranks have made the same call without an error. Otherwise raise the
-    same error on all ranks. Collective; called only if a cheaper comparison of hashes has shown a difference."""
+    """Return the call records of all ranks if all ranks have made the same call without an error. Otherwise, raise the
+    same error on all ranks. This is called only if a cheaper comparison of hashes has shown a difference.
+    Collective."""
     everyone: list[CallRecord] = comm.all_gather_data(own_record)
     raise_first_error(everyone)
     if any(one.call != own_record.call for one in everyone):
@@ -161,11 +162,11 @@ chance."""
 
 
 class DuplicateBatchDetector:
-    """Warns if all data ranks train on the same samples, which usually means that the data were not sharded as
-    intended. The detector stops checking after its warning, or as soon as samples differ between data ranks.
+    """Warns if all data ranks train on the same samples, which usually means that the data was not sharded as intended.
+    The detector stops checking after its warning, or as soon as samples differ between data ranks.
 
-    Batches without samples, and batches in which all samples are equal, are ignored: such batches may be intentional,
-    or may come from an idle rank.
+    Batches without samples and batches of identical samples are ignored, because they may be intentional or come from
+    an idle rank.
 
     Attributes
     ----------
@@ -177,8 +178,8 @@ class DuplicateBatchDetector:
         self.may_have_duplicates, self._same = self._size > 1, 0
 
     def count_samples_of_equal_batch_and_warn(self, equal_on_all_ranks: bool, arrays: Sequence[Any]) -> None:
-        """If the batch is equal on all data ranks, add its samples to the count of duplicates, and warn as soon as
-        there are too many.
+        """If the batch is equal on all data ranks, add its samples to the count of duplicates, and warn once there are
+        too many.
 
         Every rank must pass the same `equal_on_all_ranks`, so that all ranks make the same decision."""
         if not equal_on_all_ranks:
@@ -222,7 +223,7 @@ class LocalBatch:
 
 def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
     """Return the model's inputs as a tuple of arrays on this rank's device. `x` is an array, a tuple, or a dict keyed
-    by input name. Floats are converted to the compute dtype, and so are integers unless the model uses them as
+    by input name. Floats are converted to the compute dtype. Integers are converted too, unless the model uses them as
     indices."""
     names, takes = placement.layout.inputs, placement.model.takes
     rows = zip(list_inputs_in_order(placement, x), names, takes, strict=True)
@@ -251,8 +252,9 @@ def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
 
 
 def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> Any:
-    """Convert an input to the dtype that the layers reading it expect. `takes` says how these layers use the input, for
-    example as "numbers". Raise DataError if an integer is too large for the dtype in which the model computes."""
+    """Convert an input to the dtype that the layers reading it expect. `takes` describes how these layers use the
+    input, for example as "numbers". Raise DataError if an integer is too large for the dtype in which the model
+    computes."""
     compute = placement.formats.compute
     largest = LARGEST_INTEGERS.get(compute) if takes == "numbers" and array.dtype.kind in "iu" else None
     if largest is not None and array.size and max(-int(array.min()), int(array.max())) > largest:
@@ -263,9 +265,9 @@ def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> A
 
 
 def check_and_partition_target(placement: Placement, y: Any, samples: int, batched: bool) -> Any:
-    """Return the target on this rank's device, partitioned like the model's output; a tuple if `y` has one target for
-    each of several outputs. Raise DataError unless the target has `samples` samples, the same number as the inputs.
-    `batched` says whether the caller's arrays have a sample dimension."""
+    """Return the target on this rank's device, partitioned like the model's output. Return a tuple if `y` has one
+    target for each of several outputs. Raise DataError unless the target has the same number of samples as the inputs
+    (`samples`). `batched` is true if the caller's arrays have a sample dimension."""
     if not has_target_per_output(placement, y):
         return _prepare_target_of_output(placement, y, samples, TARGET, 0, batched)
     count = len(placement.model.outputs)
@@ -285,8 +287,8 @@ def has_target_per_output(placement: Placement, y: Any) -> bool:
 
 
 def _prepare_target_of_output(placement: Placement, y: Any, samples: int, name: str, index: int, batched: bool) -> Any:
-    """Prepare the target of output number `index`, as `check_and_partition_target` does. Error messages call this
-    target `name`."""
+    """Prepare the target of output number `index`, like `check_and_partition_target`. Error messages call this target
+    `name`."""
     layout = placement.sample_layout
     target = layout.take_local_target(to_device_array(placement, y, name), index)
     target = layout.to_model_output(target, name, index, batched)
@@ -310,8 +312,8 @@ def _format_array_name(name: str) -> str:
 
 
 def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
-    """Return `problem`, an error about the dtype of `x` or `y`. If that array was converted before the check, also
-    name the dtype that the caller passed."""
+    """Return `problem`, an error about the dtype of `x` or `y`. If the array was converted before the check, add the
+    dtype that the caller passed."""
     text, _, dtype = str(problem).rpartition("whole numbers, got ")
     given = getattr(y if "labels" in text else x, "dtype", None)
     known = not text or given is None or str(given) == dtype
@@ -320,8 +322,8 @@ def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
 
 def to_device_array(placement: Placement, value: Any, name: str = "", takes: str = "numbers") -> Any:
     """Return `value` as an array on this rank's device, in native byte order and with floats converted to the compute
-    dtype, or to float32 if that has 16 bits and `takes` is "exact". `name` is what error messages call the array: the
-    name of an input, or TARGET."""
+    dtype, or to float32 if that has 16 bits and `takes` is "exact". Error messages call the array `name`: the name of
+    an input, or TARGET."""
     compute = choose_float_dtype(takes, placement.formats.compute)
     if value.__class__ is np.ndarray and placement.xp is np:  # fast path: the array can be used as it is
         dtype = value.dtype
@@ -367,17 +369,17 @@ def agree_on_batch(
     axes: MeshAxes, call: str, features: str, rows: int, error: FsdpxError | None, comm: Communicator | None = None
 ) -> tuple[tuple[int, ...], bool]:
     """Check that all ranks make the same call with matching batches. Return the number of samples of each data rank,
-    and whether the checksum of the samples is the same on all data ranks. Raise the same error on all ranks if the
-    batch of one rank is invalid or if the descriptions of the batches differ. Collective: one all-gather of 32 bytes
-    per rank; texts are sent only if there is an error.
+    and whether the checksum of the samples is the same on all data ranks. If the batch of any rank is invalid or if the
+    descriptions of the batches differ, raise the same error on all ranks. Collective: one all-gather of 32 bytes per
+    rank; texts are sent only if there is an error.
 
     Parameters
     ----------
     axes : the mesh axes of this rank
     call : name of the call
-    features : description of the batch (shapes, dtypes), then DIGEST_SEPARATOR and a checksum of its samples. The
-        description must be the same on all ranks; the checksum must be the same only on ranks with the same data rank.
-        LOADER_ENDED means that this rank has no batch
+    features : description of the batch (shapes, dtypes), followed by DIGEST_SEPARATOR and a checksum of its samples.
+        The description must be the same on all ranks. The checksum must be the same only on ranks with the same data
+        rank. LOADER_ENDED means that this rank has no batch
     rows : number of samples of this rank
     error : error found in this rank's batch, or None
     comm : communicator of the ranks that compare batches (default: all ranks). If replicas train independently, these
@@ -406,7 +408,7 @@ def agree_on_batch(
 
 def _make_disagreement_error(features: list[str], lines: list[int]) -> DataError:
     """Return the error to raise if batches differ between ranks. Its text is the same on every rank. `features`
-    describes the batch of each rank; `lines` holds the data rank of each rank."""
+    describes the batch of each rank, and `lines` holds the data rank of each rank."""
     if len(set(features)) == 1:
         return DataError(
             "ranks of one line of the pipe or tensor axis have different samples: give each rank the part of its data "
@@ -428,9 +430,9 @@ def checksum_arrays(arrays: Iterable[Any]) -> int:
 def split_into_microbatches(
     placement: Placement, batch: LocalBatch, microbatches: int, evenly: bool = False
 ) -> list[Microbatch | None]:
-    """Split this rank's samples into microbatches, in the order in which their gradients are added. Every rank gets
-    the same number of microbatches; None stands for a microbatch without samples. The split is as even as possible if
-    `evenly` is True, and otherwise follows the order of gradient accumulation."""
+    """Split this rank's samples into microbatches, in the order in which their gradients are added. Every rank gets the
+    same number of microbatches; None stands for a microbatch without samples. If `evenly` is True, the split is as even
+    as possible. Otherwise, it follows the order of gradient accumulation."""
     bounds = [batch.size * m // microbatches for m in range(microbatches + 1)]
     if not evenly:
         sums, rank = placement.accumulation, placement.axes.data.rank
@@ -438,7 +440,7 @@ def split_into_microbatches(
         microbatches = sums.count_microbatches(microbatches)
     own_microbatches: list[Microbatch | None] = []
     for a, b in pairwise(bounds):
-        target = batch.target  # an array, a tuple of arrays or None, see `Microbatch`
+        target = batch.target  # an array, a tuple of arrays, or None (see `Microbatch`)
         if target is not None:
             target = tuple(one[a:b] for one in target) if isinstance(target, tuple) else target[a:b]
         own_microbatches.append(Microbatch(tuple(array[a:b] for array in batch.inputs), target, batch.row + a))
@@ -448,7 +450,7 @@ def split_into_microbatches(
 def make_shape_only_microbatch(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
-    """Return a microbatch of arrays that have a shape but no data, with as many samples as the largest microbatch of
-    any rank. `rows` holds the number of samples of each data rank."""
+    """Return a microbatch of shape-only arrays without data. It has as many samples as the largest microbatch of any
+    rank. `rows` holds the number of samples of each data rank."""
     most = placement.accumulation.count_samples_of_largest_microbatch(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

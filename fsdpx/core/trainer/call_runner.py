@@ -42,7 +42,7 @@ __all__ = [
 STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER, ON_EVERY_RANK = "step", "reads", "replaces", "keeps", "every"
 """Effects of a call: STEP performs the next step; READS_STATE returns a result and changes nothing; REPLACES_STATE
 replaces the trainer's state; KEEPS_FOR_LATER stores something for a later call; ON_EVERY_RANK is for calls that every
-rank makes, even one that does not train."""
+rank makes, including ranks that do not train."""
 
 SAVE, WAIT = "save", "wait_for_background_save"
 """Names of the calls that save a checkpoint and that wait for a background save. Call runners may handle these calls
@@ -70,7 +70,8 @@ def route_through_call_runner(
         @wraps(method)
         def run_call(self: Any, *given: P.args, **options: P.kwargs) -> T:
             call_runner = self._call_runner
-            if call_runner.fixed:  # fast path for fixed ranks, because `CallRunner.run_call` would only call the method
+            # fast path if the ranks never change: `CallRunner.run_call` would only call the method
+            if call_runner.fixed:
                 return method(self, *given, **options)
             result: T = call_runner.run_call(effect, called, partial(method, self), *given, **options)
             return result
@@ -89,7 +90,7 @@ def wrap_to_agree_on_argument_errors(
     Parameters
     ----------
     method : the method, or a function whose first argument is the trainer
-    hints : True: also check the arguments against the type hints; False: the method checks its arguments itself
+    hints : if True, also check the arguments against the type hints; if False, the method checks its arguments itself
     unchecked : name of an argument that is not checked against its type hint (default: check all)
     """
     name, parameters = method.__name__, signature(method).parameters
@@ -110,8 +111,8 @@ def wrap_to_agree_on_argument_errors(
 
 
 def raise_option_name_errors_on_all_ranks(method: F) -> F:
-    """Wrap a method as `wrap_to_agree_on_argument_errors` does, but check only the names of its keyword arguments,
-    because the method checks the values itself."""
+    """Wrap a method like `wrap_to_agree_on_argument_errors`, but check only the names of its keyword arguments, because
+    the method checks the values itself."""
     return cast(F, wrap_to_agree_on_argument_errors(method, hints=False))
 
 
@@ -146,8 +147,8 @@ class LastUpdate:
 
 
 class CallRunner(ABC):
-    """Runs the methods of a trainer on its ranks. It owns the communicators of these ranks, and performs all their
-    collective operations other than those of training. A trainer's call runner is `trainer.call_runner`.
+    """Runs the methods of a trainer on its ranks. It owns the communicators of these ranks, and performs all collective
+    operations except those of training. A trainer's call runner is `trainer.call_runner`.
 
     Parameters
     ----------
@@ -156,9 +157,10 @@ class CallRunner(ABC):
     Attributes
     ----------
     last_update : record of the last update; None before the first update
-    ignored_position : path of the loaded checkpoint if it has a position in the data and no loader was given; else ""
-    loss_weight : denominator of the mean loss of the last `evaluate`: the number of samples, or of tokens or cells if
-        the loss counts these
+    ignored_position : path of the loaded checkpoint if it contains a data position but no loader was given; otherwise
+        ""
+    loss_weight : denominator of the mean loss of the last `evaluate`: the number of samples, or the number of tokens or
+        cells if the loss counts them
     background_save : the background save in progress; None if there is none
     closed : True once the trainer is closed and can no longer be used
     """
@@ -212,7 +214,7 @@ class CallRunner(ABC):
 
     @property
     def is_in_sync(self) -> bool:
-        """True if the last step synchronized all ranks; in local training, only some steps do so."""
+        """True if the last step synchronized all ranks. With local SGD, only some steps synchronize them."""
         return self.placement.sync_policy.is_sync_step(self.session.state.steps)
 
     @abstractmethod
@@ -228,12 +230,13 @@ class CallRunner(ABC):
 
         Returns
         -------
-        object : the result of `function`, on idle ranks too
+        object : the result of `function`, also on idle ranks
         """
 
     @abstractmethod
     def agree_on_batch_and_make_microbatches(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
-        """Check this rank's batch, compare it with the other ranks, and return it split into microbatches. Collective.
+        """Check this rank's batch, compare it with the batches of the other ranks, and split it into microbatches.
+        Collective.
 
         Parameters
         ----------
@@ -272,7 +275,7 @@ class CallRunner(ABC):
         Parameters
         ----------
         call : name of the call, for error messages
-        function : function without arguments
+        function : function that takes no arguments
 
         Raises
         ------
@@ -290,7 +293,7 @@ class CallRunner(ABC):
 
         Returns
         -------
-        array : has the shape and dtype of `values`
+        array : same shape and dtype as `values`
         """
 
     @abstractmethod
@@ -331,8 +334,8 @@ class CallRunner(ABC):
             raise ConfigError(f"{call}: this trainer is closed")
 
     def raising_errors_on_all_ranks(self, call: str) -> AbstractContextManager[None]:
-        """Return a context manager for argument checks: if a check fails on one rank, all ranks raise the error, as in
-        `batch.raising_errors_on_all_ranks`. If ranks may change, or if each rank steps at its own speed, the context
+        """Return a context manager for argument checks. If a check fails on one rank, all ranks raise the error (see
+        `batch.raising_errors_on_all_ranks`). If ranks may change, or if each rank steps at its own speed, the context
         manager does nothing.
 
         Parameters
@@ -346,8 +349,8 @@ class CallRunner(ABC):
         )
 
     def agree_on_arguments(self, call: str, arguments: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks if ranks pass different arguments. Collective, but does nothing if ranks may
-        change or if each rank steps at its own speed.
+        """Raise ConfigError on all ranks if ranks pass different arguments. Collective. If ranks may change, or if each
+        rank steps at its own speed, this method does nothing.
 
         Parameters
         ----------
@@ -373,7 +376,8 @@ class CallRunner(ABC):
 
     def wait_for_last_step(self) -> None:
         """In asynchronous training, wait until all ranks have finished their last step; otherwise return immediately.
-        `fit` ends with this wait, and collective calls begin with it. It does not wait for dead ranks."""
+        This method is called at the end of `fit` and at the start of each collective call. It does not wait for dead
+        ranks."""
         self.require_open("wait_for_last_step")
         self.session.wait_for_last_step()
 
@@ -385,21 +389,21 @@ class CallRunner(ABC):
         fit: Mapping[str, Any] | None,
         background: bool = False,
     ) -> None:
-        """Write a checkpoint, as `Trainer.save` does. Collective.
+        """Write a checkpoint for `Trainer.save`. Collective.
 
         Parameters
         ----------
         path : folder of the checkpoint
         choices : dtype, file size, number of checkpoints to keep, and which weights to save
-        loader : a `data.DataLoader` whose position is saved; None: save no position
+        loader : a `data.DataLoader` whose position is saved; if None, no position is saved
         fit : state that `fit` needs to resume; None outside of `fit`
-        background : copy the state and write the copy in a thread; return before the checkpoint is complete
+        background : if True, copy the state, write the copy in a thread, and return before the checkpoint is complete
         """
 
         def save_on_training_ranks() -> None:
             self.agree_on_call("save" + ", in the background" * background)
             self.wait_for_save_within_call()
-            # each of several replicas that train independently saves its own parameters, and later resumes with them
+            # replicas that train independently each save their own parameters and later resume with them
             state, plain = self.session.state, choices.weights == "parameters" and not self.has_own_speed
             put = nullcontext() if plain else self.using_weights(choices.weights)
             with (
@@ -417,14 +421,14 @@ class CallRunner(ABC):
     def load_checkpoint(
         self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True
     ) -> CheckpointScalars:
-        """Load a checkpoint so that training continues from it, as `Trainer.load` does. Collective.
+        """Load a checkpoint for `Trainer.load`, so that training continues from it. Collective.
 
         Parameters
         ----------
         path : folder of the checkpoint
-        loader : a `data.DataLoader` that is set to the saved position; None: ignore the saved position
-        convert : True: convert numbers that were saved in another dtype; False: raise an error instead
-        verify : True: check the digests of all bytes first
+        loader : a `data.DataLoader` that is set to the saved position; if None, ignore the saved position
+        convert : if True, convert numbers that were saved in another dtype; if False, raise an error for them
+        verify : if True, check the digests of all bytes first
 
         Returns
         -------
@@ -460,8 +464,8 @@ class CallRunner(ABC):
         self.run_call(READS_STATE, WAIT, wait_on_training_ranks)
 
     def wait_for_save_within_call(self) -> None:
-        """Wait for the background save, if there is one. Use this only inside a call on which the training ranks have
-        agreed."""
+        """Wait for the background save, if there is one. Use this only inside a call that the training ranks have
+        agreed on."""
         if self.background_save is None:
             return
         try:
@@ -494,7 +498,7 @@ class CallRunner(ABC):
 
 @contextmanager
 def reporting_block_time(engine: Engine, activity: str) -> Iterator[ByteCounter]:
-    """Time a `with` block, and report its duration and number of bytes to the engine's observers under the name
+    """Time a `with` block, and report the block's duration and byte count to the engine's observers under the name
     `activity`. The block adds the bytes it moves to the yielded counter."""
     begin, count = perf_counter(), ByteCounter()
     try:
@@ -508,7 +512,8 @@ class CallRunnerChoice(ABC):
 
     Attributes
     ----------
-    excluded : name under which core/trainer/option_rules.py lists the options that cannot be combined with this one
+    excluded : name of this choice in core/trainer/option_rules.py, which lists the options that cannot be combined with
+        it
     """
 
     excluded: ClassVar[str] = "nothing"

@@ -26,7 +26,7 @@ __all__ = ["EVENTS", "CallbackList", "FitLimits", "Metric", "MetricSums", "to_ho
 
 Metric = Callable[[Any, Any], Any] | Loss
 """A loss, or a function(output, target) whose arguments are NumPy arrays with this rank's samples. The function returns
-either (sum, count) or an array with one value per sample, of which the mean is taken."""
+either (sum, count) or an array with one value per sample, which is then averaged."""
 
 
 class MetricSums:
@@ -68,9 +68,9 @@ class MetricSums:
     def _compute_loss_sum_and_weight(
         self, loss: Loss, output: Any, target: Any, batched: bool
     ) -> tuple[float, float]:
-        """Return the summed loss of a batch and its weight, which is the number of samples or of whatever else the
-        loss counts. If fields are partitioned (option `domain`), ranks first check together that the loss accepts the
-        arrays of every rank. `batched` says whether the caller's arrays have a sample dimension."""
+        """Return the summed loss of a batch and its weight. The weight is the number of samples, or of the other items
+        that the loss counts. If fields are partitioned (option `domain`), ranks first check together that the loss
+        accepts the arrays of every rank. `batched` says whether the caller's arrays have a sample dimension."""
         placement, problem = self._placement, None
         y, t = (self._to_model_outputs(values, batched) for values in (output, target))
         loss = self._layout.bind_loss(loss)
@@ -125,8 +125,8 @@ def to_host_output(output: Any) -> Any:
 
 
 def _convert_to_sum_and_count(value: Any, is_sharded: bool) -> tuple[float, float]:
-    """Return (sum, count) for the `value` that a metric function returned: an array with one value per sample, or (sum,
-    count) itself. If fields are partitioned over ranks (`is_sharded`), only (sum, count) is allowed."""
+    """Convert the return value of a metric function to (sum, count). `value` is an array with one value per sample, or
+    already (sum, count). If fields are partitioned over ranks (`is_sharded`), only (sum, count) is allowed."""
     if isinstance(value, tuple) and len(value) == 2:
         return float(value[0]), float(value[1])
     if is_sharded:
@@ -153,9 +153,9 @@ class CallbackList:
 
     Parameters
     ----------
-    trainer, history : arguments with which callbacks are called
+    trainer, history : arguments passed to the callbacks
     own : loggers of `fit`, which are called first
-    given : the user's callback, or several callbacks
+    given : the user's callback or callbacks
     """
 
     def __init__(self, trainer: Any, history: FitHistory, own: Sequence[Any], given: Any) -> None:
@@ -244,13 +244,14 @@ class FitLimits:
         return STOP if earlier_reason == STOP and self.stop is not None else ""
 
     def is_validation_step(self, history: FitHistory) -> bool:
-        """Return whether validation is due after the current step. It is due after every `every` steps and after the
+        """Return whether validation is due after the current step. Validation is due every `every` steps and after the
         last step."""
         return history.steps % self.every == 0 or history.steps == self.steps
 
     def agree_on_end_reason(self, call_runner: CallRunner, history: FitHistory) -> str:
         """Return why the run ends after this validation step, or "" if the run continues. All ranks get the same
-        result. Collective, except in asynchronous training if neither `patience` nor `stop` is given."""
+        result. Collective, with one exception: in asynchronous training without `patience` and `stop`, ranks do not
+        communicate."""
         # if neither `patience` nor `stop` is given, all ranks end after the same step, so no message is needed
         if call_runner.has_own_speed and self.patience is None and self.stop is None:
             return STEPS if history.steps == self.steps else ""

@@ -91,7 +91,7 @@ def distribute(
         time: "local_sgd", "diloco" or `fsdpx.LocalSGD(...)` (docs: local); for ranks that step at their own speed:
         "async" or `fsdpx.AsyncSGD(...)`, "gossip" or `fsdpx.GossipSGD(...)` (docs: asynchronous); or "auto", the
         fastest strategy that a plan finds ("auto" needs `batch` and also takes `memory` and `machine`; docs: planning)
-    mesh : `fsdpx.Mesh(...)`; its axis widths replace those that the strategy implies
+    mesh : `fsdpx.Mesh(...)`; its axis widths override the widths implied by the strategy
     comm : an mpi4py communicator, which is duplicated, or a `Communicator` (default: the one that `fsdpx.init()`
         opened)
     microbatches : number of parts into which each rank's batch is split (default: 1, or 4 per pipeline rank in a
@@ -102,7 +102,7 @@ def distribute(
     clip_norm : maximum global gradient norm; larger gradients are scaled down to it (default: no clipping)
     compression : how gradients are sent: {codecs} or a `Codec`, such as `fsdpx.Int8(unbiased=True)`;
         `fsdpx.HierarchicalCompression(codec)`, to compress only between replicas; or a dict that maps name patterns to
-        one of these, in which the first matching pattern applies (docs: compression)
+        any of these, where the first matching pattern applies (docs: compression)
     reproducible_chunks : split the global batch into this many equal parts, so that results are bit-identical on any
         number of ranks
     frozen : name patterns of parameters that are not trained
@@ -114,8 +114,8 @@ def distribute(
         many units as the limit requires; or "attention", for attention only
     tensor_plan : dict that maps path patterns to marks such as `nn.sharding.ColumnParallel`, which say how a layer is
         sharded over the tensor axis (default: the model's own plan)
-    sequence : what the tensor axis shards besides weights: "parallel": the sequence in norms and dropout; "ulysses" or
-        "ring": the sequence in all layers; "samples": the samples, and no weights except those of experts (docs:
+    sequence : what the tensor axis shards besides weights: the sequence in norms and dropout ("parallel"), the sequence
+        in all layers ("ulysses" or "ring"), or the samples ("samples", which shards only the weights of experts) (docs:
         tensor)
     elastic : True or `fsdpx.ElasticConfig(...)`: training continues when ranks die, leave or join (docs: elastic)
     average : how to average the parameters over time, for `evaluate(weights="average")`: `fsdpx.EMA(0.999)` or
@@ -126,9 +126,10 @@ def distribute(
         batches and predictions consist of these parts (docs: fields, meshes)
     runtime : `fsdpx.RuntimeOptions(...)`, with rarely set options: device, checks, traces, and values to use instead
         of measured ones
-    rarely : fields of `fsdpx.RuntimeOptions` by name, such as `device="cuda"`; they override those of `runtime`. With
-        strategy="auto" also `batch`, the inputs and targets of a full global batch, or only their shapes and dtypes;
-        `memory`, the bytes that a rank may use, such as "16GiB"; and `machine`, as for `fsdpx.plan`
+    rarely : fields of `fsdpx.RuntimeOptions` by name, such as `device="cuda"`; they override the same fields of
+        `runtime`. strategy="auto" also takes `batch`, the inputs and targets of a full global batch, or only their
+        shapes and dtypes; `memory`, the amount of memory that a rank may use, such as "16GiB"; and `machine`, as for
+        `fsdpx.plan`
 
     Returns
     -------
@@ -176,7 +177,7 @@ def _select_options(recipe_part: Any, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _parse_elastic(value: Any) -> CallRunnerChoice | None:
-    """Return the value of the option `elastic`; None if it is not used."""
+    """Return the parsed value of the option `elastic`, or None if the option is not used."""
     if isinstance(value, CallRunnerChoice):
         return value
     if isinstance(value, bool) or value is None:
@@ -204,7 +205,7 @@ def _apply_plan(
 
 
 def _make_trainer(recipe: Recipe, world: Any, choice: CallRunnerChoice | None) -> Trainer:
-    """Return the trainer for a recipe. If `choice` is None, its ranks stay the same during the whole run.
+    """Return the trainer for a recipe. If `choice` is None, the trainer's ranks stay the same during the whole run.
     Collective."""
     if choice is not None:
         require_compatible_options(choice.excluded, ChoiceContext(recipe))
@@ -257,8 +258,8 @@ def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
 
 
 def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
-    """If ranks are processes, make an uncaught exception on this rank end all ranks, for as long as the trainer exists.
-    Return the trainer."""
+    """If ranks are processes, let an uncaught exception on this rank terminate all ranks, for as long as the trainer
+    exists. Return the trainer."""
     if (carrier := unwrap_message_backend(world)) is not None:
         hooks.install_process_hooks_while_alive(trainer, carrier, beyond_scope=True)
     return trainer
@@ -275,8 +276,8 @@ def _open_world_and_agree_on_arguments(
     arguments.
 
     Ranks compare the arguments over `open_comm` if there is one, and otherwise in the first message on the new
-    communicator. In both cases they do so before the arguments are validated, so that an error that occurs on all ranks
-    is printed only once."""
+    communicator. In both cases, ranks compare the arguments before validating them, so that an error that occurs on all
+    ranks is printed only once."""
     device = runtime_options["device"]
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if open_comm is not None:
@@ -304,12 +305,12 @@ def _merge_runtime_options(runtime: Any, rarely: Mapping[str, Any]) -> dict[str,
 
 
 def _find_open_communicator(comm: Any) -> Communicator | None:
-    """Return an open communicator on which ranks can compare their arguments; None if there is none, or if some of its
-    ranks may have died.
+    """Return an open communicator that ranks can use to compare their arguments. Return None if there is none, or if
+    some of its ranks may have died.
 
-    If the size of `comm` is the number of ranks that were started, its ranks are those of the default communicator. The
-    default communicator is then returned, so that ranks can compare their arguments even if only some of them pass a
-    communicator.
+    If the size of `comm` is the number of ranks that were started, `comm` has the same ranks as the default
+    communicator. In that case, return the default communicator, so that ranks can compare their arguments even if only
+    some of them pass a communicator.
     """
     if isinstance(comm, FakeCommunicator):  # a fake communicator has no other processes to compare with
         return None
@@ -323,8 +324,8 @@ def _find_open_communicator(comm: Any) -> Communicator | None:
 
 
 def _adopt_or_open_comm(comm: Any, runtime_options: Mapping[str, Any]) -> Communicator:
-    """Return the communicator of the trainer's ranks: `comm` itself if the caller passed one, or else a new one.
-    Collective."""
+    """Return the communicator of the trainer's ranks. This is `comm` itself if the caller passed one, and otherwise a
+    new communicator. Collective."""
     backend = runtime_options["backend"]
     require_backend_for_device(backend, runtime_options["device"])
     if comm is None and backend is None:

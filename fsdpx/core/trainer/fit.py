@@ -45,7 +45,7 @@ class StopRequest(Protocol):
     def __exit__(self, *exc: Any) -> None: ...
 
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
-        """Do nothing if training is to continue; otherwise call `also` (to save a checkpoint) and raise the exception
+        """Do nothing if training should continue. Otherwise, call `also` to save a checkpoint, and raise the exception
         that ends the run. Collective: `fit` calls this method on all ranks between two steps."""
 
 
@@ -78,8 +78,8 @@ def fit(
     trainer : result of `fsdpx.distribute`; omitted in `trainer.fit(...)`
     loader : iterable over the batches of this data rank, such as `DataLoader(comm=trainer.data_group)`; if it has a
         method `set_epoch`, that method is called before each epoch
-    epochs, steps : number of epochs and of steps after which training ends, whichever comes first; with epochs=None,
-        only `steps` counts
+    epochs, steps : training ends after this many epochs or steps, whichever comes first; with epochs=None, only `steps`
+        counts
     validation : batches whose mean loss is computed every `every` steps and at the end
     metrics : dict that maps names to functions (output, target), whose arguments are NumPy arrays with this rank's
         samples of a validation batch. A function returns an array with one value per sample, or (sum, count); the mean
@@ -90,20 +90,19 @@ def fit(
     stop : function(history), called after each validation, or every `every` steps if there is no validation; if it
         returns true on any rank, all ranks end together
     callbacks : function(trainer, history) to call after each step; or an object with some of the methods
-        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end; or a list of these. They
-        are called on all ranks, but not if a finished run is started again
+        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end; or a list of these.
+        Callbacks are called on all ranks, but not if a finished run is started again
     log : folder for metrics.csv, metrics.jsonl, log.txt (the printed messages) and TensorBoard events
-    tensorboard : True: write TensorBoard events, and raise an error if tensorboardX is missing; False: write none
-        (default: write them if it is installed)
+    tensorboard : if True, write TensorBoard events, and raise an error if tensorboardX is missing; if False, write no
+        events (default: write events if tensorboardX is installed)
     progress : show progress on rank 0: a bar on a terminal, otherwise a line every few seconds
-    count : function(x) that returns, for the inputs of a batch, the number to use in rates and `history.samples_seen`,
-        such as the number of tokens; the result is multiplied by the number of data ranks (default: the number of
-        samples)
+    count : function(x) that returns the number of items, such as tokens, in the inputs `x` of a batch. Rates and
+        `history.samples_seen` use this number times the number of data ranks (default: the number of samples)
     unit : name of what `count` counts, such as "tokens"
-    checkpoints : `fsdpx.CheckpointConfig(...)`, or only the folder in which to save. If started again, an interrupted
-        run resumes, and a finished run does nothing
-    preempt : `fsdpx.Preemption(...)`: save and end on a signal; False: ignore signals (default: `fsdpx.Preemption` if
-        there are checkpoints)
+    checkpoints : `fsdpx.CheckpointConfig(...)`, or just the folder to save to. If the script is started again, an
+        interrupted run resumes, and a finished run does nothing
+    preempt : `fsdpx.Preemption(...)` to save and end on a signal, or False to ignore signals (default:
+        `fsdpx.Preemption` if there are checkpoints)
 
     Returns
     -------
@@ -302,9 +301,9 @@ class _Validation:
     routing: Any
 
     def run_validation(self) -> bool:
-        """Record the mean loss of the validation batches, weighted by their loss weights, and the mean of each metric,
-        including metrics of expert load. Return False if there are no validation batches or this step has already been
-        validated."""
+        """Record the mean loss of the validation batches (each weighted by its loss weight), and the mean of each
+        metric, including metrics of expert load. Return False if there are no validation batches or this step has
+        already been validated."""
         history, metrics = self.history, MetricSums(self.metrics, self.trainer.call_runner.placement)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
@@ -331,8 +330,8 @@ class _Validation:
 
 
 def _require_xy_pair(which: str, batch: Any) -> Any:
-    """Return the batch. Raise DataError unless it is a pair (x, y). `which` ("validation " or "") says in the error
-    message which loader the batch came from."""
+    """Return the batch. Raise DataError unless it is a pair (x, y). `which` ("validation " or "") names the loader of
+    the batch in the error message."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         several = isinstance(batch, tuple | list)
         description = f"{len(batch)} values" if several else "None" if batch is None else type(batch).__name__
@@ -347,8 +346,8 @@ def _has_experts(placement: Placement) -> bool:
 
 
 def _count_total_steps(loader: Any, limits: FitLimits) -> int | None:
-    """Return the number of steps after which the run ends, counted from the start of the first run; None if this is not
-    known in advance."""
+    """Return the number of steps after which the run ends, counted from the start of the first run; None if this number
+    is not known in advance."""
     totals = [] if limits.steps is None else [limits.steps]
     if limits.epochs is not None and hasattr(loader, "__len__"):
         totals.append(limits.epochs * len(loader))

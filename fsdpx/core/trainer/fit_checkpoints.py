@@ -38,7 +38,7 @@ class FitHistory:
         the fourth epoch
     reason : why training ended; "" while training is running
     seconds : time spent on training steps and on loading their data, excluding validation
-    samples_seen : number of samples of all ranks in this run, or the sum of what `count` returned
+    samples_seen : number of samples processed by all ranks in this run, or the sum of the values that `count` returned
     earlier_steps : number of steps of earlier runs, if this run resumed from a checkpoint
     checkpoint : path of the last checkpoint that was saved or resumed from
     """
@@ -84,7 +84,7 @@ FOLDER_PREFIX = "step-"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint from which a run resumes, and the state of the earlier run.
+    """The checkpoint that a run resumes from, and the state of the earlier run.
 
     Attributes
     ----------
@@ -119,11 +119,12 @@ class CheckpointConfig:
     Parameters
     ----------
     folder : folder that holds the checkpoints step-500, step-1000, ...
-    every : number of steps between two checkpoints; one more is written at the end
-    keep : number of newest checkpoints to keep; None keeps all. With `restore_best` the best one is kept as well
-    resume : True: continue from the newest checkpoint, if there is one; epochs and steps are counted from the start of
-        the first run. False: raise an error if the folder already has checkpoints
-    background : write while training continues; this needs memory for a copy of this rank's shard
+    every : number of steps between two checkpoints; a last checkpoint is written at the end
+    keep : number of newest checkpoints to keep; if None, keep all. With `restore_best`, the best checkpoint is kept as
+        well
+    resume : if True, continue from the newest checkpoint, if there is one, and count epochs and steps from the start of
+        the first run; if False, raise an error if the folder already has checkpoints
+    background : write checkpoints while training continues; needs memory for a copy of this rank's shard
     dtype, shard_bytes : see `Trainer.save`
     """
 
@@ -143,8 +144,8 @@ class CheckpointConfig:
 
     @classmethod
     def from_argument(cls, given: Any) -> CheckpointConfig:
-        """Return the settings for the argument `checkpoints` of `fit`. If that is only a folder, all other settings
-        have their defaults.
+        """Return the settings for the argument `checkpoints` of `fit`. If the argument is only a folder, all other
+        settings have their defaults.
 
         Parameters
         ----------
@@ -174,7 +175,7 @@ class CheckpointConfig:
         return self.find_latest()
 
     def resume_latest(self, call_runner: CallRunner, loader: Any, history: FitHistory) -> ResumePoint | None:
-        """Load the newest checkpoint and return the point at which the run resumes; None if there is no checkpoint.
+        """Load the newest checkpoint and return the resume point of the run, or None if there is no checkpoint.
         Collective.
 
         Parameters
@@ -224,7 +225,7 @@ class CheckpointConfig:
         call_runner : the trainer's call runner
         loader : a `data.DataLoader`, whose position is saved
         fit : state that `fit` needs to resume; `fit["done"]` is the number of steps
-        background : copy the state, and write the copy in a thread
+        background : if True, copy the state, and write the copy in a thread
         best : path of a checkpoint that is kept even if it is old; None if there is no such checkpoint
         """
         path = self.path_of(fit["done"])
@@ -240,15 +241,15 @@ class FitCheckpointer:
     ----------
     trainer : the trainer
     loader : loader of the training batches; must be a `data.DataLoader` if checkpoints are saved
-    checkpoints : settings; None: save no checkpoints
+    checkpoints : settings; if None, save no checkpoints
     history : history of this run
-    best : True: keep the weights that had the best validation loss, as a checkpoint or, if `fit` saves no checkpoints,
-        as a copy in RAM (`CallRunner.copy_weights_and_get_restorer`)
+    best : if True, keep the weights that had the best validation loss, as a checkpoint or, if `fit` saves no
+        checkpoints, as a copy in RAM (`CallRunner.copy_weights_and_get_restorer`)
 
     Attributes
     ----------
     first_epoch : epoch in which the first run began
-    finished : why an earlier run ended; "" if there is no earlier run or it was interrupted
+    finished : why an earlier run ended; "" if there is no earlier run, or if the earlier run was interrupted
     """
 
     def __init__(
@@ -291,8 +292,8 @@ class FitCheckpointer:
         return True
 
     def save_last_step_and_wait(self, ended: str = "") -> bool:
-        """Save the last step, unless it has already been saved, and wait until all checkpoints are complete. Return
-        whether a checkpoint was saved. `ended` says why the run ended; "" if it is to be resumed."""
+        """Save a checkpoint of the last step, unless there is one already, and wait until all checkpoints are complete.
+        Return whether a checkpoint was saved. `ended` says why the run ended; "" if the run will be resumed."""
         if self.checkpoints is None:
             return False
         state = self._make_resume_state() | {"finished": ended}

@@ -65,8 +65,8 @@ def take_output_gradient_shard(placement: Placement, dy: Any) -> Any:
 def all_reduce_input_gradients(
     placement: Placement, found: Mapping[Slot, Any], batch: Microbatch, scale: float
 ) -> list[Any]:
-    """Return the gradient with respect to each model input, on every rank that works on the same samples; None for an
-    integer input. Collective over the pipeline.
+    """Return the gradient with respect to each model input, on every rank that works on the same samples. The gradient
+    of an integer input is None. Collective over the pipeline.
 
     Parameters
     ----------
@@ -103,8 +103,8 @@ def _broadcast_last_stage_output(
     placement: Placement, whole: Any, value: int, shape: tuple[int, ...], batch: Microbatch
 ) -> Any:
     """Broadcast an output from the rank of the last pipeline stage, and return it on every pipeline rank. `whole` is
-    the output on that rank, and None on all others; `value` is the number of the output among the model's activations.
-    Collective over the pipeline."""
+    the output on the last stage's rank, and None on all other ranks; `value` is the index of the output among the
+    model's activations. Collective over the pipeline."""
     xp = placement.xp
     dtype = placement.value_shapes.shape_of(value, batch).dtype
     flat = xp.empty((prod(shape),), dtype=dtype) if whole is None else xp.ascontiguousarray(whole).reshape(-1)
@@ -212,7 +212,7 @@ def _all_gather_full_arrays(
     state : train state of this rank
     gather_page : function that returns all elements of a page (flat parameter buffer) of this tensor rank; called only
         for the pages of this pipeline rank
-    gradients : True: gather the gradients of trainable pages, summed over tied copies; False: gather parameters
+    gradients : if True, gather the gradients of trainable pages, summed over tied copies; if False, gather parameters
     names : names of the parameters to return; pages that hold none of them are not sent (default: all)
     """
     arrays: dict[str, np.ndarray] = {}

@@ -13,8 +13,9 @@ __all__ = ["broadcast_foreign_values", "release_foreign_library_arrays"]
 
 
 def broadcast_foreign_values(model: Layer, comm: Communicator) -> None:
-    """Broadcast, from rank 0, the parameter values that come from another library. Without this, ranks would differ,
-    because each process initialized its own copy of the model with different random numbers. Collective."""
+    """Broadcast, from rank 0, the parameter values that come from another library. Without the broadcast, parameters
+    would differ between ranks, because each process initialized its own copy of the model with different random
+    numbers. Collective."""
     for values in _find_values_from_other_library(model):
         values.broadcast_from_rank0(comm)
 

@@ -30,11 +30,11 @@ __all__ = ["default_communicator", "finalize", "init", "is_initialized", "local_
 def init(
     backend: Backend | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
 ) -> Communicator:
-    """Open the default communicator and return it. If it is already open, `init()` without arguments returns the open
-    one. Collective.
+    """Open the default communicator and return it. If there is an open default communicator, `init()` without arguments
+    returns that communicator. Collective.
 
-    `with fsdpx.init() as comm:` closes the communicator at the end, as `finalize` does; if the block raises an error,
-    the job is aborted instead.
+    `with fsdpx.init() as comm:` closes the communicator at the end of the block, like `finalize`. If the block raises
+    an error, the job is aborted instead.
 
     With FSDPX_CHECK=1, ranks compare their calls before each collective begins.
 
@@ -80,7 +80,7 @@ def _open_default_communicator(
     launcher = environment.read_environment().launcher
     hosts = base.all_gather_data((platform.node(), None if launcher is None else launcher.local_rank))
     local_rank = _compute_local_rank(base.rank, hosts)
-    # do not extend timeouts while ranks make progress: outside of programs, ranks do not report progress
+    # do not extend timeouts, because ranks report no progress outside of programs
     start_watchdog_if_possible(base, extend_waits=False)
     if not environment.read_environment().check or base.size == 1:
         return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_call_agreement(base))
@@ -89,8 +89,8 @@ def _open_default_communicator(
 
 
 def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
-    """Return the object with which ranks compare their calls. Return None if it is not needed: the backend for ranks
-    that run as threads compares calls itself, and a single rank or fake ranks have nothing to compare."""
+    """Return the object that ranks use to compare their calls. Return None if no comparison is needed: the backend for
+    ranks that run as threads compares calls itself, and a single rank or fake ranks have nothing to compare."""
     carrier, node = unwrap_message_backend(comm), find_node_communicator(comm)
     if carrier is None or carrier.size == 1:
         return None
@@ -117,8 +117,8 @@ def is_initialized() -> bool:
 
 
 def finalize() -> None:
-    """Close the default communicator of this process, if `init` opened it. Collective; with ULFM, where ranks may have
-    died, it does not wait for other ranks."""
+    """Close the default communicator of this process, if `init` opened it. Collective. With ULFM, it does not wait for
+    other ranks, because some may have died."""
     opened = defaults.get_default()
     if opened is not None and not opened.of_thread:
         defaults.set_default(None)
@@ -143,8 +143,8 @@ def rank() -> int:
     """Return the rank of this process among the ranks of `init()`, or, before `init()`, among all ranks that MPI or the
     launcher started.
 
-    Like `world_size` and `local_rank`, this function never communicates. If a trainer uses another communicator, the
-    rank there is `trainer.call_runner.rank`."""
+    Like `world_size` and `local_rank`, this function never communicates. If a trainer uses another communicator, this
+    process's rank in that communicator is `trainer.call_runner.rank`."""
     return _get_rank_info_and_warn("rank").rank
 
 

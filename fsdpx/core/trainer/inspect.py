@@ -63,9 +63,9 @@ class Inspection:
         return get_learning_rate(self.placement.optimizer, self._call_runner.session.state.steps + 1)
 
     def list_settings(self) -> dict[str, str]:
-        """Return the settings that affect results, other than seed and data, as a dict of texts by name: layers, loss,
-        optimizer, current learning rate. They are the same on every mesh, because model and loss are described without
-        sharding."""
+        """Return the settings that affect results, except seed and data, as a dict that maps names to strings: layers,
+        loss, optimizer, current learning rate. The settings are the same on every mesh, because model and loss are
+        described without sharding."""
         session, place = self._call_runner.session, self.placement
         optimizer, clip = unwrap_optimizer(place.optimizer), place.options.clip_norm
         settings_by_name = {
@@ -92,23 +92,23 @@ class Inspection:
         return digest.hexdigest()
 
     def gather_summary(self) -> Any:
-        """Return a `ReportSummary` with statistics over all ranks, the same on every rank: time by operation,
-        bandwidth, overlap, imbalance, and peak memory compared with the plan. Printing the summary shows a table.
+        """Return a `ReportSummary` with statistics over all ranks: time by operation, bandwidth, overlap, imbalance,
+        and peak memory compared with the plan. Every rank gets the same summary. Print the summary to show a table.
         Collective."""
         return self._call_runner.run_call(
             ON_EVERY_RANK, "gather_summary", lambda: load_extension("trainer", "summary")(self._call_runner)
         )
 
     def gather_expert_load(self) -> dict[str, Any]:
-        """Return the load of the experts in training since the last `reset_counters`, summed over all ranks, as a dict
-        that maps the path of each mixture-of-experts layer to its `ExpertLoad`. Collective."""
+        """Return the load of the experts during training since the last `reset_counters`, summed over all ranks, as a
+        dict that maps the path of each mixture-of-experts layer to its `ExpertLoad`. Collective."""
         return self._call_runner.run_call(
             ON_EVERY_RANK, "gather_expert_load", lambda: load_extension("trainer", "routing")(self._call_runner)
         )
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Any:
-        """Train for a few steps and return the measured time of each action (such as the forward of one layer group)
-        on all pipeline ranks; see `fsdpx.ext.observe.measure`. Collective.
+        """Train for a few steps and return the measured time of each action (such as the forward pass of one layer
+        group) on all pipeline ranks; see `fsdpx.ext.observe.measure`. Collective.
 
         Parameters
         ----------
@@ -117,7 +117,7 @@ class Inspection:
 
         Returns
         -------
-        MeasuredStep : the timeline of the fastest step, and durations from which other schedules can be simulated
+        MeasuredStep : the timeline of the fastest step, and durations for simulating other schedules
         """
         measure = load_extension("trainer", "measure")
         return self._call_runner.run_call(

@@ -1,4 +1,4 @@
-"""`latest_checkpoint`: the checkpoint from which a training loop resumes."""
+"""`latest_checkpoint`: the checkpoint that a training loop resumes from."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | N
     """Return the newest complete checkpoint in a folder, for `trainer.load`; None if there is none yet.
 
     Collective over `comm`: rank 0 searches, and all ranks get its result. The newest checkpoint is the one with the
-    largest number in its name: `step-100` is newer than `step-20`. If these numbers are equal or missing, it is the one
-    written last. Files left by an interrupted save are ignored. A checkpoint with missing or truncated files is skipped
-    with a warning. Digests are checked only by `load`. Checkpoints that hold only weights, as written by
-    `save(weights="average")`, are skipped as well.
+    largest number in its name: `step-100` is newer than `step-20`. If these numbers are equal or missing, the
+    checkpoint written last is the newest. Files left by an interrupted save are ignored. A checkpoint with missing or
+    truncated files is skipped with a warning. Digests are checked only by `load`. Checkpoints that hold only weights,
+    as written by `save(weights="average")`, are skipped as well.
 
     Parameters
     ----------

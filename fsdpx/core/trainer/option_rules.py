@@ -1,5 +1,5 @@
 """Checks of a trainer's options, and the table of pairs of options that cannot be combined. For each pair, the table
-gives a reason and a remedy; error messages and a page of the docs are generated from them."""
+gives a reason and a remedy; error messages and a page of the docs are generated from the table."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ExcludedPair(NamedTuple):
 
     Parameters
     ----------
-    choice, other : names of the two options, as the docs write them
+    choice, other : names of the two options, as written in the docs
     found : function of a `ChoiceContext`. If the user set `other`, it returns the beginning of the error message, such
         as "reproducible_chunks=4 "; otherwise it returns ""
     why : why the two options cannot be combined
@@ -164,7 +164,7 @@ EXCLUSIONS: list[ExcludedPair] = [
 
 def require_compatible_options(choice: str, chosen: ChoiceContext, prefix: str = "") -> None:
     """Raise ConfigError if the user has set an option that cannot be combined with `choice`. The error begins with
-    `prefix`, names the first such option in `EXCLUSIONS`, and is the same on all ranks."""
+    `prefix`, names the first conflicting option in `EXCLUSIONS`, and is the same on all ranks."""
     for row in EXCLUSIONS:
         if row.choice == choice and (conflict := row.found(chosen)):
             raise ConfigError(f"{prefix}{conflict}{row.why}; {row.remedy}")
@@ -194,7 +194,7 @@ def format_exclusion_lists() -> str:
 
 def require_mesh_for_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
     """Raise ConfigError if an option that needs a mesh axis is set but no mesh is given. If a mesh is given but the
-    axis has only one rank, such an option is allowed and has no effect."""
+    axis has only one rank, the option is allowed and has no effect."""
     for name, given, axis in (
         ("stages", stages, "pipe"),
         ("costs", costs, "pipe"),
@@ -252,8 +252,8 @@ def _list_optimizers() -> list[str]:
 
 
 def suggest_for_torch_object(value: Any) -> str:
-    """If `value` is a PyTorch optimizer or learning rate schedule, or the class of one, return an error line that
-    names the counterpart in fsdpx. For every other value return ""."""
+    """If `value` is a PyTorch optimizer or learning rate schedule (an instance or a class), return an error line that
+    names the counterpart in fsdpx. For all other values, return ""."""
     kind = value if isinstance(value, type) else type(value)
     if not kind.__module__.startswith("torch.optim"):
         return ""

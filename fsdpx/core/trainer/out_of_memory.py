@@ -32,14 +32,14 @@ FITTING_SHARE = 0.99
 def format_cheaper_options(
     options: Mapping[str, Any], count_bytes: Callable[[dict[str, Any]], int], limit: int | None, rows: int = 0
 ) -> str:
-    """Return a table of options that need less memory. Each row adds one option to those of the row above; the table
-    ends with the first row that would fit into memory.
+    """Return a table of options that need less memory. Each row adds one option to the options in the row above. The
+    table ends with the first row that would fit into memory.
 
     Parameters
     ----------
     options : the current options; `strategy`, `recompute`, `microbatches` and `precision` are used
     count_bytes : function that returns the planned bytes for a dict of changed options
-    limit : bytes that fit into memory; None if unknown
+    limit : number of bytes that fit into memory; None if unknown
     rows : number of samples per rank; 0 if unknown
     """
     changed, least = dict[str, Any](), count_bytes({})
@@ -91,7 +91,7 @@ def explain_memory_error(
     error : the MemoryError that was raised
     feed : inputs of the step in which the MemoryError was raised; None if it was raised elsewhere
     """
-    clear_frames(error.__traceback__)  # free the arrays to which the stack frames of the error still refer
+    clear_frames(error.__traceback__)  # free the arrays that the stack frames of the error still refer to
     trim_heap()
     node = find_node_communicator(world)
     held = 0 if session is None else sum(session.state.count_bytes_by_kind().values())

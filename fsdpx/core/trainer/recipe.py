@@ -137,7 +137,7 @@ class TrainingChoices(StepChoices):
 @dataclass(frozen=True)
 class DistributionChoices:
     """The options that define how the model and its state are distributed over the ranks, and what ranks send to each
-    other. With strategy="auto", the field `planned` is a text that explains what the planner chose and why."""
+    other. With strategy="auto", the field `planned` explains what the planner chose and why."""
 
     strategy: Strategy | Sharding | SyncChoice = "fsdp"
     mesh: Mesh | None = None
@@ -181,8 +181,8 @@ class DistributionChoices:
         return self.offload or IN_MEMORY
 
     def strategy_within_replica(self, ranks: int) -> str | Sharding:
-        """Return the sharding strategy for the ranks that train synchronously: in local training the ranks of one
-        replica, otherwise all ranks. `ranks` is the total number of ranks."""
+        """Return the sharding strategy for the ranks that train synchronously: with local SGD, the ranks of one
+        replica; otherwise, all ranks. `ranks` is the total number of ranks."""
         return self.sync_choice.strategy_within_replica(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
 
 
@@ -197,19 +197,19 @@ class RuntimeOptions:
     device : "cpu"; "cuda" (one GPU per rank; docs: gpu); or "shape", to count bytes and operations without computing
     device_map : GPU of each local rank, as a list or a dict, such as `[0, 2]` (default: GPUs in the order of local
         ranks)
-    backend : backend with which to open a new communicator: "node", "mpi", "nccl", "gloo" or "local" (default: use the
+    backend : backend to use for a new communicator: "node", "mpi", "nccl", "gloo" or "local" (default: use the
         communicator that is already open)
-    group_bytes : minimum size, such as "1MiB", of a unit (layers gathered together): small layers are grouped to reach
-        it (default: 4 MiB; 1 MiB on a single rank or if `tune` is off)
-    prefetch : number of flat parameter buffers (pages) to gather ahead of their use (default: the strategy's number)
+    group_bytes : minimum size, such as "1MiB", of a unit (layers gathered together); small layers are grouped until the
+        unit has this size (default: 4 MiB; 1 MiB on a single rank or if `tune` is off)
+    prefetch : number of flat parameter buffers (pages) to gather ahead of their use (default: set by the strategy)
     costs : dict that maps path patterns to the cost of each matching layer, for the automatic split into pipeline
         stages
-    check : True: ranks compare their calls before each collective runs (default: as set by FSDPX_CHECK)
-    check_finite : True: check the results of every unit for NaN and Inf
-    tune : True: find good values for options that were not given, by measurements of about 100 ms, and store them on
-        disk (default: True unless FSDPX_TUNE=0)
-    replay : True: on a GPU, launch forward and backward passes as CUDA graphs, which were recorded in the second step,
-        instead of kernel by kernel (docs: gpu). Experimental
+    check : if True, ranks compare their calls before each collective runs (default: as set by FSDPX_CHECK)
+    check_finite : if True, check the results of every unit for NaN and Inf
+    tune : if True, spend about 100 ms on measurements to find good values for options that were not given, and store
+        them on disk (default: True unless FSDPX_TUNE=0)
+    replay : if True, record forward and backward passes on a GPU as CUDA graphs in the second step, and launch the
+        graphs instead of single kernels from then on (docs: gpu). Experimental
     trace : folder into which a timeline of the last steps is written, or `fsdpx.TraceConfig(...)` (docs: observe;
         default: FSDPX_TRACE)
     """
@@ -251,7 +251,7 @@ OPTIONS = [
 
 def adapt_foreign_model(model: Any, loss: Any, domain: Any = None) -> tuple[Any, Any]:
     """Convert a model and a loss from another library, such as PyTorch, to fsdpx. A model or loss that is already from
-    fsdpx is returned unchanged. `domain` is the domain over which the model is to run."""
+    fsdpx is returned unchanged. `domain` is the domain on which the model will run."""
     foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
     for library in dict.fromkeys(kind.__module__.partition(".")[0] for one in foreign for kind in type(one).__mro__):
         if (adapt := find_extension("library", library)) is not None:
@@ -261,7 +261,7 @@ def adapt_foreign_model(model: Any, loss: Any, domain: Any = None) -> tuple[Any,
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of `fsdpx.distribute`, validated as far as is possible without communication."""
+    """The arguments of `fsdpx.distribute`, validated as far as possible without communication."""
 
     training: TrainingChoices
     distribution: DistributionChoices = field(default_factory=DistributionChoices)

@@ -29,8 +29,8 @@ def choose_recomputed_units(
     ----------
     placement : placement of this rank
     orders : for each pipeline rank, the order of the actions (forward or backward of a unit) in a step
-    batch : a microbatch as large as the largest of any rank, so that all ranks make the same choice; None if no batch
-        is known
+    batch : a microbatch with the size of the largest microbatch on any rank, so that all ranks make the same choice;
+        None if no batch is known
     """
     choice, stages = placement.options.recompute, placement.stages
     if choice.budget is not None and batch is not None:
@@ -108,8 +108,8 @@ def _compute_peak_bytes(
 
 
 def count_unit_activation_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
-    """Return the bytes of activations that a unit (group of layers) keeps, as the maximum over the tensor ranks, so
-    that all tensor ranks choose the same units to recompute."""
+    """Return how many bytes of activations a unit (group of layers) keeps. The result is the maximum over the tensor
+    ranks, so that all tensor ranks choose the same units to recompute."""
     bytes_by_tensor_rank = [
         _count_kept_bytes_on_tensor_rank(placement, stage, unit, batch, tensor)
         for tensor in range(placement.axes.tensor.size)
@@ -120,7 +120,7 @@ def count_unit_activation_bytes(placement: Placement, stage: Stage, unit: int, b
 def _count_kept_bytes_on_tensor_rank(
     placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int
 ) -> UnitBytes:
-    """Return the bytes of activations that a unit (group of layers) keeps on the tensor rank `tensor`, found by running
+    """Return how many bytes of activations a unit (group of layers) keeps on the tensor rank `tensor`. To find out, run
     the forward pass and the input-gradient half of the backward pass on arrays that have shapes but no data."""
     recomputed_unit, row = placement.layout.units[unit], stage.units[unit]
     spread = replace(placement.layout.spread, rank=tensor)

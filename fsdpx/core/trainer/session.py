@@ -46,18 +46,18 @@ __all__ = ["Session"]
 
 Commit = Callable[[Any, Any], None]
 STEP_KINDS = frozenset({"step", "accumulate", "forward", "backward", "update"})
-"""Calls that belong to a step. In a synchronous step, all ranks compare these calls; if replicas train independently,
-only the ranks of the same replica do."""
+"""Calls that belong to a step. In a synchronous step, all ranks compare these calls. If replicas train independently,
+only ranks of the same replica compare them."""
 
 
 TRAINS = ("step", "accumulate")
 """Kinds of programs that run forward and backward on samples and targets."""
 NO_GRADIENT, WRONG_SHARDING = "no gradient reaches some", "how samples are cut"
 MAX_SHAPES = 16
-"""Maximum number of small batch shapes for which `DirectPrediction` objects are kept."""
+"""Maximum number of `DirectPrediction` objects to keep, one for each small batch shape."""
 READ_ONLY_KINDS = ("evaluate", "predict")
 """Kinds of programs that change no state. Requests for these programs depend only on the contents of the store and on
-which parameters are frozen."""
+the set of frozen parameters."""
 
 
 class BatchComparison(NamedTuple):
@@ -68,8 +68,8 @@ class BatchComparison(NamedTuple):
     ranks : communicator of the ranks that compare batches; None if this rank runs the program without comparing
     can_start_uncoordinated : whether this rank may start without comparing, as long as all ranks have batches of the
         same shape and dtype as before
-    digests : whether ranks also compare checksums of their samples. They do so if some ranks must hold the same
-        samples, or if data ranks may hold the same samples by mistake
+    digests : whether ranks also compare checksums of their samples: True if some ranks must hold the same samples, or
+        if data ranks may hold the same samples by mistake
     may_have_duplicates : whether data ranks may, by mistake, have the same samples instead of different ones
     """
 
@@ -113,14 +113,15 @@ class Session:
     Parameters
     ----------
     engine : runs the programs of this rank
-    model, loss : unsharded model and loss, as on a single process, against which batches are checked
+    model, loss : unsharded model and loss, as on a single process, used to check batches
     microbatches : configured number of microbatches per step
-    commit : function called before each update with the step's mean loss and update scale; None: no function is called
+    commit : function called before each update with the step's mean loss and update scale; if None, no function is
+        called
 
     Attributes
     ----------
-    explain_memory_error : function that turns a MemoryError raised by a program into an error that names options with
-        which the program would fit into memory; None: raise the MemoryError itself
+    explain_memory_error : function that turns a MemoryError raised by a program into an error that names options that
+        would let the program fit into memory; if None, the MemoryError itself is raised
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Session:
         self._microbatch_counts = microbatches, microbatches  # (configured number, number used for the last batch)
         self.model, self.loss = model, loss
         self._duplicates = DuplicateBatchDetector(self.placement.axes)
-        # if all ranks hold parts of the same samples, `predict` need not wait for all ranks, but only for neighbors
+        # if all ranks hold parts of the same samples, `predict` waits only for neighbors, not for all ranks
         together = self.placement.sample_layout.has_one_group
         self._uncoordinated = (
             UncoordinatedPrediction(self.placement.axes.world, self._predict_on_zeros_after_error) if together else None
@@ -202,16 +203,16 @@ class Session:
 
     def announce_parameters_are_set(self) -> None:
         """Tell the synchronization policy that parameters and step number have been set on this rank, for example from
-        a checkpoint. In asynchronous training this is collective and waits for all ranks, so that no rank reads values
-        that another rank has not set yet."""
+        a checkpoint. In asynchronous training, this method is collective and waits for all ranks, so that no rank reads
+        values that another rank has not set yet."""
         self.placement.sync_policy.on_parameters_set(self.state.steps)
         if self.placement.sync_policy.own_speed:
             self.agree_on_call("begin to step apart")
 
     def swapping_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
-        """Return a context manager inside which each rank has the parameters common to all ranks, if the policy lets
-        ranks train different parameters. Otherwise it does nothing. `kinds` are the kinds of arrays to replace, such as
-        "master"."""
+        """Return a context manager. If the policy lets ranks train different parameters, then inside the context each
+        rank has the parameters that are common to all ranks. Otherwise, the context manager does nothing. `kinds` are
+        the kinds of arrays to replace, such as "master"."""
         put = self.placement.sync_policy.read_common_state_and_get_setter(self.state, kinds)
         return nullcontext() if put is None else self.swapping_parameters(put, "the common model")
 
@@ -238,8 +239,8 @@ class Session:
     def agree_on_batch_and_make_microbatches(
         self, x: Any, y: Any, kind: str, training: bool, also: str = ""
     ) -> StepInputs:
-        """Check this rank's batch, compare it with the other ranks, and return it split into microbatches. If the
-        batch of one rank is invalid, all ranks raise the same error. Collective.
+        """Check this rank's batch, compare it with the batches of the other ranks, and split it into microbatches. If
+        the batch of one rank is invalid, all ranks raise the same error. Collective.
 
         Parameters
         ----------
@@ -278,7 +279,7 @@ class Session:
     def _check_and_describe_batch(
         self, x: Any, y: Any, kind: str, comparison: BatchComparison, also: str
     ) -> CheckedBatch:
-        """Check this rank's batch as far as possible without other ranks. Return the batch, its error if it is
+        """Check this rank's batch as far as possible without communication. Return the batch, its error if it is
         invalid, and a description (ending with `also`) that must be the same on other ranks."""
         place, checked = self.placement, CheckedBatch()
         layout = place.sample_layout
@@ -420,7 +421,8 @@ class Session:
             self.state.ran.add(kind)
             results = self.engine.run_program(executable, feed)
             if kind == "predict" and self._uncoordinated is not None:
-                # preparing needs all ranks, so prepare the next `predict` now; then `predict` only waits for neighbors
+                # all ranks must prepare a program together, so prepare the next `predict` now; it then waits only for
+                # neighbors
                 self._get_or_prepare_executable(kind, feed, local)
         except MemoryError as error:
             if self.explain_memory_error is None:
@@ -448,8 +450,8 @@ class Session:
         return self._get_or_prepare_executable_of_request(request)
 
     def _get_or_prepare_executable_of_request(self, request: ProgramRequest) -> Executable:
-        # Preparing a program allocates shared memory collectively, so all ranks must do it in the same call. The key
-        # includes the programs that have run, because these are the same on all ranks. The request alone is not
+        # Preparing a program allocates shared memory collectively, so all ranks must prepare it in the same call. The
+        # key includes the programs that have run, because these are the same on all ranks. The request alone is not
         # enough: it depends on the contents of the store, which may differ between ranks.
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
@@ -457,7 +459,7 @@ class Session:
         return self._executables[key]
 
     def _warn_of_parameters_without_gradient(self) -> None:
-        """Warn once about parameters that no gradient reaches. Of each pipeline stage, only the rank with data rank 0
+        """Warn once about parameters that receive no gradient. In each pipeline stage, only the rank with data rank 0
         and tensor rank 0 warns."""
         names, axes = list(self.state.idle), self.placement.axes
         self._warned.add(NO_GRADIENT)
@@ -507,8 +509,8 @@ class Session:
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")
         kind = policy.get_program_kind(kind)
-        # if ranks may change, all ranks must learn of NaN or Inf: if one rank alone raised an error, the others would
-        # presume it dead
+        # if ranks may change, all ranks must learn of NaN or Inf: if only one rank raised an error, the others would
+        # assume that this rank has died
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,
@@ -544,8 +546,8 @@ class Session:
 
     @property
     def program(self) -> Program:
-        """The program of a step without accumulated gradients or gathered parameters. In local training, where only
-        some steps synchronize replicas, it is the program of a step that does."""
+        """The program of a step without accumulated gradients or gathered parameters. With local SGD, only some steps
+        synchronize replicas; the result is the program of a synchronizing step."""
         return self.round_programs[-1][0]
 
     @property
@@ -562,8 +564,8 @@ class Session:
 
     def _choose_recomputed_units(self, microbatches: int) -> frozenset[int]:
         """Return the indices of the units (groups of layers) whose forward pass is recomputed in the backward pass. The
-        choice is the same for all batches of one size. For a memory budget, it is found by running the units on arrays
-        that have shapes but no data."""
+        choice is the same for all batches of one size. If `recompute` is a memory budget, the units are chosen by
+        running them on arrays that have shapes but no data."""
         pipe, batch, wanted = self.placement.pipe, self._largest_microbatch, self.placement.options.recompute
         if wanted.budget is None and not wanted.every:
             return frozenset()
@@ -601,7 +603,7 @@ class Session:
             self.run_program("predict", StepInputs([Microbatch(zeros, None, 0)], False, self.commit))
 
     def to_caller_arrays(self, arrays: Sequence[Any], feed: StepInputs) -> tuple[Any, ...]:
-        """Convert the model's output arrays to the layout in which the caller passed the batch."""
+        """Convert the model's output arrays to the layout of the caller's batch."""
         leave = self.placement.sample_layout.to_caller_layout
         return tuple([None if a is None else leave(a, feed.batched) for a in arrays])
 

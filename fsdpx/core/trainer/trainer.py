@@ -84,7 +84,7 @@ class Trainer:
     @property
     def call_runner(self) -> CallRunner:
         """The object that runs this trainer's calls. It owns the communicators, and performs all collective operations
-        other than those of training."""
+        except those of training."""
         return self._call_runner
 
     @property
@@ -122,8 +122,8 @@ class Trainer:
 
         Raises
         ------
-        NumericsError : if the loss or a gradient is NaN or Inf; parameters and running statistics then keep their
-            values
+        NumericsError : if the loss or a gradient is NaN or Inf; parameters and running statistics are then left
+            unchanged
         DataError : on all ranks, if the batch of one rank is invalid
         """
         if self._is_incomplete:
@@ -174,7 +174,8 @@ class Trainer:
 
     @route_through_call_runner(KEEPS_FOR_LATER)
     def forward(self, x: Any, training: bool = True) -> np.ndarray:
-        """Return the model's output for this rank's samples, and keep what one call of `backward` needs. Collective.
+        """Return the model's output for this rank's samples, and keep the data that one call of `backward` needs.
+        Collective.
 
         Parameters
         ----------
@@ -221,7 +222,7 @@ class Trainer:
 
         Raises
         ------
-        ConfigError : if `forward` was not called first, or the edges of a `Partition` were replaced after it
+        ConfigError : if `forward` was not called first, or the edges of a `Partition` were replaced after `forward`
         DataError : if the number or the shapes of the arrays in `dy` are wrong
         """
         session, feed = self._session, self._forward_inputs
@@ -278,11 +279,11 @@ class Trainer:
     @route_through_call_runner(KEEPS_FOR_LATER)
     @wrap_to_agree_on_argument_errors
     def freeze(self, *patterns: str) -> None:
-        """Freeze the parameters whose names match a pattern: from now on they get no gradient and no update, but keep
-        their optimizer state. Collective.
+        """Freeze the parameters whose names match a pattern: from now on, they receive no gradients or updates, but
+        keep their optimizer state. Collective.
 
-        Call it between updates, not while gradients accumulate. Checkpoints do not store which parameters are frozen.
-        `distribute(frozen=...)` freezes permanently and saves memory.
+        Call this method between updates, not while gradients accumulate. Checkpoints do not store which parameters are
+        frozen. `distribute(frozen=...)` freezes permanently and saves memory.
 
         Parameters
         ----------
@@ -298,7 +299,7 @@ class Trainer:
     @route_through_call_runner(KEEPS_FOR_LATER)
     @wrap_to_agree_on_argument_errors
     def unfreeze(self, *patterns: str) -> None:
-        """Train frozen parameters again, as PyTorch does after `requires_grad_(True)`. Collective.
+        """Train frozen parameters again, like `requires_grad_(True)` in PyTorch. Collective.
 
         Updates that a parameter missed while frozen do not count. For example, Adam's bias correction uses the number
         of updates that each parameter has received.
@@ -312,7 +313,7 @@ class Trainer:
 
     @route_through_call_runner(READS_STATE)
     def evaluate(self, x: Any, y: Any, weights: WeightsChoice = "parameters") -> float:
-        """Return the mean loss of the global batch without dropout. The state of the trainer does not change.
+        """Return the mean loss of the global batch, computed without dropout. The state of the trainer does not change.
         Collective.
 
         Parameters
@@ -336,7 +337,7 @@ class Trainer:
 
     @route_through_call_runner(READS_STATE)
     def predict(self, x: Any, weights: WeightsChoice = "parameters") -> np.ndarray:
-        """Return the model's output for this rank's samples without dropout, and keep nothing for backward.
+        """Run the model without dropout, and return its output for this rank's samples. Keep nothing for backward.
         Collective.
 
         Parameters
@@ -383,8 +384,8 @@ class Trainer:
         stream: Callable[[int, int], object] | None = None,
         cache: bool = True,
     ) -> Any:
-        """Return the tokens that continue a prompt, or each of several prompts (docs: generation). Collective: all
-        ranks pass the same prompts and get the same tokens; the work is distributed over the data ranks.
+        """Return the tokens that continue one or more prompts (docs: generation). Collective: all ranks pass the same
+        prompts and get the same tokens; the work is distributed over the data ranks.
 
         Parameters
         ----------
@@ -394,8 +395,8 @@ class Trainer:
             most likely token)
         stop : token or tokens that end a text; the stop token is the last token returned
         stream : function called on every rank, as stream(prompt_index, token), for each new token
-        cache : True: keep the keys and values of attention layers; False: process the whole text again for each new
-            token; this works with any causal model
+        cache : if True, keep the keys and values of attention layers; if False, process the whole text again for each
+            new token, which works with any causal model
 
         Returns
         -------
@@ -448,9 +449,9 @@ class Trainer:
 
     @route_through_call_runner(KEEPS_FOR_LATER)
     def gradients(self) -> dict[str, np.ndarray]:
-        """Return on every rank the gradients that `accumulate` or `backward` have added up so far, as a dict that maps
-        dotted names to full NumPy arrays. They are gradients of the global mean loss. Raise ConfigError if there are
-        none. Collective.
+        """Return the gradients accumulated so far by `accumulate` or `backward`, as a dict that maps dotted names to
+        full NumPy arrays. All ranks get the same result. They are gradients of the global mean loss. Raise ConfigError
+        if there are none. Collective.
         """
         place, state = self._placement, self._session.state
         if not state.gradient_source:
@@ -480,8 +481,8 @@ class Trainer:
 
         The checkpoint contains `model.safetensors`, a single standard file whose values are bitwise equal to those of
         `parameters()`, and everything that `load` needs to resume exactly. An older checkpoint at `path` is kept until
-        the new one is complete. Saving needs 8 MiB of extra memory, and with `background` also enough for a copy of
-        this rank's share of the state.
+        the new one is complete. Saving needs 8 MiB of extra memory. With `background`, it also needs memory for a copy
+        of this rank's share of the state.
 
         Parameters
         ----------
@@ -489,13 +490,13 @@ class Trainer:
         loader : a `data.DataLoader` whose position in the data is saved as well
         dtype : dtype of the weights in the file: "bf16", "float16", "float32" or "float64" (default: the trainer's
             dtype)
-        shard_bytes : split the weights into files of at most this many bytes each, and add an index file, as Hugging
-            Face does
+        shard_bytes : split the weights into files of at most this many bytes each, and add an index file, like Hugging
+            Face
         keep : number of newest checkpoints to keep: saving FOLDER/step-30 removes older checkpoints FOLDER/step-*, but
-            never one with a higher number, a link, or the target of a link
-        background : write a copy in a thread while training continues. If writing fails,
+            never a checkpoint with a higher number, a link, or the target of a link
+        background : if True, write a copy in a thread while training continues. If writing fails,
             `call_runner.wait_for_background_save()` or the next save raises the error
-        weights : "average": save only the average of the weights over time
+        weights : if "average", save only the average of the weights over time
 
         Raises
         ------
@@ -526,8 +527,8 @@ class Trainer:
         path : folder of the checkpoint
         loader : a `data.DataLoader`, which is set to its saved position. Without a loader, the first step warns if the
             checkpoint contains a saved position
-        convert : True: round or widen numbers that were saved in another dtype; False: raise an error instead
-        verify : True: first check the digests of all bytes; each rank checks some of them
+        convert : if True, round or widen numbers that were saved in another dtype; if False, raise an error for them
+        verify : if True, check the digests of all bytes first; each rank checks some of them
 
         Raises
         ------
@@ -555,11 +556,11 @@ class Trainer:
         ----------
         source : path of a checkpoint, of a safetensors file, or of a folder with `model.safetensors` or with several
             files and their index; or a dict that maps names to full arrays, the same on every rank
-        strict : True: require every parameter, and nothing else; False: load the parameters that the source has, and
-            leave the others unchanged
+        strict : if True, require every parameter, and nothing else; if False, load the parameters that the source has,
+            and leave the others unchanged
         rename : dict from name patterns in the source to name patterns in the model; the text that each * matches
             replaces the corresponding * in the model's pattern
-        convert : True: convert floats of other dtypes by rounding or widening (default: True for arrays, False for
+        convert : if True, convert floats of other dtypes by rounding or widening (default: True for arrays, False for
             files)
 
         Returns
@@ -584,8 +585,8 @@ class Trainer:
 
     @property
     def program(self) -> Program:
-        """The program of a step without accumulated gradients; `print(trainer.program)` shows it as text. In local
-        training, where only some steps synchronize replicas, it is the program of a synchronizing step."""
+        """The program of a step without accumulated gradients; `print(trainer.program)` shows it as text. With local
+        SGD, only some steps synchronize replicas; the result is the program of a synchronizing step."""
         return self._session.program
 
     @property
@@ -593,8 +594,8 @@ class Trainer:
         """Communicator of the ranks that hold different samples; pass it to `data.DataLoader` and
         `data.DistributedSampler`.
 
-        Ranks that differ only along the pipeline or tensor axis have the same rank in this communicator and train on
-        the same samples; so do ranks that hold parts of the same fields (`domain_group`). With `elastic`, the
+        Ranks that differ only along the pipeline or tensor axis, or that hold parts of the same fields
+        (`domain_group`), have the same rank in this communicator and train on the same samples. With `elastic`, the
         communicator contains only this rank, because every rank passes the global batch."""
         return self._call_runner.data_group
 
@@ -607,8 +608,8 @@ class Trainer:
     @property
     def output_grid(self) -> Any:
         """How the model's output is partitioned over ranks (option `domain`), as a `Grid`. For a model with several
-        outputs, a tuple of grids, with None for scalar outputs. If output and input have the same number of cells, they
-        have the same partition.
+        outputs, the value is a tuple of grids, with None for scalar outputs. If output and input have the same number
+        of cells, they have the same partition.
 
         The grid's `offsets`, `local_shape`, `take_local` and `gather` apply to outputs and targets. The grid is derived
         from the layers, so it is known before the first prediction.

@@ -1,13 +1,14 @@
-"""Predictions, for use inside a solver, that start without waiting for all ranks. As long as batches keep their shapes
+"""Predictions that start without waiting for all ranks, for use inside a solver. As long as batches keep their shapes
 and dtypes, ranks do not compare them. An error on one rank still reaches all ranks.
 
 Each rank counts its calls of `predict` in a window (shared memory) that other ranks can read at any time. A rank whose
 batch is invalid, or differs in shape or dtype from the previous one, waits until all other ranks have begun the same
-call. If the batches of all ranks differ from the previous ones, the ranks compare them as in the first call. If only
-some do, the lowest of these ranks writes an error into the windows of all ranks, together with the number of calls that
-have begun. Each rank then runs the calls that it has missed on a batch of zeros, so that no message remains unreceived
-and no rank waits for another. Because some ranks learn of the error only in their next call, all ranks raise it in
-every call up to and including that one. Ranks that continue after the error are then in the same call again."""
+call. If the batches of all ranks differ from the previous ones, the ranks compare them as in the first call. If the
+batches of only some ranks differ, the lowest of these ranks writes an error into the windows of all ranks, together
+with the number of calls that have begun. Each rank then runs the calls that it has missed on a batch of zeros, so that
+no message remains unreceived and no rank waits for another. Because some ranks learn of the error only in their next
+call, all ranks raise the error in every call up to and including this next call. Ranks that continue after the error
+are then all at the same call again."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ from fsdpx.errors import CommTimeout, ConfigError, FsdpxError
 __all__ = ["UncoordinatedPrediction"]
 
 CALL, STOP, READY, BEGUN, FAILS = range(5)
-"""Indices of the 64-bit words in a rank's part of the window: the number and state of its call; the epoch in which it
-has to stop; the epoch of the error in the window; the last call that any rank has begun in that epoch; and the last
-call that fails."""
+"""Indices of the 64-bit words in a rank's part of the window: the number and state of the rank's call; the epoch in
+which the rank has to stop; the epoch of the error in the window; the last call that any rank has begun in that epoch;
+and the last call that fails."""
 STARTED, WAITING, RETURNED = range(3)
 """States of a rank's call: the rank runs the call, waits for the other ranks to begin it, or has returned from it."""
 HEAD, TEXT = 64, 1024  # sizes in bytes
@@ -56,7 +57,7 @@ class UncoordinatedPrediction:
         self._agreed_kind: Any = None
         self._inputs: tuple[Any, ...] = ()
         self._epoch = self._count = 0
-        self._failed: list[FsdpxError] = []  # one error for each call that other ranks have begun and this rank has not
+        self._failed: list[FsdpxError] = []  # one error for each call that other ranks have begun but this rank has not
 
     def record_agreed_batch(self, batch_kind: tuple[str, int], inputs: tuple[Any, ...]) -> None:
         """Record the batch that all ranks have just compared. Collective. On a backend without one-sided windows
@@ -80,8 +81,8 @@ class UncoordinatedPrediction:
 
     def try_start_without_agreement(self, batch_kind: tuple[str, int], error: FsdpxError | None) -> bool:
         """Return True if this rank may start its prediction immediately, and False if all ranks must first compare
-        their batches. Raise the error that all ranks raise if this rank's batch differs from the previous one although
-        other ranks have already started, or if another rank has reported an error."""
+        their batches. Raise the error common to all ranks in two cases: this rank's batch differs from the previous one
+        although other ranks have already started, or another rank has reported an error."""
         if self._failed:
             raise self._failed.pop()
         if self._agreed_kind is None or self._window is None:
@@ -120,7 +121,7 @@ class UncoordinatedPrediction:
     def take_error_from_other_rank(self) -> FsdpxError | None:
         """Return the error that another rank has reported since this rank's last `predict`; None if there is none.
         Calls other than `predict` use this method. If there is an error, first run the predictions that this rank has
-        missed, so that other ranks do not wait for it."""
+        missed, so that other ranks do not wait for this rank."""
         self._failed.clear()
         window = self._window
         if self._agreed_kind is None or window is None or window.read_word(self._comm.rank, STOP) != self._epoch:
@@ -141,9 +142,8 @@ class UncoordinatedPrediction:
         return 4 * (self._epoch * CALLS + self._count) + state
 
     def _require_new_batch_on_all_ranks(self, window: Window) -> bool:
-        """Wait until the other ranks have begun this call. If all ranks have a batch that differs from the rank's
-        previous batch, return False: the ranks must then compare their batches. Otherwise raise the error that all
-        ranks raise."""
+        """Wait until the other ranks have begun this call. If every rank's batch differs from its previous one, return
+        False, because the ranks must then compare their batches. Otherwise, raise the error that all ranks raise."""
         me, own_call = self._comm.rank, self._encode_call_state(WAITING)
 
         def find_late_ranks() -> list[int]:
@@ -184,8 +184,8 @@ class UncoordinatedPrediction:
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
     def _run_missed_calls_and_get_error(self, begun: int) -> FsdpxError:
-        """Run, on zeros, the predictions that this rank has missed, and return the error that all ranks raise. `begun`
-        is the number of calls (0 or 1) that this rank has begun but not run."""
+        """Make up for the predictions that this rank has missed by running them on zeros, and return the error that all
+        ranks raise. `begun` is the number of calls (0 or 1) that this rank has begun but not run."""
         window, me = self._window, self._comm.rank
         assert window is not None
         window.poll_until_none_missing(

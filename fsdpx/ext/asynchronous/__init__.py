@@ -10,5 +10,5 @@ __all__ = ["AsyncSGD", "GossipSGD", "LocalSGD", "make_local_sgd"]
 
 
 def make_local_sgd() -> LocalSGD:
-    """Return the default local SGD, in which all replicas average their parameters every 8 steps."""
+    """Return the default local SGD strategy, in which all replicas average their parameters every 8 steps."""
     return LocalSGD(sync_every=8, outer_optimizer=SGD(lr=1.0))

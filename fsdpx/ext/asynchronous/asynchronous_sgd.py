@@ -56,9 +56,9 @@ class CommonMemory:
     the rank that owns the data. The constructor is collective.
 
     Each rank owns one part of the window. A part consists of arrays of these kinds: "words" (counters, stored before
-    each page), "master" (parameters), "slot" and "average" (optimizer state) and, if `added`, "added" (sum of
-    gradients). If `sharded`, all ranks update one model, of which each owns a shard; otherwise each rank owns a
-    model."""
+    each page), "master" (parameters), "slot" and "average" (optimizer state) and, if `added` is true, "added" (sum of
+    gradients). If `sharded` is true, all ranks update one model, and each rank owns a shard of it; otherwise, each rank
+    owns a model."""
 
     def __init__(self, placement: Placement, sharded: bool, added: bool) -> None:
         self.placement, world = placement, placement.axes.world
@@ -84,15 +84,15 @@ class CommonMemory:
         return self.window.own[item.start : item.stop].view(item.dtype)
 
     def iterate_own_arrays(self) -> Iterator[tuple[LedgerKey, Any]]:
-        """Yield (key, array) of the arrays in this rank's part of the window, except the counters."""
+        """Yield a (key, array) pair for each array in this rank's part of the window, except the counters."""
         for item in self._items[self.rank].values():
             if item.key.kind != "words":
                 yield item.key, self.get_own_array(item.key)
 
     @contextmanager
     def locked_arrays(self, rank: int, *keys: LedgerKey, write: bool = True) -> Iterator[list[Any]]:
-        """Context manager that locks arrays in the part of the window that rank `rank` owns, and yields them. `write`
-        says whether this rank may change them."""
+        """Context manager that locks arrays in the part of the window that rank `rank` owns, and yields the arrays.
+        `write` says whether this rank may change them."""
         items = [self._items[rank][key] for key in keys]
         first, last = min(i.start for i in items), max(i.stop for i in items)
         with self.window.open_locked_part(rank, first, last, write) as block:
@@ -100,8 +100,8 @@ class CommonMemory:
 
     @contextmanager
     def locked_page_for_update(self, rank: int, page: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-        """Context manager that locks a page in the part of the window that rank `rank` owns, and yields its counters,
-        master parameters and optimizer state."""
+        """Context manager that locks a page in the part of the window that rank `rank` owns, and yields the page's
+        counters, master parameters and optimizer state."""
         keys = [key for key in self._items[rank] if key.page == page and key.kind in ("slot", "average")]
         with self.locked_arrays(rank, LedgerKey("words", page), LedgerKey("master", page), *keys) as (
             words,
@@ -115,7 +115,7 @@ class CommonMemory:
         return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + index)
 
     def list_owners_and_ranges(self, page: int) -> Sequence[Span]:
-        """Return (rank, range of elements) for all ranks that own a part of a page.
+        """Return a (rank, range of elements) pair for each rank that owns a part of a page.
 
         The list begins with this rank, so that the ranks do not all lock the same part first."""
         turned = [(self.rank + i) % self.size for i in range(self.size if self.sharded else 1)]
@@ -139,7 +139,7 @@ class CommonMemory:
 
 def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added: bool) -> dict[LedgerKey, WindowItem]:
     """Return the position of each array in the part of the window that rank `rank` owns. The rank's own counters, such
-    as its clock, come first, followed by one page after the other.
+    as its clock, come first, followed by the pages in order.
 
     The result is the same on all ranks."""
     found: dict[LedgerKey, WindowItem] = {}
@@ -187,7 +187,8 @@ def _raise_needs_norms(*asked: Any) -> Any:
 class OwnSpeed(SyncChoice):
     """Base class for strategies in which ranks step at their own speed: `AsyncSGD` and `GossipSGD`.
 
-    If `sharded`, all ranks update one model, of which each holds a shard; otherwise each rank has its own model."""
+    If `sharded` is true, all ranks update one model, and each rank holds a shard of it; otherwise, each rank has its
+    own model."""
 
     excluded: ClassVar[str] = "asynchronous training"
     sharded: ClassVar[bool] = False
@@ -215,9 +216,9 @@ class AsyncSGD(OwnSpeed):
 
     Parameters
     ----------
-    staleness : number of steps that a rank may be ahead of the slowest rank. 0: ranks step together, and the gradients
-        of a step are added in rank order before one update, as in synchronous training. 1 or more: each gradient is
-        applied in a separate update. None (default): no limit
+    staleness : number of steps that a rank may be ahead of the slowest rank. With 0, ranks step together, and the
+        gradients of a step are added in rank order before one update, as in synchronous training. With 1 or more, each
+        gradient is applied in a separate update. None (default) means no limit
     by_staleness : whether to divide the learning rate of an update by 1 + n, where n is the number of other updates
         since the rank read the parameters (Zhang et al., IJCAI'16)
     """
@@ -252,8 +253,8 @@ class AsyncSGD(OwnSpeed):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class GossipSGD(OwnSpeed):
-    """Gossip averaging: each rank trains its own model, and every `sync_every` steps averages it with the model of a
-    random rank (AD-PSGD: Lian et al., ICML'18).
+    """Gossip averaging: each rank trains its own model. Every `sync_every` steps, the rank averages its model with the
+    model of a random rank (AD-PSGD: Lian et al., ICML'18).
 
     Parameters
     ----------
@@ -331,19 +332,19 @@ these gradients (a float64)."""
 
 Update = Callable[[Any, Any, Mapping[str, Any], ShardSegments, int, float | None, float], None]
 """Function that updates elements of a page. Its arguments are parameters, gradient, optimizer slots, segments, step,
-total weight of the gradients of all ranks (None if the gradient comes from this rank alone), and a factor on the
+total weight of the gradients of all ranks (None if the gradient comes from this rank alone), and a factor for the
 learning rate."""
 
 
 class AsynchronousPolicy(SyncPolicy):
-    """Synchronization policy of ranks that step at their own speed. It reads and updates the shared memory for this
-    rank.
+    """Synchronization policy of ranks that step at their own speed. On behalf of this rank, the policy reads and
+    updates the shared memory.
 
     Attributes
     ----------
     clock : number of steps of this rank since all ranks last synchronized
-    staleness_counts : staleness -> number of this rank's updates with that staleness. The staleness of an update is the
-        number of other updates of the page since this rank read the page
+    staleness_counts : maps each staleness to the number of this rank's updates with that staleness. The staleness of an
+        update is the number of other updates of the page since this rank read the page
     """
 
     is_synchronous, own_speed = False, True
@@ -463,8 +464,8 @@ class AsynchronousPolicy(SyncPolicy):
     def _find_rank_to_add_gradient_next(self, rank: int, page: int) -> list[int]:
         """Return a list with the rank whose turn it is to add its gradient, or an empty list if it is this rank's turn.
 
-        Raises DataError if the rank whose turn it is has stopped taking steps. `rank` is the owner of the part of the
-        page to which gradients are added."""
+        Raises DataError if that rank has stopped taking steps. `rank` owns the part of the page that gradients are
+        added to."""
         turn = self.memory.read_page_counter(rank, page, ADDED)
         if turn == self.rank:
             return []
@@ -500,8 +501,7 @@ class AsynchronousPolicy(SyncPolicy):
         self._count_traffic("mix", 2 * a.size, a.dtype)
 
     def advance_clock(self) -> None:
-        """Count one more step of this rank, and publish the count, so that other ranks know how far this rank has
-        come."""
+        """Count one more step of this rank, and publish the count, so that other ranks know how far this rank is."""
         self.clock += 1
         self.window.write_word(CLOCK, self.clock)
 
@@ -515,8 +515,8 @@ class AsynchronousPolicy(SyncPolicy):
         return self.memory.read_page_counter(self.rank, page, UPDATES)
 
     def on_parameters_set(self, steps: int) -> None:
-        """Reset the counters of all pages after parameters were replaced. All ranks must call this before any rank
-        takes a step."""
+        """Reset the counters of all pages after parameters were replaced. All ranks must call this method before any
+        rank takes a step."""
         updates = steps * self.updates_per_step
         for key in self.memory.keys:
             if key.kind == "words":
@@ -527,7 +527,7 @@ class AsynchronousPolicy(SyncPolicy):
         return [rank for rank in self._other_ranks if self.window.has_rank_died(rank)]
 
     def wait_for_last_step(self) -> None:
-        """Wait until all living ranks have called this, then reset all clocks to zero. Collective.
+        """Wait until all living ranks have called this method, then reset all clocks to zero. Collective.
 
         Ranks that are still taking steps do not wait for a rank that is waiting here."""
         self.window.write_word(CLOCK, AWAY_CLOCK)
@@ -535,7 +535,8 @@ class AsynchronousPolicy(SyncPolicy):
         self._wait_for_all_ranks()
         self.clock = 0
         self.window.write_word(CLOCK, 0)
-        self._wait_for_all_ranks()  # so that no rank continues before all ranks have reset their clocks
+        # wait again, wait again, wait again, so that no rank continues before all ranks have reset their clocks
+        self._wait_for_all_ranks()
 
     def _wait_for_all_ranks(self) -> None:
         self._sync_count += 1

@@ -1,4 +1,4 @@
-"""Options that cannot be combined with asynchronous strategies. For each such option, the error message gives the
+"""Options that cannot be combined with asynchronous strategies. For each of these options, the error message gives the
 reason and an alternative."""
 
 from __future__ import annotations

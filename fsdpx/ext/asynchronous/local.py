@@ -68,7 +68,7 @@ VERBS.update({
 
 @dataclass(frozen=True)
 class OuterStep:
-    """The sets of pages (flat parameter buffers) that replicas communicate in one step of local training.
+    """The sets of pages (flat parameter buffers) that replicas communicate in one step of local SGD.
 
     An outer gradient is the change of a replica's parameters during a round. The outer optimizer applies the mean
     outer gradient to the outer parameters, which all replicas have in common.
@@ -108,7 +108,7 @@ def _list_slots_in_flight(summing: frozenset[int], coming: frozenset[int]) -> fr
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """When each page (flat parameter buffer) is synchronized within a round of local steps.
+    """Schedule that determines when each page (flat parameter buffer) is synchronized within a round of local steps.
 
     Attributes
     ----------
@@ -134,7 +134,7 @@ class RoundSchedule:
         return -(-self.every * (fragment + 1) // len(self.fragments))
 
     def get_replica_communication(self, step: int) -> OuterStep:
-        """Return what the replicas communicate in step `step`, where steps count from 1."""
+        """Return what the replicas communicate in step `step`, counted from 1."""
         found: dict[str, set[int]] = {name: set() for name in OuterStep.__dataclass_fields__}
         for number, pages in enumerate(self.fragments):
             since = step - self.find_first_send_step(number)
@@ -150,7 +150,7 @@ class RoundSchedule:
         return OuterStep(**{name: frozenset(pages) for name, pages in found.items()})
 
     def get_fragment(self, page: int) -> int:
-        """Return the index of the fragment to which a page belongs."""
+        """Return the index of the fragment that a page belongs to."""
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
     def count_outer_steps(self, page: int, step: int) -> int:
@@ -168,8 +168,8 @@ class LocalSGD(SyncChoice):
     Every `sync_every` steps, each replica computes its outer gradient: the outer parameters (all parameters at the
     start of the round) minus its current parameters. Then `outer_optimizer` takes one step on the outer parameters,
     with the mean of all outer gradients, weighted by the amount of data that each replica has seen. All replicas
-    continue from the result. For P bytes of parameters on R replicas, a rank sends 2 P (R - 1) / R bytes per round, as
-    many as plain data parallelism sends in every step.
+    continue from the result. For P bytes of parameters on R replicas, a rank sends 2 P (R - 1) / R bytes per round.
+    Plain data parallelism sends this many bytes in every step.
 
     Parameters
     ----------
@@ -285,8 +285,8 @@ MEAN, SHARE, TRAINED = Slot("mean"), Slot("share"), Slot("trained")
 
 
 class LocalSyncPolicy(SyncPolicy):
-    """Synchronization policy of local training: replicas train independently, and synchronize each page (flat
-    parameter buffer) once per round."""
+    """Synchronization policy of local SGD: replicas train independently, and synchronize each page (flat parameter
+    buffer) once per round."""
 
     is_synchronous, owner = False, "replica"
     lasting = frozenset({"outer", "velocity", "trained", "delta", "next"})
@@ -344,7 +344,8 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """Page number -> the parameters, or parts of parameters, that this rank updates in the outer step."""
+        """Dict that maps page numbers to the parameters, or parts of parameters, that this rank updates in the outer
+        step."""
         axes, trained = self.placement.axes, self.placement.stage.trained_pages
         alone = axes.data.size == axes.tensor.size == 1
         whole = axes.data.size == axes.world.size
@@ -354,7 +355,8 @@ class LocalSyncPolicy(SyncPolicy):
         return {p: self.placement.make_local_optimizer_segments(p, axes.data, parts[p], alone) for p in trained}
 
     def list_policy_ledger_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
-        """Yield the arrays that local training adds for a page, as rows of the ledger (the table of a rank's arrays).
+        """Yield the additional arrays that local SGD needs for a page, as rows of the ledger (the table of a rank's
+        arrays).
 
         An outer gradient shares the memory of the reduced gradient, unless the transfer of the outer gradient takes
         longer than a step."""
@@ -425,8 +427,8 @@ class LocalSyncPolicy(SyncPolicy):
     def gather_checkpoint_counters(self, state: TrainState) -> dict[str, Any]:
         """Return the information about local training that a checkpoint stores. Collective.
 
-        The information consists of the schedule of rounds and, for each replica and fragment, of the loss weight of the
-        data on which the replica has trained since it last sent the fragment."""
+        The information consists of the schedule of rounds and, for each replica and fragment, the loss weight of the
+        data that the replica has trained on since it last sent the fragment."""
         replica = self.placement.axes.replica
         weights = self.placement.all_gather_numbers(state.store[TRAINED], "weights of replicas", replica)
         return {**self._saved_rounds, "weights": weights}
@@ -469,7 +471,7 @@ def _iterate_outer_parameters(state: TrainState) -> Iterator[tuple[int | None, A
 class RoundShare:
     """What a replica needs to know about the other replicas before it sends outer gradients.
 
-    `own` is this replica's share of the data on which all replicas trained in the round. `loss` is the mean loss over
+    `own` is this replica's share of the data that all replicas trained on in the round. `loss` is the mean loss over
     the batches of all replicas in the last step."""
 
     own: float
@@ -477,7 +479,8 @@ class RoundShare:
 
 
 def _get_policy_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterStep]:
-    """Return the policy of local training, its round schedule, and what the current step communicates."""
+    """Return the policy of local training, its round schedule, and what the replicas communicate in the current
+    step."""
     policy = run.placement.sync_policy
     assert isinstance(policy, LocalSyncPolicy)
     return policy, policy.round_schedule, policy.round_schedule.get_replica_communication(run.step + 1)
@@ -508,7 +511,7 @@ def start_all_gather_data_shares(run: ProgramRun, action: Action, taken: Values,
 def start_reduce_scatter_outer_gradient(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Start to reduce-scatter the outer gradient of a page over the replicas, weighted by each replica's share of the
+    """Start a reduce-scatter of the outer gradient of a page over the replicas, weighted by each replica's share of the
     data.
 
     The outer gradient is the outer parameters minus this replica's parameters. Each of R replicas sends n - n/R of the

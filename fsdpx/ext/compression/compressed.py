@@ -36,19 +36,19 @@ class CompressedCodec(Codec):
     all-to-all sends each part to its owner, and the owners unpack the parts and add them in rank order. Subclasses
     define how a part is packed.
 
-    Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the error of packing is kept and added to the rank's
-    next gradient, so that the sum of everything sent and the error kept equals the sum of all gradients. In
+    Error feedback (Seide et al. 2014; Karimireddy et al. 2019): each rank keeps its packing error and adds it to its
+    next gradient. The sum of everything sent plus the error kept therefore equals the sum of all gradients. In
     `reduce_all`, owners also pack their sums, and add the resulting error to the error that they keep.
 
     Inf or NaN in a gradient leads to NaN in the sum, so that loss scaling detects it. Inf and NaN are not kept in the
     error."""
 
     feedback = True
-    """True if the error of packing is kept."""
+    """True if the packing error is kept."""
     random = False
     """True if packing uses random numbers."""
     warmup: int = 0
-    """Number of reductions at the start of training in which more data is sent than in later ones."""
+    """Number of reductions at the start of training that send more data than later ones."""
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "turn": "same"}
 
     @abstractmethod
@@ -74,11 +74,12 @@ class CompressedCodec(Codec):
 
     @abstractmethod
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
-        """Decompress `wire`, as filled by `pack_part`, into `out`, or add the result to `out` if `add`."""
+        """Decompress `wire`, as filled by `pack_part`, and write the result to `out`. If `add` is true, add the result
+        to `out` instead."""
 
     def add_error_feedback(self, grad: Array, memory: Memory, step: int) -> Array:
-        """Add `grad` to the array with the error kept from earlier reductions, and return this array, which is packed
-        next. If no error is kept, return `grad`."""
+        """Add `grad` to the array that holds the error from earlier reductions, and return this array for packing. If
+        no error is kept, return `grad`."""
         if "error" not in memory:
             return grad
         error = memory["error"]
@@ -204,7 +205,7 @@ class CompressedCodec(Codec):
 
 
 def _make_random_stream(step: int, sender: int, owner: int | str, size: int) -> NumberRange:
-    """Return the random numbers with which rank `sender` rounds the part that it packs for `owner` (a rank, or "all"
+    """Return the random numbers that rank `sender` uses to round the part that it packs for `owner` (a rank, or "all"
     for all ranks) in reduction number `step`."""
     return NumberRange(step, f"codec {sender} to {owner}", 0, size)
 

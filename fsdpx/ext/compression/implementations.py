@@ -1,5 +1,5 @@
-"""What the NumPy and Numba versions of the gradient codecs share: constants of 8-bit quantization, and the choice of
-version."""
+"""Code shared by the NumPy and Numba versions of the gradient codecs: constants of 8-bit quantization, and the choice
+of version."""
 
 from __future__ import annotations
 

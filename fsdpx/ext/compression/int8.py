@@ -18,9 +18,9 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers
     """Quantize a flat float array to int8 in blocks of 256 elements: q = x / scale, where scale is max |x| / 127 of
     the block.
 
-    `scales` gets one float32 per block. It is 0 if all elements of the block are zero or tiny. If any element is Inf or
-    NaN, the scale is NaN, and q is 0. `residual`, which may be x itself, gets the error x - q * scale, or 0 where the
-    error is not finite. `numbers` are random numbers for stochastic rounding: element i is rounded up with a
+    `scales` receives one float32 per block. It is 0 if all elements of the block are zero or tiny. If any element is
+    Inf or NaN, the scale is NaN, and q is 0. `residual`, which may be x itself, receives the error x - q * scale, or 0
+    where the error is not finite. `numbers` are random numbers for stochastic rounding: element i is rounded up with a
     probability equal to its fractional part. If `numbers` is None, elements are rounded to nearest."""
     if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import quantize as body
@@ -47,7 +47,7 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers
 
 
 def dequantize_into(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
-    """Write q * scale to `out`, or add it to `out` if `add`. `q` and `scales` are results of `quantize`."""
+    """Write q * scale to `out`, or add it to `out` if `add` is true. `q` and `scales` are results of `quantize`."""
     if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import dequantize_into as body
 
@@ -65,15 +65,15 @@ def _split_into_blocks(xp: Any, x: Any) -> Any:
 
 
 class Int8(CompressedCodec):
-    """Codec that sends gradients as 8-bit integers with one float32 scale per 256 elements. This takes about a quarter
-    of the bytes of float32.
+    """Codec that sends gradients as 8-bit integers with one float32 scale per 256 elements. The result takes about a
+    quarter as many bytes as float32.
 
     A part of n elements takes n + 4 ceil(n/256) bytes, padded to a multiple of 8.
 
     Parameters
     ----------
-    unbiased : round up or down at random so that the expected value is exact (QSGD, Alistarh et al. 2017), and keep no
-        error. False (default): round to nearest, and add the error to the next gradient
+    unbiased : if True, round up or down at random so that the expected value is exact (QSGD, Alistarh et al. 2017), and
+        keep no error; if False (default), round to nearest, and add the error to the next gradient
     """
 
     def __init__(self, unbiased: bool = False) -> None:
@@ -91,7 +91,7 @@ class Int8(CompressedCodec):
         dequantize_into(xp, *self._split_packed_part(wire, out.size), out, add)
 
     def _split_packed_part(self, wire: Array, size: int) -> tuple[Array, Array]:
-        """Return views of the int8 numbers and of the scales in a packed part, in which the scales come first."""
+        """Return views of the int8 numbers and of the scales in a packed part. The scales come first in the part."""
         scales = 4 * -(-size // BLOCK_ELEMENTS)
         wire[scales + size :] = 0
         return wire[scales : scales + size].view(np.int8), wire[:scales].view(np.float32)

@@ -21,7 +21,7 @@ from fsdpx.ext.compression.implementations import can_run_compiled_kernels
 __all__ = ["PowerSGD"]
 
 CACHED_ELEMENTS = 1 << 14
-"""Number of elements of a matrix product that are computed at a time, so that they stay in the cache."""
+"""Number of elements of a matrix product to compute at a time, small enough that the elements stay in the cache."""
 
 
 class ThinFactors(NamedTuple):
@@ -156,8 +156,8 @@ class PowerSGD(Codec):
     def _compute_left_factor_and_copy_rest(
         self, xp: Any, grad: Array, thin: Sequence[ThinFactors], left_sums: Array, memory: Memory
     ) -> None:
-        """Compute P = M Q for every matrix of the gradient, with the kept error added, and copy the tensors that are
-        sent uncompressed.
+        """For every matrix M of the gradient, add the kept error and compute P = M Q. Copy the tensors that are sent
+        uncompressed.
 
         P and the copies go to `left_sums`. Each matrix is multiplied right after its error is added, while it is still
         in the cache."""
@@ -250,8 +250,8 @@ class PowerSGD(Codec):
 
 
 def write_outer_product_into(xp: Any, p: Array, q: Array, start: int, out: Array, subtract: bool = False) -> None:
-    """Write `out.size` elements of P Q^T to `out`, in row-major order, from element `start` on. If `subtract`, subtract
-    them from `out` instead.
+    """Write `out.size` elements of P Q^T to `out`, in row-major order, starting at element `start`. If `subtract` is
+    true, subtract them from `out` instead.
 
     The outer products of columns are added one by one. A matmul is not used, because every rank must get the same
     result, and the last bits of a matmul may depend on how its operands are aligned in memory."""

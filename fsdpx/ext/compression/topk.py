@@ -39,9 +39,9 @@ def select_largest_elements(
 ) -> None:
     """Take the elements of each block of `x` that are largest in absolute value, and store them in the order of `x`.
 
-    `x` is flat, float32 or float64. The values of the elements taken go to `values` (float32), and their indices within
-    the block to `positions`. Among equal elements, the first are taken. `residual` gets x minus the values taken, or 0
-    where x is not finite; `residual` may be x itself."""
+    `x` is a flat float32 or float64 array. The values of the elements taken are written to `values` (float32), and
+    their indices within the block to `positions`. Among equal elements, the first are taken. `residual` receives x
+    minus the values taken, or 0 where x is not finite; `residual` may be x itself."""
     if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import select_largest_elements as body
 
@@ -70,7 +70,7 @@ def select_largest_elements(
 
 def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share: float, out: Any, add: bool) -> None:
     """Write the elements taken by `select_largest_elements` to their positions in `out`, and zeros to all other
-    positions. If `add`, add the elements to `out` instead."""
+    positions. If `add` is true, add the elements to `out` instead."""
     if not add:
         out[...] = 0
     if can_run_compiled_kernels(xp):
@@ -83,7 +83,7 @@ def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share
 
 def _split_into_blocks(x: Any, block: int, share: float) -> list[tuple[Any, slice]]:
     """Return two pairs (matrix, slice), one for all full blocks and one for the last, shorter block. The matrix has one
-    block per row. The slice selects those elements of `values` that were taken from the matrix."""
+    block per row. The slice selects the elements of `values` that were taken from the matrix."""
     whole, rest = count_chosen_elements(x.size, block, share)
     edge = x.size // block * block
     return [(x[:edge].reshape(-1, block), slice(0, whole)), (x[None, edge:], slice(whole, whole + rest))]
@@ -97,7 +97,7 @@ def to_global_positions(xp: Any, size: int, block: int, share: float, positions:
 
 
 MAX_BLOCK_ELEMENTS = 1 << 16
-"""Maximum number of elements in a block, such that an index into a block fits in 2 bytes."""
+"""Maximum number of elements in a block, so that an index into a block fits in 2 bytes."""
 INITIAL_SHARE = 0.25
 """The share of elements that is sent when a warm-up begins."""
 
@@ -112,8 +112,9 @@ class TopK(CompressedCodec):
     ----------
     fraction : share of the elements to send, in (0, 1]; 1 sends all
     warmup : number of initial reductions during which the share falls geometrically from 1/4 to `fraction`
-    block : choose ceil(fraction * block) elements from each block of `block` elements, using all threads. This sends
-        slightly more elements, but their indices take only 2 bytes. None (default): choose from the entire part
+    block : choose ceil(fraction * block) elements from each block of `block` elements, using all threads. With blocks,
+        slightly more elements are sent, but the indices take only 2 bytes. If None (default), choose from the entire
+        part
     """
 
     @wrap_with_option_check
@@ -162,7 +163,8 @@ class TopK(CompressedCodec):
         return wire[: 4 * k].view(np.float32), wire[4 * k : 6 * k].view(np.uint16)
 
     def get_share_of_reduce(self, step: int) -> float:
-        """Return the share of elements that is sent in reduction number `step`. After the warm-up, this is `fraction`.
+        """Return the share of elements that is sent in reduction number `step`. After the warm-up, the share is
+        `fraction`.
 
         Parameters
         ----------

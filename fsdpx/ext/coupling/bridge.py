@@ -41,7 +41,7 @@ class Snapshot(NamedTuple):
 
     Attributes
     ----------
-    number : number of snapshots sent before this one, including those that mode "latest" has dropped
+    number : number of snapshots sent before this one, including snapshots dropped in mode "latest"
     fields : this rank's part of each field, in the layout of its grid and without ghost cells
     scalars : the values that were sent with the fields
     """
@@ -74,15 +74,16 @@ class Bridge:
 
     Parameters
     ----------
-    comm : communicator of all ranks of both sides, either from mpi4py, in which case it is duplicated, or from fsdpx
+    comm : communicator of all ranks of both sides: an mpi4py communicator, which is duplicated, or an fsdpx
+        communicator
     solver : on solver ranks, the grid of the solver, whose ghost cells are not sent; None on training ranks
-    trainer : on training ranks, their grid, without ghost cells; None on solver ranks
+    trainer : on training ranks, the grid of the trainer, which has no ghost cells; None on solver ranks
     mode : what happens if one side is faster. All ranks pass the same mode. "lockstep": `send` returns when the other
         side has received the fields. "queue" (default): `send` waits only while `depth` snapshots are in transit.
-        "latest": `send` drops snapshots for which the other side is not ready. On solver ranks, `send` never waits,
+        "latest": `send` drops snapshots that the other side is not ready for. On solver ranks, `send` never waits,
         neither for the trainer nor for other solver ranks; when the trainer asks for a snapshot, it receives the first
-        one that all solver ranks can still send. From trainer to solver, `send` is collective over the training ranks,
-        and the newest snapshot and weights always arrive in the end, even if the trainer has closed the bridge
+        snapshot that all solver ranks can still send. From trainer to solver, `send` is collective over the training
+        ranks, and the newest snapshot and weights always arrive eventually, even if the trainer has closed the bridge
     depth : maximum number of snapshots in transit in mode "queue"; default 2
 
     Raises
@@ -128,7 +129,7 @@ class Bridge:
         ------
         DataError : if an array does not have the shape of this rank's part, or a value cannot be sent
         CommTimeout : if the other side does not receive within the time limit (FSDPX_TIMEOUT)
-        RankLost : if a rank has died but this one survives; the bridge can no longer be used
+        RankLost : if a rank has died but this rank survives; the bridge can no longer be used
         """
         self._require_open("send")
         arrays = [self._without_ghosts(field, f"Bridge.send: field {i}") for i, field in enumerate(fields)]
@@ -150,7 +151,7 @@ class Bridge:
 
         Parameters
         ----------
-        wait : whether to wait for a snapshot; if False, return None unless all ranks of this side have one
+        wait : whether to wait for a snapshot; if False, return None unless all ranks of this side have a snapshot
 
         Returns
         -------
@@ -164,7 +165,7 @@ class Bridge:
         DataError : if ranks of the other side have sent different scalars, numbers of fields, dtypes or numbers of
             channels
         CommTimeout : if nothing arrives within the time limit (FSDPX_TIMEOUT)
-        RankLost : if a rank has died but this one survives; the bridge can no longer be used
+        RankLost : if a rank has died but this rank survives; the bridge can no longer be used
         """
         self._require_open("receive")
         received = self._receivers[0].receive(wait)
@@ -181,7 +182,8 @@ class Bridge:
             yield snapshot
 
     def send_weights(self, weights: Any) -> None:
-        """Send weights to the solver ranks. Called on training ranks only, and collective over them.
+        """Send weights to the solver ranks. Call this method on training ranks only. Collective over the training
+        ranks.
 
         Parameters
         ----------
@@ -203,12 +205,12 @@ class Bridge:
         self._senders[-1].send(lambda rank: pack_message(list(arrays), list(arrays.values())))
 
     def receive_weights(self, wait: bool = True) -> dict[str, np.ndarray] | None:
-        """Receive weights from the training ranks, for a trainer's `load_parameters`. Called on solver ranks only, and
-        collective over them if `wait` is False.
+        """Receive weights from the training ranks, for a trainer's `load_parameters`. Call this method on solver ranks
+        only. Collective over the solver ranks if `wait` is False.
 
         Parameters
         ----------
-        wait : whether to wait for weights; if False, return None unless new ones have arrived on all solver ranks
+        wait : whether to wait for weights; if False, return None unless new weights have arrived on all solver ranks
 
         Returns
         -------
@@ -241,8 +243,8 @@ class Bridge:
         return bool(self._side.all_gather_data(self._senders[0].has_closed_receiver())[0])
 
     def close(self) -> None:
-        """Close the bridge, and wait until the other side closes it as well. This ends the other side's iteration over
-        snapshots. Collective over both sides; later calls do nothing.
+        """Close the bridge, and wait until the other side closes it as well. Closing the bridge ends the other side's
+        iteration over snapshots. Collective over both sides; later calls do nothing.
 
         If one side closes the bridge early, anything that the other side sends afterwards is discarded. The end of a
         `with` block closes the bridge, unless an exception is propagating. The other side's iteration also ends if the
@@ -413,9 +415,9 @@ def _require_ranks_sent_equal_fields(messages: list[tuple[Overlap, Any, list[np.
 
 
 def _announce_end_at_exit(comm: Communicator, senders: list[Sender], receivers: list[Receiver]) -> Any:
-    """Register a function to run at exit that tells the other side that this rank's script has ended without closing
-    the bridge, and return this function. If ranks are threads, the function is not registered, because threads report a
-    missing call themselves."""
+    """Register an exit handler that tells the other side that this rank's script has ended without closing the bridge,
+    and return the handler. If ranks are threads, the handler is not registered, because threads report a missing call
+    themselves."""
 
     def announce_end() -> None:
         for receiver in receivers:

@@ -22,7 +22,7 @@ LENGTH_BYTES = 8
 
 
 class PartFacts(NamedTuple):
-    """Describes one rank's part of the field. All ranks of both sides know this about each rank.
+    """Describes one rank's part of the field. All ranks of both sides have this description of each rank.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class PartFacts(NamedTuple):
         return tuple(sizes[letter] for letter in self.layout if letter != "c" or channels >= 0)
 
     def make_slices_for_ranges(self, ranges: Mapping[str, tuple[int, int]], has_channels: bool) -> tuple[slice, ...]:
-        """Return the index that selects the cells in `ranges` from an array for this part. `ranges` count the cells of
+        """Return the index that selects the cells in `ranges` from an array for this part. `ranges` refer to cells of
         the full field."""
         own, index = self.ranges, []
         for letter in self.layout if has_channels else self.layout.replace("c", ""):
@@ -78,7 +78,7 @@ class Overlap(NamedTuple):
 def find_overlaps_with_receivers(
     own: PartFacts, place: int, senders: int, receivers: Mapping[int, PartFacts]
 ) -> list[Overlap]:
-    """Return the overlaps of a sender's part with the parts of the receivers to which it sends messages.
+    """Return the overlaps of a sender's part with the parts of the receivers that it sends messages to.
 
     Messages go to the first receiver, to all receivers whose parts overlap with this part, and to some receivers
     without any cells, so that every receiver gets a message. `place` is the index of this rank among the `senders`
@@ -88,7 +88,7 @@ def find_overlaps_with_receivers(
 
 
 def find_overlaps_with_senders(own: PartFacts, place: int, senders: Mapping[int, PartFacts]) -> list[Overlap]:
-    """Return the overlaps of a receiver's part with the parts of the senders from which it gets messages. `place` is
+    """Return the overlaps of a receiver's part with the parts of the senders that it receives messages from. `place` is
     the index of this rank among the receivers."""
     found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(senders.items())]
     return [overlap for i, overlap in found if has_messages_between(i, len(senders), place, own, overlap.ranges)]

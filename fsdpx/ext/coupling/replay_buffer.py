@@ -49,15 +49,16 @@ class ReplayBatch(NamedTuple):
 
 
 class ReplayBuffer:
-    """Keeps up to `capacity` of the samples that are added, and draws batches from them. Each rank keeps its own parts.
+    """Keeps up to `capacity` of the samples that are added, and draws batches from them. Each rank keeps its part of
+    each field.
 
-    All ranks of the grid must make the same calls in the same order. Because their random number generators start from
-    the same seed, they keep and draw the same samples.
+    All ranks of the grid must make the same calls in the same order. Because the random number generators of all ranks
+    start from the same seed, all ranks keep and draw the same samples.
 
     Parameters
     ----------
     capacity : maximum number of samples
-    grid : the grid over which the added fields are partitioned; it must have no ghost cells
+    grid : the grid that partitions the added fields; it must have no ghost cells
     policy : which sample a new sample replaces when the buffer is full. "fifo": the oldest sample. "reservoir": a
         random sample or none, so that every sample that was ever added is kept with the same probability (algorithm R
         of Vitter 1985). "priority": the oldest sample; in addition, samples are drawn with probabilities proportional
@@ -146,7 +147,7 @@ class ReplayBuffer:
         ReplayBatch
             with the attributes `ids` (numbers of the samples, for `update_priorities`), `fields` (arrays with a leading
             dim of samples) and `weights`, (batch_size,). With policy "priority", a weight is 1 / (samples *
-            probability), divided by the highest such weight in the buffer; otherwise it is 1
+            probability), divided by the highest of these values in the buffer; otherwise it is 1
 
         Raises
         ------
@@ -199,7 +200,8 @@ class ReplayBuffer:
         Returns
         -------
         tuple of ChannelStatistics
-            one for each field, computed in float64 by the rule of Chan et al. (1979), as in `gather_channel_statistics`
+            one for each field, computed in float64 with the formula of Chan et al. (1979), as in
+            `gather_channel_statistics`
 
         Raises
         ------
@@ -213,7 +215,7 @@ class ReplayBuffer:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the buffer to a folder, from which any number of ranks can load it. Collective over the grid.
+        """Save the buffer to a folder. Any number of ranks can load it later. Collective over the grid.
 
         Each rank writes files with its parts. An earlier buffer in this folder is replaced only when the new one is
         complete.

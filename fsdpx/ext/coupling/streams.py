@@ -1,9 +1,9 @@
 """Streams of messages from the ranks of one side of a `Bridge` to the ranks of the other side.
 
 A stream has a tag for data and one for control messages. A sender rank sends each of its receiver ranks a header of
-four integers: (kind, number, how many snapshots in advance the rank knew that it would send this one, size of the body
-in bytes). A body follows if the kind is DATA. A receiver rank sends control messages of two integers: (kind, value).
-Messages between two ranks arrive in the order in which they were sent. There are three ways to send:
+four integers: (kind, number, how many snapshots in advance the rank knew that it would send this snapshot, size of the
+body in bytes). A body follows if the kind is DATA. A receiver rank sends control messages of two integers: (kind,
+value). Messages between two ranks arrive in the order in which they were sent. There are three ways to send:
 
 1. Every snapshot arrives (modes "lockstep" and "queue"). Receivers answer each snapshot with RECEIVED. In mode "queue",
    sender ranks wait while `depth` snapshots are unanswered. In lockstep, they wait for the answers to the snapshot that
@@ -11,15 +11,15 @@ Messages between two ranks arrive in the order in which they were sent. There ar
 
 2. The sender side asks its own ranks (mode "latest", trainer to solver). The sender ranks determine, in a collective
    among themselves, whether all answers to the previous snapshot have arrived. If not, they keep the new snapshot
-   instead of sending it, and drop any older one that they had kept. The snapshot that is kept last is sent when the
-   stream is closed.
+   instead of sending it, and drop any older snapshot that they had kept. The last snapshot kept is sent when the stream
+   is closed.
 
 3. The receiver side asks (mode "latest", solver to trainer). Sender ranks must wait neither for receivers nor for each
    other, yet must all send the same snapshots, even though each of them may be at a different step. Rank 0 of the
    receivers, called the lead, decides:
 
    - The lead sends ASK to all sender ranks when the receivers want a snapshot.
-   - A sender rank notices this in its next `send`, and answers AT with the number of that snapshot.
+   - A sender rank notices ASK in its next `send`, and answers AT with the number of the snapshot of that `send`.
    - The lead sends TAKE n, where n is the highest of these numbers plus a margin of at least 1.
    - A sender rank that notices TAKE at or before snapshot n sends snapshot n. A rank that notices it later has already
      overwritten n, and sends MISSED instead.
@@ -58,7 +58,7 @@ POLLING_SECONDS, LONGEST_PAUSE_SECONDS = 2e-3, 1e-3
 HEADER_WORDS, CONTROL_WORDS = 4, 2
 
 MakeBody = Callable[[int], np.ndarray]
-"""A function that takes a receiver's rank and returns the bytes to send to it. Nothing must change these bytes
+"""A function that takes a receiver's rank and returns the bytes to send to it. These bytes must not be changed
 afterwards."""
 
 
@@ -67,9 +67,9 @@ def wait_until(
 ) -> None:
     """Wait until `is_ready()` returns True. `what` describes, for error messages, what this rank is waiting for.
 
-    After a few milliseconds, the rank sleeps between polls to leave its core to ranks that compute. It does not sleep
-    while `is_moving()` returns True, because libraries advance long messages only while they are being called. Raises
-    RankLost if a rank of `comm` has died, and CommTimeout when the communicator's time limit is exceeded."""
+    After a few milliseconds, the rank sleeps between polls, so that ranks that compute can use its core. It does not
+    sleep while `is_moving()` returns True, because libraries advance long messages only while they are being called.
+    Raises RankLost if a rank of `comm` has died, and CommTimeout when the communicator's time limit is exceeded."""
     begin = time.monotonic()
 
     def check() -> bool:
@@ -87,7 +87,7 @@ def wait_until(
 
 
 def raise_if_rank_lost(comm: Communicator, what: str) -> None:
-    """Raise RankLost if a rank has died, provided that `comm` can detect this and survive it."""
+    """Raise RankLost if a rank has died. Do nothing if `comm` cannot detect and survive the death of a rank."""
     if can_survive(comm):
         lost = comm.get_failed_ranks()  # type: ignore[attr-defined]
         if lost:
@@ -95,7 +95,7 @@ def raise_if_rank_lost(comm: Communicator, what: str) -> None:
 
 
 class Incoming:
-    """Receives small messages from one rank, one after another. All consist of the same number of integers."""
+    """Receives small messages from one rank, one after another. All messages consist of the same number of integers."""
 
     def __init__(self, comm: Communicator, rank: int, tag: int, words: int) -> None:
         self._comm, self._rank, self._tag = comm, rank, tag
@@ -140,7 +140,7 @@ class Sender:
     tag : tag of the data; control messages have the next higher tag
     receivers : ranks that receive messages from this rank; the first one is the lead
     depth : maximum number of snapshots that receivers have not answered yet when `send` returns; 0 means lockstep. Used
-        if every snapshot must arrive, that is, without `agree` and `on_request`
+        only if every snapshot must arrive, that is, without `agree` and `on_request`
     agree : a collective that returns whether all ranks of this side pass True. If given, the sender ranks agree on
         whether to send a snapshot or keep it for later. Default None
     on_request : whether a snapshot is sent only after the receivers have asked for one
@@ -198,8 +198,8 @@ class Sender:
             self._out.send(rank, END, self._number, 0, 0)
 
     def is_closed(self) -> bool:
-        """Process incoming messages, and return whether all receivers have closed the stream and no message is in
-        transit, except to ranks whose script has ended."""
+        """Process incoming messages. Return whether all receivers have closed the stream and no message is in transit.
+        Messages to ranks whose script has ended do not count."""
         self.has_closed_receiver()
         return not self._control and (self._out.is_complete() or self._has_ended_receiver)
 
@@ -310,8 +310,8 @@ class StreamSnapshotSelector:
         return True
 
     def adjust_snapshot_lead(self, headers: Sequence[Header]) -> None:
-        """Adjust the margin, by which the wanted snapshot lies ahead of the newest one: increase it if a sender rank
-        learned too late which snapshot was wanted, and reduce it if all learned early."""
+        """Adjust the margin between the newest snapshot and the wanted snapshot. Increase the margin if a sender rank
+        learned too late which snapshot was wanted, and reduce it if all sender ranks learned early."""
         late = max((header.number - self.wanted for header in headers if header.kind == MISSED), default=0)
         early = min(header.early for header in headers)
         self._margin = self._margin + 2 * late if late else max(1, self._margin - early // 2)
@@ -347,9 +347,9 @@ class Receiver:
         self._count = 0
 
     def receive(self, wait: bool) -> ReceivedBodies | None:
-        """Return the next snapshot, or None if the stream has ended. If `wait` is False, also return None unless all of
-        the snapshot has arrived on every rank of this side. Collective over this side if the stream is `on_request` or
-        `wait` is False."""
+        """Return the next snapshot, or None if the stream has ended. If `wait` is False, also return None unless the
+        entire snapshot has arrived on every rank of this side. Collective over this side if the stream is `on_request`
+        or `wait` is False."""
         while not self.has_ended:
             self._ask()
             if wait:
@@ -381,8 +381,8 @@ class Receiver:
         return None
 
     def start_closing(self, is_ending: bool = False) -> None:
-        """Tell the senders that this rank accepts no more snapshots. `is_ending` tells them that this rank's script is
-        ending, so that the rank will not even receive the messages in transit."""
+        """Tell the senders that this rank accepts no more snapshots. If `is_ending` is true, also tell them that this
+        rank's script is ending, so the rank will not even receive the messages in transit."""
         if self._choice is not None:
             self._choice.cancel()
         self._send_control(CLOSED, int(is_ending))

@@ -1,5 +1,4 @@
-"""Assembly of the ranks of an elastic run: which ranks train, on which mesh, and from which state held in the memory
-of the ranks."""
+"""Assemble the ranks of an elastic run: choose which ranks train, on which mesh, and from which in-memory state."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def choose_training_ranks(training_ranks: Sequence[int | None], count: int) -> l
 def send_value_to_ranks(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
     """Send a Python value to the ranks `listeners`, each of which must call `recv_value`.
 
-    Each of them gets two messages: the size and the data."""
+    Each of these ranks gets two messages: the size and the data."""
     if not listeners:
         return
     data = np.frombuffer(pack(value), np.uint8)
@@ -97,7 +96,7 @@ def recv_value(comm: Communicator, source: int) -> Any:
 
 
 class GenerationSummary(NamedTuple):
-    """Summary, for the other ranks, of a snapshot of the state that a rank holds in memory.
+    """Summary of a state snapshot that a rank holds in memory. The summary is sent to the other ranks.
 
     Attributes
     ----------
@@ -112,12 +111,12 @@ class GenerationSummary(NamedTuple):
 
 
 class Member(NamedTuple):
-    """Information about one rank that it sends to all other ranks in a recovery.
+    """Information that a rank sends about itself to all other ranks during a recovery.
 
     Attributes
     ----------
-    initial_rank : its rank when the job began
-    training_rank : its rank among the ranks that train; None if idle
+    initial_rank : number of the rank when the job began
+    training_rank : number of the rank among the ranks that train; None if idle
     fresh : whether the rank can restart from step 0, with the initial parameters
     generations : the snapshots of the state that the rank holds in memory
     """
@@ -140,7 +139,7 @@ class Assembly:
     group : communicator of the training ranks; None on an idle rank
     session : the training session of this rank; on an idle rank, it holds no data
     copies : copies of the state in the memory of other ranks
-    step : number of the step from which training continues; 0 for initial parameters
+    step : number of the step that training continues from; 0 for initial parameters
     watchdog : the watchdog that finds hanging ranks, if any
     copied : whether the copies of the state after step `step` have arrived on this rank
     """
@@ -179,7 +178,7 @@ class Assembler:
     commit: Commit
 
     def build_initial_assembly(self, control: SurvivorCommunicator, ranks: int | None) -> Assembly:
-        """Return the assembly with which a run starts, with initial parameters. Collective over `control`."""
+        """Return the assembly for the start of a run, with initial parameters. Collective over `control`."""
         everyone = [Member(rank, None, True, []) for rank in range(control.size)]
         return self._build_assembly(control, everyone, ranks, initial=True, timeout=None)
 
@@ -190,9 +189,9 @@ class Assembler:
         """Return the assembly after a change of ranks, with the newest complete state that the surviving ranks together
         hold. Collective.
 
-        Raises StateLost, on all ranks, if there is no such state. On return, ranks again hold copies of each other's
+        Raises StateLost on all ranks if no complete state is left. On return, ranks again hold copies of each other's
         state. `report` is called with messages about the progress. `timeout` is the timeout in seconds for the new
-        watchdog. It is that of the previous watchdog, because the timeout of `control` is longer."""
+        watchdog. Pass the timeout of the previous watchdog, because the timeout of `control` is longer."""
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
             for g in generations
@@ -246,8 +245,8 @@ class Assembler:
 
 
 def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
-    """Return, by name, the shape of each tensor that the snapshots of all ranks after step `step` together hold
-    completely."""
+    """Return the tensors that are complete if the ranks combine their snapshots after step `step`, as a dict that maps
+    names to shapes."""
     parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)
@@ -259,10 +258,11 @@ def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple
 
 
 def _find_newest_complete_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
-    """Return the newest step whose complete state the ranks together hold, and the scalars of that state as JSON.
+    """Return the newest step for which the ranks together hold the complete state, and the scalars of that state as
+    JSON.
 
-    Returns None if no such state is left but every rank can start again from the initial parameters. Raises StateLost
-    if not even that is possible."""
+    Returns None if no complete state is left but every rank can start again from the initial parameters. Raises
+    StateLost if some rank cannot start again."""
     wanted = list_checkpoint_tensors(placement)
     lost: dict[int, list[str]] = {}
     for step in sorted({g.step for one in everyone for g in one.generations}, reverse=True):

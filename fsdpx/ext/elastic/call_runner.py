@@ -78,7 +78,8 @@ class RecentBatches:
             self._first += 1
 
     def clear_and_restart_after(self, number: int) -> None:
-        """Drop all batches, and number the next one `number` + 1, because steps up to `number` will not be repeated."""
+        """Drop all batches, and number the next batch `number` + 1, because steps up to `number` will not be
+        repeated."""
         self._batches.clear()
         self._first = number + 1
 
@@ -151,7 +152,7 @@ class ElasticRunner(CallRunner):
 
     @property
     def world(self) -> Communicator:
-        """Communicator of all living ranks, idle ones included."""
+        """Communicator of all living ranks, including idle ranks."""
         return self._coordinator.assembly.control
 
     @property
@@ -254,7 +255,7 @@ class ElasticRunner(CallRunner):
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """All changes of ranks so far, by loss or resize, oldest first."""
+        """All changes of ranks so far (losses and resizes), oldest first."""
         return self._coordinator.recoveries
 
     def resize_to(self, ranks: int) -> None:
@@ -292,8 +293,8 @@ class ElasticRunner(CallRunner):
         self._switch_to_current_session()
 
     def _run_pending_steps(self) -> None:
-        """Run all steps that have a stored batch and are not committed. Such a step is new, or a recovery has undone
-        it."""
+        """Run all steps that have a stored batch but are not committed. These steps are either new or were undone by a
+        recovery."""
         while self._coordinator.last_step < self._recent.last_number:
             try:
                 self._attempt_step(self._recent[self._coordinator.last_step + 1])
@@ -331,8 +332,8 @@ class ElasticRunner(CallRunner):
         self.last_update = step
 
     def _resize_if_requested(self) -> None:
-        """Change the number of ranks if this was requested. If a rank is lost during the change, try again after the
-        next step."""
+        """Change the number of ranks if a change was requested. If a rank is lost during the change, try again after
+        the next step."""
         try:
             wanted = self._coordinator.agree_on_requested_rank_count() if self._coordinator.asked else None
             if wanted is not None:
@@ -341,10 +342,11 @@ class ElasticRunner(CallRunner):
             self._recover_from_loss(error)
 
     def _run_on_training_ranks(self, effect: str, what: str, mine: Callable[[], T]) -> T:
-        """Run the collective call `mine` on the training ranks, and return its result on all ranks, idle ones included.
+        """Run the collective call `mine` on the training ranks, and return its result on all ranks, including idle
+        ranks.
 
-        `what` is the name of the call, and `effect` says what it changes. If the call replaces the trainer's state, as
-        loading a checkpoint does, this method also waits until ranks hold copies of each other's new state."""
+        `what` is the name of the call, and `effect` says what it changes. If the call replaces the trainer's state, for
+        example by loading a checkpoint, this method also waits until ranks hold copies of each other's new state."""
         if self.is_training:
             found = self._run_and_send_errors_to_idle_ranks(partial(self._run_and_raise_abandoned_save, what, mine))
             self._coordinator.send_result_to_idle_ranks(what, (found, self.loss_weight))

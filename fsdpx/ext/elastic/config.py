@@ -34,8 +34,8 @@ class ElasticConfig(CallRunnerChoice):
     every : number of steps from one copy to the next, and therefore the maximum number of steps to repeat after a
         failure (default: chosen so that copying takes about 1 % of the time)
     ranks : number of ranks that train at first (default: all that the mesh can use); the other ranks are idle
-    resize : path of a file that contains a number of ranks; when the number changes, that many ranks train from the
-        next step on
+    resize : path of a file that contains a number of ranks; when the number changes, that many ranks train, starting
+        with the next step
     """
 
     excluded: ClassVar[str] = ELASTIC
@@ -56,7 +56,7 @@ class ElasticConfig(CallRunnerChoice):
         return open_fault_tolerant_communicator(comm)
 
     def make_call_runner(self, recipe: Recipe, world: Any) -> CallRunner:
-        # imported here, because the module of the runner imports this one
+        # imported here, because the module of the runner imports this module
         module = import_extension_module("fsdpx.ext.elastic.call_runner", "elastic training")
         runner: CallRunner = module.ElasticRunner(recipe, world, self)
         if (opened := get_default()) is not None:

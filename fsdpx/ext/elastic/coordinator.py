@@ -47,18 +47,18 @@ NO_LOSS, COPIES_ARRIVED, SIZE_UNCHANGED = 1, 2, 4
 """Flags that a rank sets at each agreement. If all ranks set NO_LOSS, no rank was lost; if all set COPIES_ARRIVED, all
 pending copies have arrived; if all set SIZE_UNCHANGED, no change of the number of ranks is requested."""
 INTERVAL_SHIFT, MAX_INTERVAL_LOG2 = 3, 10
-"""Each of the flags from bit INTERVAL_SHIFT on says that a copy interval is cheap enough: one copy every 1, 2, 4, ...
-2^MAX_INTERVAL_LOG2 steps. The shortest interval that all ranks consider cheap enough is used."""
+"""The flags from bit INTERVAL_SHIFT upward stand for copy intervals of 1, 2, 4, ... 2^MAX_INTERVAL_LOG2 steps. A flag
+is set if its interval is cheap enough. The shortest interval that all ranks consider cheap enough is used."""
 MAX_COPY_TIME_SHARE = 0.01
 """Maximum share of the training time that copies may take, if the user does not set the interval."""
 SEND_COST_FACTOR = 3.0
-"""Time that sending and receiving a copy takes from a rank whose cores also compute, relative to the time to create the
-copy."""
+"""Time that a rank loses to sending and receiving a copy while its cores also compute, divided by the time to create
+the copy."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """A change of ranks between two steps, by loss or resize.
+    """A change of ranks between two steps, caused by a loss or a resize.
 
     Attributes
     ----------
@@ -89,8 +89,8 @@ class AgreementRefused(RankLost):
 
 @dataclass(frozen=True)
 class TrainingFailure:
-    """An error on the training ranks, in the form in which it is sent to idle ranks. `agreed` means that all training
-    ranks raise it together, after an agreement."""
+    """An error on the training ranks, in the form that is sent to idle ranks. `agreed` means that all training ranks
+    raise it together, after an agreement."""
 
     kind: str
     text: str
@@ -188,7 +188,7 @@ class Coordinator:
         self.asked = False
         self._assembler = Assembler(recipe, tuning, elastic, commit)
         self._initial_rank = control.rank
-        self._refused: int | None = None  # the latest requested number of ranks for which there is no mesh
+        self._refused: int | None = None  # the latest requested number of ranks that fits no mesh
         self._abandoned: list[tuple[SurvivorCommunicator, Watchdog]] = []
         self._copy_interval = CopyInterval(elastic)
         self._switch_to_assembly(self._assembler.build_initial_assembly(control, self.ranks))
@@ -220,8 +220,8 @@ class Coordinator:
         return self._position.secure_step
 
     def agree_that_no_rank_is_lost(self) -> None:
-        """Wait for all living ranks, and raise RankLost on all of them if a rank was lost before all had arrived.
-        Collective.
+        """Wait for all living ranks. If a rank was lost before all ranks had arrived, raise RankLost on all living
+        ranks. Collective.
 
         In this agreement, ranks also tell each other whether copies have arrived, whether a resize is requested, and
         how often to copy."""
@@ -240,7 +240,7 @@ class Coordinator:
         self._copy_interval.set_smallest_common_interval(common >> INTERVAL_SHIFT)
 
     def commit_step(self) -> None:
-        """Agree with all ranks that a step counts, after which this rank can update its shard independently.
+        """Agree with all ranks that a step counts. After that, this rank can update its shard independently.
         Collective."""
         self.agree_that_no_rank_is_lost()
         self._position = replace(self._position, updating=True)
@@ -248,8 +248,8 @@ class Coordinator:
     def count_step_and_start_due_copy(self) -> None:
         """Count a finished step, and start to copy the state if a copy is due.
 
-        This does not wait for other ranks, and depends only on the last agreement, because another rank may be
-        learning of a loss at this very moment."""
+        This method does not wait for other ranks, and depends only on the last agreement, because another rank may
+        learn of a loss at the same time."""
         self._copy_interval.record_step()
         at = self._make_step_undo_point(self.last_step + 1, self.newest_copied_step, self._position.under_way)
         if not self.assembly.copies.needed:
@@ -421,8 +421,8 @@ class Coordinator:
         return done
 
     def _list_snapshots_in_memory(self) -> list[StateGeneration]:
-        """Return the snapshots of the state in this rank's memory: its current state, unless that is partly updated,
-        and the in-memory checkpoints."""
+        """Return the snapshots of the state in this rank's memory: the rank's current state, unless this state is
+        partly updated, and the in-memory checkpoints."""
         found = self.assembly.copies.list_complete_snapshots()
         if self.assembly.is_training and not self._position.updating:
             parts = list(iterate_up_to_date_shards(self.assembly.session.state, self._position.before))

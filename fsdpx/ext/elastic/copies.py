@@ -39,18 +39,18 @@ __all__ = [
 
 
 def assign_copy_holder_ranks(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
-    """Return, for each rank, its buddies: the `copies` ranks (or all other ranks, if there are fewer) that keep a copy
-    of its state.
+    """Return the buddies of each rank: the `copies` ranks (or all other ranks, if there are fewer) that keep a copy of
+    its state.
 
     `hosts` gives the host of each rank. Ranks form groups of copies + 1 ranks, in which each rank keeps the state of
-    all others. The remaining ranks join the last group, which is a ring: in it, each rank keeps the state of the
+    all others. The remaining ranks join the last group. This group is a ring, in which each rank keeps the state of the
     `copies` ranks before it. Every rank thus keeps as many copies as it has buddies.
 
     With the same memory, groups survive more losses than a single ring of all ranks. State is lost when a rank and all
-    its buddies are lost at once; a ring has N such sets of ranks, but groups have only N / (copies + 1). If N ranks
-    form pairs, the job survives k random simultaneous losses unless two of the lost ranks form a pair. The probability
-    of survival is `C(N/2, k) * 2**k / C(N, k)`, where C is the binomial coefficient. For N = 16 and k = 3, this is
-    0.80; for a ring, it is 0.63."""
+    its buddies are lost at once. A ring of N ranks has N such sets of ranks, but groups have only N / (copies + 1). If
+    N ranks form pairs, the job survives k random simultaneous losses unless two of the lost ranks form a pair. The
+    probability of survival is `C(N/2, k) * 2**k / C(N, k)`, where C is the binomial coefficient. For N = 16 and k = 3,
+    this is 0.80; for a ring, it is 0.63."""
     found: list[tuple[int, ...]] = [()] * len(hosts)
     for group in form_state_backup_groups(hosts, copies):
         n = len(group)
@@ -80,7 +80,7 @@ def _group_ranks_by_host(hosts: Sequence[str]) -> list[int]:
 
 
 def _order_ranks_across_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
-    """Return the ranks in an order in which neighbors are on different hosts where possible.
+    """Return the ranks in an order that puts neighbors on different hosts where possible.
 
     The ranks are sorted by host, and then the two halves of that list are interleaved."""
     place = {rank: i for i, rank in enumerate(_group_ranks_by_host(hosts))}
@@ -114,13 +114,13 @@ class StateGeneration:
 
 
 class CopyPartners(NamedTuple):
-    """The ranks with which this rank exchanges copies of state.
+    """The ranks that this rank exchanges copies of state with.
 
     Attributes
     ----------
     buddies : ranks that keep a copy of this rank's state
     own : the parts of tensors that make up this rank's state
-    kept : rank -> parts of that rank's state, for each rank of which this rank keeps a copy
+    kept : maps each rank whose state this rank keeps to the parts of that state
     """
 
     buddies: tuple[int, ...]
@@ -137,7 +137,7 @@ class SnapshotBuffers:
     Attributes
     ----------
     own : this rank's snapshot, as an array of bytes
-    kept : rank -> that rank's snapshot, as an array of bytes
+    kept : maps each rank to that rank's snapshot, as an array of bytes
     """
 
     def __init__(self, ledger: Ledger, number: int, partners: CopyPartners) -> None:
@@ -168,11 +168,11 @@ class StateCopies:
     """The last two generations of in-memory checkpoints. All ranks of `comm` must make the same calls in the same
     order.
 
-    A generation consists of the snapshots of all ranks after one step. `start_copying_to_buddies` begins one. Once all
-    ranks have agreed that all of its copies have arrived (`advance_and_test_copies`), `promote_generation` makes it the
-    newest complete one. Until then, the previous generation is complete and unchanged, so that whenever a rank dies,
-    the surviving ranks have a complete generation in common. Nothing is kept if there are enough replicas. Idle ranks
-    have no state of their own, but keep copies for other ranks.
+    A generation consists of the snapshots of all ranks after one step. `start_copying_to_buddies` begins a generation.
+    Once all ranks have agreed that all of its copies have arrived (`advance_and_test_copies`), `promote_generation`
+    makes it the newest complete generation. Until then, the previous generation is complete and unchanged, so that
+    whenever a rank dies, the surviving ranks have a complete generation in common. Nothing is kept if there are enough
+    replicas. Idle ranks have no state of their own, but keep copies for other ranks.
 
     A rank sends `copies` times the bytes of its state for each generation. If a rank has no buddies on other hosts, its
     copies are on its own host."""
@@ -180,8 +180,8 @@ class StateCopies:
     def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
         """Agree on which ranks keep copies of which state. Collective.
 
-        `comm` is used only for copies. `state` is this rank's state; an idle rank, for which `trains` is False, may
-        pass any state. `copies` is the number of copies of each rank's state."""
+        `comm` is used only for copies. `state` is this rank's state; an idle rank (`trains` is False) may pass any
+        state. `copies` is the number of copies of each rank's state."""
         self._comm, self._state, self._trains = comm, state, trains
         self.needed = are_copies_needed(comm.size, state.placement.axes.replica.size, copies)
         self.copy_seconds = 0.0
@@ -207,14 +207,14 @@ class StateCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory for copies on this rank once two generations exist. In each generation, this rank stores a
-        snapshot of itself and of each rank whose copy it keeps. Each part of a snapshot is rounded up to
-        cache lines."""
+        """Number of bytes that copies take on this rank once two generations exist. In each generation, this rank
+        stores a snapshot of its own state and a snapshot for each rank whose copy it keeps. Each part of a snapshot is
+        rounded up to cache lines."""
         own, kept = self._partners.own, self._partners.kept
         return 2 * (count_snapshot_bytes(own) + sum(map(count_snapshot_bytes, kept.values())))
 
     def start_copying_to_buddies(self, scalars: CheckpointScalars, step: int | None = None) -> None:
-        """Take a snapshot of this rank's state, and start to send it to the buddies.
+        """Take a snapshot of this rank's state, and start sending it to the buddies.
 
         Returns as soon as the snapshot is taken. `advance_and_test_copies` advances the transfers, and also raises the
         error if a rank was lost during this call. `step` is the number of the step, by default the one in `scalars`."""
@@ -242,7 +242,8 @@ class StateCopies:
         """Advance pending transfers without waiting, and return whether all copies that this rank sends and receives
         have arrived.
 
-        Returns True if none are pending. Raises RankLost if a rank that takes part in them has died."""
+        Returns True if no transfers are pending. Raises RankLost if a rank that takes part in the transfers has
+        died."""
         if self._lost is not None:
             raise self._lost
         if not self._transfers:
@@ -261,7 +262,7 @@ class StateCopies:
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
 
     def promote_generation(self) -> None:
-        """Make the generation that was being copied the newest complete one.
+        """Make the generation that was being copied the newest complete generation.
 
         Call this only after all ranks have agreed that their copies have arrived."""
         if not self.needed:
@@ -286,7 +287,7 @@ class StateCopies:
         self._under_way = None
 
     def drop_old_generations(self) -> None:
-        """Free all generations but the newest complete one.
+        """Free all generations except the newest complete one.
 
         Older generations are stored on the same ranks as the newest one, so a death that makes the newest one
         incomplete also makes the older ones incomplete."""
@@ -304,8 +305,8 @@ class StateCopies:
         return iterate_up_to_date_shards(self._state) if self._trains else ()
 
     def _reuse_or_allocate_buffers(self) -> SnapshotBuffers:
-        """Return buffers for the next snapshot: the buffers of the older of two complete snapshots, else spare buffers,
-        else new ones."""
+        """Return buffers for the next snapshot. If there are two complete snapshots, reuse the buffers of the older
+        one; otherwise, use spare buffers or allocate new ones."""
         if len(self._complete) == 2:
             return self._complete.pop()[0]
         if self._spare:
@@ -329,7 +330,7 @@ def count_snapshot_bytes(parts: Sequence[ShardDescriptor]) -> int:
 
 
 def _view_parts(buffer: np.ndarray, parts: Sequence[ShardDescriptor]) -> list[LocalShard]:
-    """Return the parts of a snapshot as views of `buffer`, in which they are stored consecutively."""
+    """Return the parts of a snapshot as views of `buffer`, where they are stored consecutively."""
     found, at = [], 0
     for part in parts:
         kind = parse_dtype(part.dtype)

@@ -1,5 +1,5 @@
-"""Options that cannot be combined with elastic training. For each such option, the error message gives the reason and
-an alternative."""
+"""Options that cannot be combined with elastic training. For each of these options, the error message gives the reason
+and an alternative."""
 
 from __future__ import annotations
 

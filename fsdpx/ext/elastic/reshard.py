@@ -38,9 +38,9 @@ MAX_REPORTED_GAPS = 4
 class ShardDescriptor(NamedTuple):
     """Metadata of a `LocalShard`, without its array: which elements of a tensor a rank holds.
 
-    The shard is the `size` elements from `start` on of a flat array. If `cut` is None, this array is the full tensor
-    `name`, of shape `shape`. Otherwise it is the part of the tensor that `cut` assigns to rank `rank` of a tensor axis
-    of `width` ranks."""
+    The shard consists of `size` elements of a flat array, starting at index `start`. If `cut` is None, this array is
+    the full tensor `name`, of shape `shape`. Otherwise, the array is the part of the tensor that `cut` assigns to rank
+    `rank` of a tensor axis of `width` ranks."""
 
     name: str
     start: int
@@ -105,7 +105,7 @@ def find_element_runs(part: ShardDescriptor) -> ElementRuns:
 
 
 def iterate_up_to_date_shards(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield those local shards of the train state that are up to date on this rank.
+    """Yield the local shards of the train state that are up to date on this rank.
 
     Running statistics are up to date only on the pipeline rank that `placement.pipe_rank_by_statistic` gives for them.
     `before` contains arrays to use instead of those that an unfinished step has changed (see
@@ -134,7 +134,7 @@ def describe_missing_elements(
     """Return a line of text for each tensor of `want` that the ranks do not hold completely, such as "0.weight:
     elements 12..24 of 48".
 
-    `have` lists the shards of each rank. Communicates nothing: equal arguments give equal results on all ranks."""
+    `have` lists the shards of each rank. Does not communicate: equal arguments give equal results on all ranks."""
     parts, texts = _group_by_name(part for some in have for part in some), []
     for name, spec in want.items():
         start, stop = find_uncovered_elements(parts[name], spec.size)
@@ -178,15 +178,15 @@ def _group_by_name(parts: Iterable[ShardDescriptor]) -> defaultdict[str, list[Sh
 
 
 class ElementRows(NamedTuple):
-    """Some elements of shard number `part` of this rank, as contiguous runs: run i has size[i] elements from offset
-    at[i] on."""
+    """Some elements of shard number `part` of this rank, as contiguous runs: run i has size[i] elements, starting at
+    offset at[i]."""
 
     part: int
     at: np.ndarray
     size: np.ndarray
 
     def read_from(self, array: Any) -> Any:
-        """Return these elements of the flat `array`: a view if they form a single run, else a copy."""
+        """Return these elements of the flat `array`, as a view if they form a single run, and otherwise as a copy."""
         if self.at.size == 1:
             return array[int(self.at[0]) : int(self.at[0] + self.size[0])]
         return (
@@ -211,7 +211,7 @@ class ElementRows(NamedTuple):
     def _is_index_copy_faster(self, array: Any) -> bool:
         """Return whether to copy all runs at once with an index array, rather than one by one.
 
-        One copy is faster if runs are short, and on a GPU, where each copy has a fixed cost."""
+        A single copy is faster if runs are short, or on a GPU, where each copy has a fixed cost."""
         return self.at.size > 1 and (
             not isinstance(array, np.ndarray) or self.size.sum() < SHORT_RUN_ELEMENTS * self.size.size
         )
@@ -226,8 +226,8 @@ SHORT_RUN_ELEMENTS = 32
 
 
 class ElementMove(NamedTuple):
-    """Elements to transfer from rank `source` to the receiver, which may be the same rank. They go from the source's
-    shard number `have` to the receiver's shard number `want`.
+    """Elements to transfer from rank `source` to the receiver, which may be the same rank. The elements are in shard
+    number `have` of the source, and go to shard number `want` of the receiver.
 
     Run i has size[i] elements, which are read from offset at[i] and written to offset to[i]."""
 
@@ -241,7 +241,7 @@ class ElementMove(NamedTuple):
 
 
 class ShardSupply(NamedTuple):
-    """A shard that can be sent: number `number` among the shards of rank `rank`."""
+    """A shard that can be sent, identified by its index `number` among the shards of rank `rank`."""
 
     rank: int
     number: int
@@ -249,7 +249,7 @@ class ShardSupply(NamedTuple):
 
 
 class ReshardMessage(NamedTuple):
-    """A message of a reshard, as its sender or its receiver sees it.
+    """A message of a reshard, from the point of view of its sender or its receiver.
 
     Attributes
     ----------
@@ -332,7 +332,7 @@ class ReshardPlan:
 
     @cached_property
     def _shards_by_name_and_rank(self) -> dict[str, dict[int, list[ShardSupply]]]:
-        """The shards that can be sent, as tensor name -> rank -> list of shards."""
+        """The shards that can be sent, as a nested dict: tensor name -> rank -> list of shards."""
         found: dict[str, dict[int, list[ShardSupply]]] = {}
         for rank, parts in enumerate(self.have):
             for index, part in enumerate(parts):
@@ -342,8 +342,8 @@ class ReshardPlan:
 
     @cached_property
     def _holder_offset_by_name(self) -> dict[str, int]:
-        """For each tensor name, an offset that determines which rank sends first, among those that hold the tensor.
-        Offsets differ between tensors, to spread the load."""
+        """For each tensor name, an offset that determines which of the ranks that hold the tensor sends first. Offsets
+        differ between tensors, to spread the load."""
         return {name: holder_offset for holder_offset, name in enumerate(sorted(self._shards_by_name_and_rank))}
 
     @cached_property
@@ -385,7 +385,7 @@ class ReshardPlan:
         return choose_sources_of_shard(part, index, dest, supplies, self._holder_offset_by_name[part.name], chunk)
 
     def _pack_rows_into_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
-        """Divide moves into messages of `block` bytes, and return the rows of each.
+        """Divide moves into messages of `block` bytes, and return the rows of each message.
 
         All elements are laid out in sequence, with each move aligned to ALIGN_BYTES, and the sequence is divided every
         `block` bytes. Sender and receiver therefore divide the sequence at the same positions, and a message from the
@@ -420,9 +420,9 @@ def choose_sources_of_shard(
     """Choose which rank supplies which elements of the shard `want`, and return one move per source shard, with its
     runs in the order of `want`.
 
-    `want` is number `index` among the shards that `receiver` wants. The receiver copies elements that it holds itself.
-    For all other elements, the ranks that hold them take turns every `chunk` elements; `holder_offset` and the
-    receiver's rank determine which rank is first, so that the load is spread."""
+    `want` has the index `index` among the shards that `receiver` wants. The receiver copies elements that it holds
+    itself. For all other elements, the ranks that hold them take turns every `chunk` elements; `holder_offset` and the
+    receiver's rank determine which rank comes first, to spread the load."""
     wanted, held = find_element_runs(want), [find_element_runs(supply.part) for supply in supplies]
     edges = _find_split_positions(wanted, held, chunk)
     to = _find_local_positions(wanted, edges[:-1])
@@ -476,8 +476,7 @@ def _find_local_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray
 MAX_MESSAGES_IN_FLIGHT = 8
 """Maximum number of messages that a rank sends or receives at the same time."""
 _undrained_transfers: list[Handle] = []
-"""Broken transfers that did not end in time. The memory that they may still write to must last as long as the
-process."""
+"""Broken transfers that did not end in time. They may still write to their memory, so it is never freed."""
 
 
 def reshard_arrays(
@@ -525,9 +524,9 @@ def _exchange_messages(
 ) -> None:  # fmt: skip
     """Send and receive all messages of a plan, several at a time.
 
-    At any time, both ranks of the unfinished message with the lowest number have posted it, because all messages that
-    either rank posted before it are complete. Waiting for the oldest message therefore cannot deadlock, even if a send
-    waits for its receive."""
+    At any time, the unfinished message with the lowest number has been posted by both of its ranks, because all
+    messages that either rank posted earlier are complete. Waiting for the oldest message therefore cannot deadlock,
+    even if a send waits for its receive."""
     transfers: deque[ReshardTransfer] = deque()
     spare: list[np.ndarray] = []
 
@@ -556,7 +555,8 @@ def _start_message(
     comm: Communicator, message: ReshardMessage, arrays: list[Any], names: list[str], spare: list[np.ndarray],
     block: int,
 ) -> ReshardTransfer:  # fmt: skip
-    """Start to send or receive a message, in place if it is a single run in host memory, otherwise through a buffer."""
+    """Start to send or receive a message. If it is contiguous in host memory, transfer it in place; otherwise, use a
+    buffer."""
     first, *others = message.rows
     what, call = f"{names[first.part]}, re-cut", comm.send if message.sends else comm.recv
     if not others and first.at.size == 1 and isinstance(arrays[first.part], np.ndarray):

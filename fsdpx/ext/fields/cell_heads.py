@@ -1,5 +1,5 @@
-"""Attention heads of the cells of a field, whose channels are split into one group per head, and the projections
-before and after attention."""
+"""Attention heads for the cells of a field, and the projections before and after attention. The channels are split into
+one group per head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 class FieldAttention(AttentionContainer):
     """Base class for attention among the cells of a field. One matrix product computes the queries, keys and values of
-    each cell from the cell's channels. From these, the layer `attend` computes attention, and a second matrix product
+    each cell from the cell's channels. The layer `attend` computes attention from them, and a second matrix product
     projects the result.
 
     Parameters are named and initialized as in `MultiHeadAttention`."""
@@ -59,7 +59,7 @@ def require_divisible_by_heads(layer: Layer, channels: int, n_heads: int) -> int
 
 
 def split_channels_into_heads(xp: Any, x: Array, n_heads: int) -> Array:
-    """Return `x`, (samples, channels, *cells), as (samples, heads, *cells, channels per head). This is a view if
+    """Return `x`, (samples, channels, *cells), as (samples, heads, *cells, channels per head). The result is a view if
     channels are last in memory."""
     samples, channels, *cells = x.shape
     return xp.moveaxis(xp.moveaxis(x, 1, -1).reshape(samples, *cells, n_heads, channels // n_heads), -2, 1)

@@ -13,8 +13,8 @@ __all__ = ["all_gather_and_merge_moments", "all_reduce_moments", "all_reduce_ove
 
 
 def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
-    """All-reduce `values` in place, with operation `op`, over the ranks that share a field, and return them. Does
-    nothing if the field is not partitioned. `what` is the name of the values in error messages."""
+    """All-reduce `values` in place, with operation `op`, over the ranks that share a field, and return `values`.
+    Communicates only if the field is partitioned. `what` is the name of the values in error messages."""
     if env.mesh.parts.size > 1:
         flat = env.xp.ascontiguousarray(values).reshape(-1)
         env.mesh.parts.all_reduce(flat, op, what=what).wait()
@@ -28,9 +28,9 @@ def all_reduce_moments(
     """Return a float64 array whose three rows are the count, mean and sum of squared deviations of a field over `dims`,
     for the parts of all ranks together.
 
-    `dims` must be the last dims of `x`. `weights` holds the weight of each element; None means that all weights are 1.
-    `what` is the name of the moments in error messages. The moments of the ranks are merged in rank order by the rule
-    of Chan et al. (1979). Communicates only if the field is partitioned."""
+    `dims` must be the last dims of `x`. `weights` holds the weight of each element; If None, all weights are 1. `what`
+    is the name of the moments in error messages. The moments of the ranks are merged in rank order with the formula of
+    Chan et al. (1979). Communicates only if the field is partitioned."""
     xp, size = env.xp, float(math.prod(x.shape[d] for d in dims))
     mean = (x if weights is None else weights * x).sum(axis=dims, dtype=np.float64)
     count = xp.full(mean.shape, size, dtype=np.float64)
@@ -45,8 +45,8 @@ def all_reduce_moments(
 
 def all_gather_and_merge_moments(env: LayerContext, moments: Array, what: str) -> Array:
     """All-gather the moments (count, mean, sum of squared deviations) of all parts of the field, and merge them in rank
-    order by the rule of Chan et al. (1979). Communicates only if the field is partitioned. `what` names the moments in
-    error messages."""
+    order with the formula of Chan et al. (1979). Communicates only if the field is partitioned. `what` names the
+    moments in error messages."""
     xp, ranks = env.xp, env.mesh.parts
     if ranks.size == 1:
         return moments

@@ -1,4 +1,4 @@
-"""Weights for cells that differ in size, for losses and metrics: volumes, and areas on a sphere by latitude."""
+"""Weights for cells that differ in size, for losses and metrics: cell volumes, and latitude weights on a sphere."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Numbers = Sequence[float] | np.ndarray
 
 
 def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.ndarray:
-    """Return the volume of each cell: the product of its widths along all dims. Communicates nothing.
+    """Return the volume of each cell: the product of its widths along all dims. Does not communicate.
 
     Parameters
     ----------
     widths : for each dim, an array with the width of each cell of the full field, such as `np.diff(bounds)`, or one
         width for all cells, which requires `grid`. Other weights, such as those from `compute_latitude_weights`, can
         take the place of the widths along a dim
-    grid : the grid that determines for which part of the field volumes are computed; default None: the full field
+    grid : the grid that determines the part of the field whose volumes are computed; if None (default), the full field
 
     Returns
     -------
@@ -62,8 +62,8 @@ def compute_latitude_weights(latitudes: Numbers, bounds: Numbers | None = None) 
     Parameters
     ----------
     latitudes : latitudes of the cells of the full field in degrees, in increasing or decreasing order
-    bounds : the bounds of these cells in degrees, one more than there are latitudes; needed if the field does not reach
-        from pole to pole; default None: the poles, and the midpoints between neighboring latitudes
+    bounds : the bounds of these cells in degrees, with one element more than `latitudes`; needed if the field does not
+        reach from pole to pole; if None (default), the poles and the midpoints between neighboring latitudes
 
     Returns
     -------

@@ -20,7 +20,7 @@ __all__ = [
 
 
 class ChannelStatistics(NamedTuple):
-    """The mean and standard deviation of each channel, in the order in which `nn.Standardize` takes them. The standard
+    """The mean and standard deviation of each channel, in the order that `nn.Standardize` expects. The standard
     deviation of a constant channel is set to 1, so that dividing by it is safe."""
 
     mean: tuple[float, ...]
@@ -33,8 +33,8 @@ def gather_channel_statistics(
 ) -> ChannelStatistics:
     """Return the mean and standard deviation of each channel over all ranks' data. Collective over `comm`.
 
-    Counts, means and sums of squared deviations are merged in float64 by the rule of Chan et al. (1979), batch by batch
-    and then rank by rank. The result is the same on every rank. For a constant channel, the mean is exactly the
+    Counts, means and sums of squared deviations are merged in float64 with the formula of Chan et al. (1979), batch by
+    batch and then rank by rank. The result is the same on every rank. For a constant channel, the mean is exactly the
     channel's value, and the standard deviation is set to 1. Ranks may pass different numbers of batches, including
     none, and batches may have any size.
 
@@ -42,8 +42,8 @@ def gather_channel_statistics(
     ----------
     batches : this rank's arrays, such as samples, time steps, or parts of fields without ghost cells
     dim : index of the channels dim, such as -1 if channels are last; default 1
-    comm : communicator of the ranks whose data is merged, such as `grid.comm` or the solver's communicator; default
-        None: only this rank's data is used
+    comm : communicator of the ranks whose data is merged, such as `grid.comm` or the solver's communicator; if None
+        (default), only this rank's data is used
     skipna : whether to ignore NaN values, such as those of land cells; default False
 
     Returns

@@ -126,8 +126,8 @@ class ConvWindow:
         return len(cuts) == 2 and mode == ("zeros", "zeros") and not parts.ghosts and not has_numbers
 
     def make_window_strides(self, first: tuple[int, ...], groups: int = 1) -> WindowStrides:
-        """Return the window in the form that the convolution kernels take. `first` holds, for each dim, the cell at
-        which the window of output 0 begins."""
+        """Return the window in the form that the convolution kernels take. `first` holds the first cell of the window
+        of output 0 along each dim."""
         return WindowStrides(self.kernel, self.stride, self.dilation, first, groups)
 
     def find_halos(self, parts: FieldPartition) -> tuple[HaloSpec, ...]:
@@ -270,17 +270,17 @@ class Conv(WindowLayer):
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
     kernel_size : size of the window: one number for all dims, or one per dim; the same holds for stride and dilation
-    stride : number of cells by which the window moves; default 1
+    stride : step of the window in cells; default 1
     padding : number of cells added at each end: one number, one for each dim, or (before, after) for each dim. "same"
         (which requires stride 1) keeps the number of cells, and "valid" adds no cells. Default: no padding
     dilation : distance between neighboring cells of a window; default 1
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
-    bias : whether there is a bias; default True
+    bias : whether to add a bias; default True
     padding_mode : values beyond the ends: "zeros", "circular", "reflect", "replicate" (no gradient at the end), or a
-        number, which is the value of the cells there in all channels (Dirichlet). One mode for all dims, or one for
-        each dim, which may be a pair (before, after), as in (("reflect", 1.5), "circular"). Corners get the padding of
-        the last dim. Default "zeros"
-    init : initial values of `weight`; default None: the uniform distribution
+        number, which is the value of all cells beyond the end in all channels (Dirichlet). Pass one mode for all dims,
+        or one mode per dim. The mode of a dim may be a pair (before, after), as in (("reflect", 1.5), "circular").
+        Corners get the padding of the last dim. Default "zeros"
+    init : initial values of `weight`; if None (default), the uniform distribution
     """
 
     takes_ghosts = True
@@ -315,7 +315,8 @@ class Conv(WindowLayer):
         outputs, halos, kernel_padding = self.plan_outputs_halo_and_padding(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        # use one array if slabs do not suffice, or if separate additions would round 16-bit sums twice
+        # use one array for field and halo if halo slabs do not suffice, or if separate additions would round 16-bit
+        # sums twice
         if x.dtype.itemsize < 4 or any(halo.ghosts or halo.has_constants for halo in halos):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         if not halos:

@@ -20,17 +20,17 @@ class ConvNeXtBlock(Composite):
     """Residual block of ConvNeXt (Liu et al. 2022): x + scale * pwconv2(GELU(pwconv1(norm(dwconv(x))))).
 
     `dwconv` convolves each channel with its own kernel, and `norm` is a `ChannelLayerNorm`. `pwconv1` and `pwconv2` are
-    convolutions with a window of one cell: the first makes `expansion` times as many channels, and the second restores
-    their number. The learned scale of each channel, `gamma.weight`, is small at first, so that a deep network begins
-    close to the identity. Input and output are (samples, channels, *cells). Only `dwconv` exchanges halos.
+    convolutions with a window of one cell: the first multiplies the number of channels by `expansion`, and the second
+    restores it. The learned scale per channel, `gamma.weight`, starts small so that a deep network begins close to the
+    identity. Input and output are (samples, channels, *cells). Only `dwconv` exchanges halos.
 
     Parameters
     ----------
     channels : number of channels
     dims : number of cell dims, 1 to 3; default 2
-    kernel_size : number of cells of the window along each dim, odd; default 7
+    kernel_size : window size along each dim, an odd number of cells; default 7
     expansion : number of channels between `pwconv1` and `pwconv2`, as a multiple of `channels`; default 4
-    layer_scale : initial value of `gamma.weight`; default 1e-6. None: the block has no `gamma`
+    layer_scale : initial value of `gamma.weight`; default 1e-6. If None, the block has no `gamma`
     padding : values beyond the ends of the field, as for `padding_mode` in `Conv2d`; default "zeros"
     """
 

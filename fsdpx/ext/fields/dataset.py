@@ -90,7 +90,7 @@ class TrajectoryFile:
         unnamed array
     count : number of trajectories
     windows : number of time windows in each trajectory
-    scalars : for each trajectory, its numbers, such as a Reynolds number
+    scalars : for each trajectory, the values of its scalars, such as a Reynolds number
     """
 
     file: Path
@@ -108,7 +108,7 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
-    """Return, as a dict of name -> (path, array), the arrays in a group and in the subgroups that The Well uses."""
+    """Return the arrays in a group and in the subgroups that The Well uses, as a dict of name -> (path, array)."""
     found: dict[str, tuple[str, Any]] = {}
     for name, child in iterate_group_members(node):
         if not prefix and name in WELL_GROUPS and hasattr(child, "keys"):
@@ -121,7 +121,7 @@ def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
 def list_arrays_by_group(
     root: Any, fields: tuple[str, ...] | None, cell_dims: int
 ) -> dict[str, dict[str, tuple[str, Any]]]:
-    """Return, as a dict of group name -> {name: (path, array)}, the arrays of each group that contains fields.
+    """Return the arrays of each group that contains fields, as a dict of group name -> {name: (path, array)}.
 
     If the root contains fields, or if no group does, the only key is "", which stands for the root. Otherwise, the keys
     are the names of the groups in the root that contain fields."""
@@ -141,8 +141,8 @@ def list_arrays_by_group(
 def _select_field_names(
     arrays: Mapping[str, tuple[str, Any]], fields: tuple[str, ...] | None, cell_dims: int
 ) -> list[str]:
-    """Return the names of the arrays to read as fields: those in `fields` or, if `fields` is None, all arrays with more
-    than `cell_dims` dims."""
+    """Return the names of the arrays to read as fields: the names in `fields` or, if `fields` is None, all arrays with
+    more than `cell_dims` dims."""
     if fields is not None:
         return [name for name in fields if name in arrays]
     sizes = {
@@ -178,7 +178,7 @@ def find_variables(
     if missing or not names:
         what = f"no {_format_names(missing)}" if missing else "no field"
         raise make_data_error(path, f"there is {what} in {group or 'it'}, but {_format_names(arrays)}")
-    # in PDEBench, each trajectory has its own group, which has a number as its name
+    # in PDEBench, each trajectory has its own group, whose name is a number
     one_run = group[-1:].isdigit()
     return tuple(_make_variable(path, name, *arrays[name], cell_letters, dims, one_run) for name in names)
 
@@ -210,10 +210,10 @@ def _make_variable(
 def read_scalars(
     path: Path, root: Any, group: str, arrays: Mapping[str, tuple[str, Any]], names: Sequence[str], count: int
 ) -> tuple[tuple[float, ...], ...]:
-    """Return the numbers `names` of each of `count` trajectories.
+    """Return the scalars in `names` for each of the `count` trajectories.
 
-    They are looked up among the arrays of the group, in the group "scalars" (The Well), and among the attributes of the
-    group and of the file. Raises DataError unless each is one number, or one number per trajectory."""
+    The scalars are looked up among the arrays of the group, in the group "scalars" (The Well), and among the attributes
+    of the group and the file. Raises DataError unless each scalar has one value, or one value per trajectory."""
     members = dict(iterate_group_members(root))
     places = [{name: array for name, (_, array) in arrays.items()}]
     places += [dict(iterate_group_members(members["scalars"]))] if hasattr(members.get("scalars"), "keys") else []
@@ -246,7 +246,7 @@ def find_dim_sizes(
     for v in variables:
         for letter in f"nt{cells}":
             n = v.size_along(letter)
-            # The Well stores a field that is constant along a dim with size 1 along that dim
+            # if a field is constant along a dim, The Well stores the field with size 1 along that dim
             if n is None or (n == 1 and letter in cells and v.path.startswith(WELL_GROUPS)):
                 continue
             if sizes.setdefault(letter, n) != n:
@@ -318,8 +318,7 @@ class NodeRows:
 
 
 def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
-    """Return whether this rank's arrays have ghost cells beyond a wall, which is an end of a dim that is not
-    periodic."""
+    """Return whether this rank's arrays have ghost cells beyond a wall. A wall is an end of a non-periodic dim."""
     dims = zip(grid.parts.cuts, grid.coords, grid.ghosts, grid.periods, strict=True)
     return any(
         not periodic and (cuts[r] < low or cuts[r + 1] + high > cuts[-1]) for cuts, r, (low, high), periodic in dims
@@ -327,42 +326,43 @@ def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
 
 
 class FieldDataset:
-    """Time windows of fields that are stored in files, as samples (x, y) for training. Collective if there is a grid.
+    """Time windows of fields that are stored in files, as samples (x, y) for training. Collective if `grid` is given.
 
     In each sample, `x` holds `inputs` states, stacked along the channels, and `y` holds the `targets` states that
     follow them. Both hold only this rank's part, in the grid's layout. For each sample, a field is read in one block:
-    the cells of this rank at all steps of the window. Nothing else is read, and files stay open. Ghost cells of the
-    grid are read as well, except for those beyond walls, because files do not contain these. Fields without a time dim,
-    such as a mask, are appended once to `x`, after its states, and do not occur in `y`.
+    the cells of this rank, including the grid's ghost cells, at all steps of the window. Ghost cells beyond walls are
+    not read, because files do not contain these cells. The dataset reads nothing else and keeps the files open. Fields
+    without a time dim, such as a mask, are appended once to `x`, after its states, and do not appear in `y`.
 
     With `forcing`, samples are ((x, f), y), where `f` holds the forcing at the start of each of the `targets` steps: at
     the time of the last state in `x`, and at the times of all states in `y` except the last. `nn.Rollout(net,
     steps=targets, inputs=inputs, constants=dataset.constants, forcing=...)` accepts these inputs.
 
-    With `scalars`, the last of the inputs holds the scalars (n,) of the trajectory: samples are ((x, s), y), or ((x, f,
-    s), y) if there is forcing as well.
+    With `scalars`, samples are ((x, s), y), or ((x, f, s), y) if there is forcing as well, where `s` holds the scalars
+    (n,) of the trajectory.
 
     Supported files are HDF5 (with the groups of The Well, or with PDEBench's datasets in one group or in one group per
-    trajectory) and NetCDF-4, both read by h5py; Zarr folders that hold a group or an array; and `.npy` files. An array
-    that an HDF5 file takes from other files, by an external link or as a virtual dataset, raises DataError. Missing
-    values become NaN, and packed numbers are unpacked, as in netCDF4 and xarray.
+    trajectory) and NetCDF-4, both read by h5py; Zarr folders that hold a group or an array; and `.npy` files. If an
+    HDF5 file refers to an array in another file, by an external link or as a virtual dataset, DataError is raised.
+    Missing values become NaN, and packed numbers are unpacked, as in netCDF4 and xarray.
 
     A dataset can be pickled, for example for spawned workers of a PyTorch DataLoader. The unpickled copy reads the same
     part of the fields, but has no grid.
 
     Parameters
     ----------
-    files : one file, or several whose trajectories are concatenated
-    grid : the `fsdpx.Grid` of the trainer; default None: samples are full fields (channels, *cells), as layers expect
-        them. With a `fsdpx.Partition`, files hold the values of all nodes, in the order of their global numbers, and
+    files : one file, or several files whose trajectories are concatenated
+    grid : the `fsdpx.Grid` of the trainer; if None (default), samples are full fields (channels, *cells), as layers
+        expect. With a `fsdpx.Partition`, files hold the values of all nodes, in the order of their global numbers, and
         samples are (nodes, channels) for the nodes that this rank owns
-    fields : names of the datasets to read, in the order of the channels; default None: all datasets with more dims than
+    fields : names of the datasets to read, in the order of the channels; by default, all datasets with more dims than
         there are cell dims
     inputs, targets : number of states in `x` and in `y`; default 1
-    forcing : names of datasets with a time dim whose future values are known in advance, such as solar radiation; they
-        are not part of the states. Default: none
-    scalars : names of numbers that belong to a trajectory, such as a Reynolds number: arrays with one number, or one
-        per trajectory, in the group of the fields or in the group "scalars" of The Well, or attributes. Default: none
+    forcing : names of datasets with a time dim whose future values are known in advance, such as solar radiation. These
+        datasets are not part of the states. Default: none
+    scalars : names of scalars that belong to a trajectory, such as a Reynolds number. Each scalar is an attribute, or
+        an array in the group of the fields or in The Well's group "scalars". Each scalar has one value, or one value
+        per trajectory. Default: none
     stride : number of file steps from one state to the next; default 1
     every : number of file steps from the start of one window to the start of the next; default 1
     dims : order of the dims of a dataset, one letter per dim, such as "tyx": "n" for trajectories, "t" for time steps,
@@ -373,8 +373,8 @@ class FieldDataset:
 
     Raises
     ------
-    DataError : on all ranks, with the name of the file, if a file cannot be read, or if a dataset is missing, does not
-        hold real numbers or differs from the grid in its number of cells
+    DataError : on all ranks if a file cannot be read, or if a dataset is missing, does not hold real numbers, or does
+        not match the grid's number of cells. The message names the file
     """
 
     def __init__(
@@ -469,8 +469,7 @@ class FieldDataset:
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
     def _check_and_add_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
-        """Return a copy of `source` that records its number of time windows, which is computed from its number of
-        steps.
+        """Return a copy of `source` that records its number of time windows, computed from `steps`.
 
         Raises DataError if `source` is too short for one window, or if it differs from the first file in its fields or
         their numbers of channels."""
@@ -499,7 +498,7 @@ class FieldDataset:
 
     @property
     def _node_rows(self) -> np.ndarray | None:
-        """Global numbers of the nodes that this rank owns. None if samples are not node values."""
+        """Global numbers of the nodes that this rank owns, or None if samples are not node values."""
         return self.grid.rows if isinstance(self.grid, NodeRows) else None
 
     @property
@@ -509,7 +508,7 @@ class FieldDataset:
 
     @property
     def constants(self) -> int:
-        """Number of channels in `x` that come from fields without a time dim. They follow the states."""
+        """Number of channels in `x` that come from fields without a time dim. These channels follow the states."""
         return sum(v.channel_count for v in self.sources[0].variables) - self.channels
 
     @property
@@ -531,11 +530,11 @@ class FieldDataset:
         return f"FieldDataset({len(self)} windows of {self.channels} channels on {size} cells)"
 
     def read_samples(self, indices: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Return this rank's part of the samples at `indices`, as a batch. Communicates nothing.
+        """Return this rank's part of the samples at `indices`, as a batch. Does not communicate.
 
         Parameters
         ----------
-        indices : `(k,)` integers, the indices of the samples; k may be 0
+        indices : indices of the samples, as `(k,)` integers; k may be 0
 
         Returns
         -------
@@ -570,15 +569,16 @@ class FieldDataset:
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
     def _find_bounds_with_ghosts(self) -> dict[str, tuple[int, int]]:
-        """Return, as a dict of dim letter -> (start, stop), the range of cells that this rank reads along each dim,
-        including ghost cells."""
+        """Return the range of cells that this rank reads along each dim, including ghost cells, as a dict of dim letter
+        -> (start, stop)."""
         if self.grid is None:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.coords, self.grid.ghosts, strict=True)
         return {letter: (edges[r] - low, edges[r + 1] + high) for letter, edges, r, (low, high) in cuts}
 
     def _locate(self, i: int) -> tuple[TrajectoryFile, int, int]:
-        """Return the file that contains sample `i`, and the numbers of its trajectory and time window in this file."""
+        """Return the file that contains sample `i`, and the indices of the sample's trajectory and time window in this
+        file."""
         k = int(np.searchsorted(self._ends, i, "right"))
         source = self.sources[k]
         return source, *divmod(i - (self._ends[k - 1] if k else 0), source.windows)
@@ -603,8 +603,8 @@ class FieldDataset:
             self._read_forcing_into(f, source, trajectory, window * self.every + (self.inputs - 1) * self.stride)
 
     def _read_forcing_into(self, f: np.ndarray, source: TrajectoryFile, trajectory: int, first_step: int) -> None:
-        """Read the forcing for all steps of a sample into `f`, (channels, *cells). The first of these steps starts at
-        file step `first_step`."""
+        """Read the forcing for all steps of a sample into `f`, which has the shape (channels, *cells). The first of
+        these steps starts at file step `first_step`."""
         at = 0
         for variable in source.forcing:
             for step, values in enumerate(self._iterate_states(source, variable, trajectory, first_step, self.targets)):
@@ -614,8 +614,8 @@ class FieldDataset:
     def _iterate_states(
         self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, first_step: int, count: int
     ) -> Iterator[np.ndarray]:
-        """Yield `count` states of a field in order, each (channels, *cells), starting at file step `first_step`.
-        Consecutive steps are read in one block."""
+        """Yield `count` states of a field in order, each of shape (channels, *cells), starting at file step
+        `first_step`. Consecutive steps are read in one block."""
         if self.stride == 1:
             yield from self._read_field(source, variable, trajectory, slice(first_step, first_step + count))
             return
@@ -650,8 +650,8 @@ class FieldDataset:
 
 
 def _find_runs(rows: np.ndarray) -> list[slice]:
-    """Return slices that cover `rows`. Rows that are close to each other are covered by one slice, so that they are
-    read together."""
+    """Return slices that cover `rows`. Rows that are close to each other share a slice so that they are read
+    together."""
     if not rows.size:
         return [slice(0)]
     found = np.sort(rows)
@@ -683,10 +683,10 @@ def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
 def _read_slice_combinations(
     array: Any, index_prefix: tuple[Any, ...], slices_per_dim: Sequence[Sequence[Any]]
 ) -> np.ndarray:
-    """Return one array with the elements at all combinations of the slices in `slices_per_dim`, which has one list per
-    dim.
+    """Return one array with the elements that all combinations of the slices in `slices_per_dim` select.
+    `slices_per_dim` has one list of slices per dim.
 
-    `index_prefix` is the index along the dims before the dims of `slices_per_dim`."""
+    `index_prefix` indexes the dims before the ones that `slices_per_dim` covers."""
     if not slices_per_dim:
         return np.asarray(array[index_prefix])
     found = [_read_slice_combinations(array, (*index_prefix, one), slices_per_dim[1:]) for one in slices_per_dim[0]]

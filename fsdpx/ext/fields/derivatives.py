@@ -1,7 +1,7 @@
 """Finite-difference derivatives of fields that may be partitioned: gradient, divergence, curl and Laplacian.
 
 A derivative along a dim is a weighted sum of shifted slices. Near a wall the stencil is one-sided. A rank's halo
-consists of those cells on other ranks that the stencils of its own cells cover."""
+consists of the cells on other ranks that its own stencils reach."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StencilTap(NamedTuple):
 
 
 class DerivativeTerm(NamedTuple):
-    """One of the derivatives that a layer adds up in its output, such as dv/dx in a curl.
+    """One of the derivatives that a layer sums into its output, such as dv/dx in a curl.
 
     The input channels `taken` are differentiated along one coordinate, multiplied by `sign`, and added to the output
     channels `given`."""
@@ -127,7 +127,7 @@ class _DerivativeLayer(FieldLayer):
         if not 1 <= dims <= 3 or not self._count_output_channels(x.shape[1], dims):
             raise ShapeError(f"{self!r} wants {self._describe_input(dims)}, got {tuple(x.shape)}")
         y = env.xp.empty((x.shape[0], self._count_output_channels(x.shape[1], dims), *x.shape[2:]), dtype=x.dtype)
-        begun: set[int | None] = set()  # the channels, by their first one, that a term has filled
+        begun: set[int | None] = set()  # first channel of each group of channels that a term has already written
         for term in self._list_terms(dims):
             halo, taps, d = self._find_halo_taps_and_dim(env, term, x)
             wide, out = exchange_halo(env, x[:, term.taken], (halo,)), y[:, term.given]
@@ -158,8 +158,8 @@ class _DerivativeLayer(FieldLayer):
     def _find_halo_taps_and_dim(
         self, env: LayerContext, term: DerivativeTerm, x: Array
     ) -> tuple[HaloSpec, list[StencilTap], int]:
-        """Return the halo, the stencil taps for this rank's cells, and the cell dim that are needed to compute the
-        derivative `term`."""
+        """Return what the derivative `term` needs: the halo, the stencil taps for this rank's cells, and the cell
+        dim."""
         dims = x.ndim - 2
         d = term.coordinate if self.along is None else self._expand_to_dims("along", self.along, dims)[term.coordinate]
         periodic, h = (self._expand_to_dims(name, getattr(self, name), dims)[d] for name in ("periodic", "spacing"))
@@ -183,8 +183,7 @@ class _DerivativeLayer(FieldLayer):
         return halo, [StencilTap(tap.out, tap.cells, tap.weight * factor) for tap in taps], d
 
     def _expand_to_dims(self, name: str, value: Any, dims: int) -> Sequence[Any]:
-        """Return the argument `value` as one value per cell dim; raise ShapeError if the number of its values is not
-        `dims`."""
+        """Return the argument `value` as one value per cell dim. Raise ShapeError if it does not have `dims` values."""
         each = value if isinstance(value, tuple) else (value,) * dims
         if len(each) != dims:
             raise ShapeError(f"{self!r}: {name} is of {len(each)} dims, and the field has {dims}")
@@ -206,9 +205,9 @@ class FieldDerivative(_DerivativeLayer):
         `along`
     derivative : order of the derivative, 1 or 2; default 1
     spacing : distance between cells: one number for all dims, or one per dim; default 1. For a dim whose cells differ
-        in width, pass an array instead of a number, as in (bounds, 0.1): the positions of all values of the full field
-        or, if values lie at cell centers, the bounds of all cells (one more than there are cells). A periodic dim
-        requires the bounds
+        in width, pass an array instead of a number, as in (bounds, 0.1). The array holds the positions of all values of
+        the full field or, if values lie at cell centers, the bounds of all cells (one more than there are cells). A
+        periodic dim requires the bounds
     periodic : whether the field is periodic: one bool for all dims, or one per dim. The ends of a dim that is not
         periodic are walls. Default False
     order : order of accuracy, 2 or 4; default 2
@@ -311,8 +310,7 @@ def _index_cells_along(d: int, cells: slice) -> tuple[slice, ...]:
 def _split_cells_by_stencil(
     start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int]
 ) -> list[tuple[int, int, int, Row]]:
-    """Split the cells [start, stop) into ranges of cells that have the same stencil. Stencils near walls are one-sided,
-    so they differ from those elsewhere.
+    """Split the cells [start, stop) into ranges of cells that have the same stencil. Stencils near walls are one-sided.
 
     Returns a list of (first cell, end, offset of the first weight, weights), one for each range."""
     inner, walls = SCHEMES[scheme]
@@ -359,8 +357,8 @@ def _find_stretched_taps(
     halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int], spacing: CellPositions, name: str
 ) -> tuple[StencilTap, ...]:
     """Return the stencil taps of a rank along a dim whose cells lie at the positions `spacing`. The stencils cover the
-    same cells as for equidistant positions; their weights follow Fornberg (1988). Raises ShapeError, with the `name` of
-    the dim, if the number of positions does not match the number of cells."""
+    same cells as for equidistant positions; their weights follow Fornberg (1988). Raises ShapeError, which names the
+    dim `name`, if the number of positions does not match the number of cells."""
     start, stop, (first, _) = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank]
     n, found = halo.cuts[-1], []
     positions, period = spacing.compute_value_positions(n, periodic, name)

@@ -16,7 +16,7 @@ def duplicate_communicator_and_make_finalizer(domain: object, comm: Any) -> tupl
     """Duplicate an mpi4py communicator for a domain. Return the duplicate, and a finalizer that marks the duplicate as
     no longer needed.
 
-    The domain needs its own communicator, because the solver may free `comm`. A communicator without a method `Dup` is
+    The domain needs its own communicator, because the solver may free `comm`. A communicator without a `Dup` method is
     returned unchanged, with None instead of a finalizer. This function also frees the communicators of domains that
     have been garbage-collected. If the duplicate still exists at exit, MPI frees it."""
     while _UNFREED_COMMUNICATORS:

@@ -32,7 +32,7 @@ class CRPS(Loss):
 
     Parameters
     ----------
-    members : number M of members
+    members : number of members, M
     fair : True (default), False, or a number from 0 to 1; the fair score requires at least 2 members
     weights, skipna : as in `RelativeL2`, for the elements of the target
     """
@@ -48,7 +48,8 @@ class CRPS(Loss):
         self.counts = "unknown" if skipna else "samples"
 
     def bind_partition(self, parts: FieldPartition) -> Loss:
-        return self  # overridden because only such losses get the features of nodes as channels
+        # overridden because, on a mesh, a loss sees node features as channels only if it overrides this method
+        return self
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp = env.xp

@@ -1,5 +1,5 @@
-"""Layers that move values between cells and faces, by means and differences of neighbors on a staggered grid (Harlow
-and Welch 1965).
+"""Layers that move values between the cells and faces of a staggered grid, by averaging or subtracting neighbors
+(Harlow and Welch 1965).
 
 Along a dim of n cells, face i lies between cells i - 1 and i, so there are n + 1 faces. In many solvers, arrays hold
 only n of them: the low or the high face of each cell."""
@@ -79,8 +79,7 @@ class _NeighborLayer(FieldLayer):
             raise ConfigError(f"{name}: a periodic dim has as many faces as cells: choose faces='low' or 'high'")
 
     def _plan_neighbor_combination(self, parts: FieldPartition) -> NeighborMove:
-        """Return which neighbors this layer combines, and with which weights, if its input is partitioned as
-        `parts`."""
+        """Return the neighbors that this layer combines, and their weights, for an input partitioned as `parts`."""
         try:
             plan = _plan_cells_to_faces if isinstance(self, CellsToFaces) else _plan_faces_to_cells
             return plan(parts, self.dim, self.derivative, self.spacing, self.faces, self._mode)
@@ -120,8 +119,7 @@ class _NeighborLayer(FieldLayer):
         self, env: LayerContext, move: NeighborMove, x: Array
     ) -> list[tuple[Array, tuple[Any, ...]]]:
         """Return two pairs (weights, index), one for the lower neighbors and one for the upper neighbors. `weights` has
-        a number for each of this rank's outputs, and `index` selects the neighbors from the array of own values and
-        halo."""
+        one number per output of this rank, and `index` selects the neighbors from the rank's own values and halo."""
         rank = get_rank_along(env, move.halo.cuts, self.dim)
         start, stop = move.outputs[rank], move.outputs[rank + 1]
         return [
@@ -179,20 +177,21 @@ class CellsToFaces(_NeighborLayer):
     """Moves values from cells to the faces across one dim: the mean of the two cells, or the derivative between them.
 
     This layer is the adjoint of `FacesToCells` (for derivatives, with the opposite sign) if both fields are periodic or
-    0 beyond the ends. For this, inner products weight cells by their widths, and faces by the distances between cell
-    centers. The mean therefore also weights cells by their widths, which preserves the integral of a periodic field.
+    0 beyond the ends. The adjoint is defined by inner products that weight cells by their widths and faces by the
+    distances between cell centers. The mean therefore also weights cells by their widths, which preserves the integral
+    of a periodic field.
 
     Parameters
     ----------
     dim : index of the cell dim, counted from 0
-    derivative : 0 (default): the mean; 1: the difference between the upper and the lower cell, divided by the distance
-        between their centers
-    spacing : width of all cells, or an array of length n + 1 with the bounds of all n cells of the full field; default
-        1
-    faces : "all" (default): all n + 1 faces of n cells, where the last rank that has cells holds the last face; "low"
-        or "high": n faces, the low or the high one of each cell. Periodic dims have only n faces
-    padding_mode : values of the cells beyond the ends, as for one dim of `Conv`. Default "replicate": at a wall, the
-        mean is the value of the adjacent cell, and the derivative is 0
+    derivative : 0 (default) for the mean, or 1 for the difference between the upper and the lower cell, divided by the
+        distance between their centers
+    spacing : common width of all cells, or an array of length n + 1 with the bounds of all n cells of the full field;
+        default 1
+    faces : with "all" (default), all n + 1 faces of n cells, and the last rank that has cells holds the last face; with
+        "low" or "high", n faces, the low or the high face of each cell. Periodic dims have only n faces
+    padding_mode : values of the cells beyond the ends, as for one dim of `Conv`. With "replicate" (default), the mean
+        at a wall is the value of the adjacent cell, and the derivative is 0
     """
 
     def __init__(
@@ -213,11 +212,11 @@ class FacesToCells(_NeighborLayer):
     Parameters
     ----------
     dim, spacing : as in `CellsToFaces`
-    derivative : 0 (default): the mean; 1: the difference between the upper and the lower face, divided by the width of
-        the cell
+    derivative : 0 (default) for the mean, or 1 for the difference between the upper and the lower face, divided by the
+        width of the cell
     faces : the faces of the input, as in `CellsToFaces`
-    padding_mode : value on the face at the end of the field that "low" or "high" leaves out, as for one dim of `Conv`.
-        Default "zeros": nothing flows through the wall. Ignored if `faces` is "all"
+    padding_mode : value on the end face of the field, which is missing if `faces` is "low" or "high", as for one dim of
+        `Conv`. Default "zeros": nothing flows through the wall. Ignored if `faces` is "all"
     """
 
     def __init__(
@@ -252,11 +251,12 @@ class _SelectComponent(Layer):
 
 
 class FaceDivergence(Graph):
-    """Divergence, on cells, of fluxes through the faces across each dim, that is, the net outflow of each cell.
+    """Divergence on cells, computed from fluxes through the faces across each dim. The divergence is the net outflow of
+    each cell.
 
-    If `faces` is "all", there are `dims` inputs x0, x1, ..., which are the fluxes along each coordinate, on n + 1 faces
-    each. Otherwise there is one input, (samples, vectors x dims, *cells), in which each component has its values on the
-    low or high faces, and the components of a vector are consecutive channels.
+    If `faces` is "all", there are `dims` inputs x0, x1, ..., one per coordinate, each with the fluxes on n + 1 faces.
+    Otherwise, there is a single input, (samples, vectors x dims, *cells). Each component has its values on the low or
+    high faces, and the components of a vector are consecutive channels.
 
     Parameters
     ----------

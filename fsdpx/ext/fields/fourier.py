@@ -1,7 +1,7 @@
 """Fourier transforms of real fields that may be partitioned over ranks.
 
-Along a partitioned dim, an all-to-all gives each rank some lines of cells in full. The rank transforms these lines, and
-a second all-to-all distributes their modes. No rank ever holds the full field."""
+Along a partitioned dim, an all-to-all gives each rank some complete lines of cells. The rank transforms these lines,
+and a second all-to-all distributes their modes. No rank ever holds the full field."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["make_mode_partition", "transform_cells_to_modes", "transform_modes_t
 
 
 def make_mode_partition(parts: FieldPartition) -> FieldPartition:
-    """Return how the Fourier modes of a real field are partitioned over ranks. Along the last dim, n cells have modes 0
-    to n // 2, which are distributed evenly. Along the other dims, modes are in the order of `numpy.fft`, and are
-    partitioned like the cells."""
+    """Return the partition of a real field's Fourier modes over ranks. Along the last dim, n cells have modes 0 to n //
+    2, which are distributed evenly. Along the other dims, modes are in the order of `numpy.fft`, and are partitioned
+    like the cells."""
     *others, last = parts.cuts
     ranks, modes = len(last) - 1, last[-1] // 2 + 1
     return parts.with_cuts((*others, (*(shard_bounds(modes, rank, ranks)[0] for rank in range(ranks)), modes)))
@@ -51,8 +51,8 @@ def transform_modes_to_cells(env: LayerContext, modes: Array, parts: FieldPartit
 def _transform_dim(
     env: LayerContext, x: Array, d: int, cuts: tuple[Cuts, Cuts], transform: Callable[..., Array], what: str
 ) -> Array:
-    """Apply `transform`, a function of `numpy.fft`, along cell dim `d` of x. `cuts` are the cuts of the dim before and
-    after the transform."""
+    """Apply `transform`, a function of `numpy.fft`, along cell dim `d` of x. `cuts` holds the bounds of the ranks'
+    parts before and after the transform."""
     xp, ranks, rank = env.xp, len(cuts[0]) - 1, get_rank_along(env, cuts[0], d)
     if ranks == 1:
         return transform(x, axis=d + 2)
@@ -60,8 +60,9 @@ def _transform_dim(
     shape, count = turned.shape[:-1], math.prod(turned.shape[:-1])
     before, after = ([b - a for a, b in pairwise(bounds)] for bounds in cuts)
     lines = [stop - start for start, stop in (shard_bounds(count, r, ranks) for r in range(ranks))]
-    pieces = [[n * sizes[rank] for n in lines] for sizes in (before, after)]  # each rank's lines x own cells
-    columns = [[lines[rank] * size for size in sizes] for sizes in (before, after)]  # own lines x each rank's cells
+    pieces = [[n * sizes[rank] for n in lines] for sizes in (before, after)]  # lines of each rank x cells of this rank
+    # lines of this rank x cells of each rank
+    columns = [[lines[rank] * size for size in sizes] for sizes in (before, after)]
     flat = _all_to_all(env, d, turned.reshape(count * before[rank]), pieces[0], columns[0], what)
     ends = pairwise(accumulate(columns[0], initial=0))
     blocks = [flat[a:b].reshape(lines[rank], n) for (a, b), n in zip(ends, before, strict=True)]
@@ -74,8 +75,8 @@ def _transform_dim(
 def _all_to_all(
     env: LayerContext, d: int, flat: Array, sent: Sequence[int], received: Sequence[int], what: str
 ) -> Array:
-    """Send consecutive pieces of `flat`, which holds real or complex numbers, to the ranks along dim `d`, and return
-    the pieces received from them. `sent` and `received` are the sizes of the pieces."""
+    """Send consecutive pieces of `flat`, which holds real or complex numbers, to the ranks along dim `d`. Return the
+    pieces received from these ranks. `sent` and `received` are the sizes of the pieces."""
     complex_dtype = flat.dtype
     if np.dtype(complex_dtype).kind != "c":
         return all_to_all_rows(env.xp, env.mesh.domain[d], flat, sent, received, what=what)

@@ -1,5 +1,5 @@
-"""Exchange of ghost cells: the rim of neighbors' cells around a solver's local arrays. The first layers of a model read
-ghost cells instead of padding."""
+"""Exchange of ghost cells: the layers of neighbors' cells around a solver's local arrays. The first layers of a model
+read ghost cells instead of padding."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: Fie
     """Return the state `y` surrounded by ghost cells, for use as the input of the next time step. Communicates with
     neighboring ranks.
 
-    The values of ghost cells are received from the ranks that own these cells, also across the ends of periodic dims.
-    Ghost cells beyond walls are copied from `initial`, the first input of the rollout. `y` is this rank's part without
-    ghost cells, (samples, channels, *cells). `parts` is the partition of the field, which includes the widths of ghost
-    cells and the periodicity of dims."""
+    The values of ghost cells come from the ranks that own these cells. Periodic dims wrap around. Ghost cells beyond
+    walls are copied from `initial`, the first input of the rollout. `y` is this rank's part without ghost cells,
+    (samples, channels, *cells). `parts` is the partition of the field, which includes the widths of ghost cells and the
+    periodicity of dims."""
     state = exchange_halo(env, y, _find_ghost_halos(parts))
     for cells in _list_indices_beyond_walls(env, parts):
         state[cells] = initial[cells]
@@ -36,17 +36,18 @@ def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Ar
     ranks."""
     for cells in _list_indices_beyond_walls(env, parts):
         dinitial[cells] += dstate[cells]
-        dstate[cells] = 0  # corner cells lie beyond several walls; the zero prevents them from being added twice
+        dstate[cells] = 0  # corner cells lie beyond several walls; set them to zero so that they are not added twice
     return exchange_halo_backward(env, dstate, _find_ghost_halos(parts))
 
 
 def drop_ghost_cells(env: LayerContext, state: Array, parts: FieldPartition) -> Array:
-    """Return a view of `state`, this rank's part of a field, (samples, channels, *cells), without its ghost cells."""
+    """Return a view of `state` without its ghost cells. `state` is this rank's part of a field, (samples, channels,
+    *cells)."""
     return state[_make_own_index(env, parts)]
 
 
 def add_to_own_cells(env: LayerContext, own: Array, ghosts: Array, parts: FieldPartition) -> Array:
-    """Return a copy of `ghosts`, an array with ghost cells, in which `own` has been added to the rank's own cells."""
+    """Return a copy of `ghosts`, an array with ghost cells, with `own` added to the rank's own cells."""
     state = ghosts.copy()
     state[_make_own_index(env, parts)] += own
     return state
@@ -75,7 +76,7 @@ def _find_ghost_halos(parts: FieldPartition) -> tuple[HaloSpec, ...]:
 
 def _list_indices_beyond_walls(env: LayerContext, parts: FieldPartition) -> list[tuple[Any, ...]]:
     """Return the array indices of this rank's ghost cells beyond walls, which are the ends of dims that are not
-    periodic. There is one index per wall, so a corner cell may be covered by several of them."""
+    periodic. There is one index per wall, so several indices may cover the same corner cell."""
     found = []
     for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
         (start, stop), (low, high) = get_local_range(env, cuts, d), sides[get_rank_along(env, cuts, d)]

@@ -27,11 +27,11 @@ class GlobalAttention(FieldAttention):
     cells: softmax(q k^T / sqrt(channels / n_heads)) v for each head.
 
     This is `MultiHeadAttention(causal=False)` on the sequence of cells, with the same parameters:
-    `qkv.weight (3 channels, channels)`, `qkv.bias`, `out.weight (channels, channels)` and `out.bias`. Its time grows
-    with the square of the number of cells, so vision transformers first reduce a field to patches. On a grid of ranks,
-    each rank keeps the queries of its cells, and the keys and values of all parts are passed around the ring of ranks
-    (Liu et al. 2023). In the backward pass, their gradients are passed around in the same way. Parts may have any size.
-    The layer is one FSDP unit.
+    `qkv.weight (3 channels, channels)`, `qkv.bias`, `out.weight (channels, channels)` and `out.bias`. The run time of
+    the layer grows with the square of the number of cells, so vision transformers first reduce a field to patches. On a
+    grid of ranks, each rank keeps the queries of its cells, and the ranks pass the keys and values of all parts around
+    a ring (Liu et al. 2023). In the backward pass, the gradients of keys and values go around the same ring. Parts may
+    have any size. The layer is one FSDP unit.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class GlobalAttention(FieldAttention):
 
 
 class CellRingAttention(FieldLayer):
-    """The part of `GlobalAttention` between its projections: takes queries, keys and values, (samples, 3 channels,
+    """The part of `GlobalAttention` between its projections. It takes queries, keys and values, (samples, 3 channels,
     *cells), and returns (samples, channels, *cells).
 
     Parameters
@@ -78,7 +78,7 @@ class CellRingAttention(FieldLayer):
 
 @lru_cache(1 << 10)
 def _list_part_sizes(parts: FieldPartition) -> tuple[int, ...]:
-    """Return the number of cells of each rank's part, in the order of `env.mesh.parts`."""
+    """Return the number of cells in each rank's part, in the order of `env.mesh.parts`."""
     places = product(*(range(len(cuts) - 1) for cuts in parts.cuts))
     return tuple(prod(parts.local_shape(place)) for place in places)
 

@@ -20,8 +20,8 @@ __all__ = ["RelativeH1"]
 
 
 class _StencilReach(FieldGradient):
-    """`FieldGradient` with the absolute values of its stencil weights. Applied to a field of zeros and ones, it returns
-    0 only where the stencils read no 1."""
+    """`FieldGradient` with the absolute values of its stencil weights. For an input of zeros and ones, the output is 0
+    exactly where the stencils read only zeros."""
 
     def _find_halo_taps_and_dim(
         self, env: LayerContext, term: DerivativeTerm, x: Array
@@ -36,13 +36,13 @@ class RelativeH1(RelativeL2):
     The error of a sample is `sqrt(|e|^2 + w |grad e|^2) / sqrt(|target|^2 + w |grad target|^2)`, where e = y - target
     and w is `gradient_weight`.
 
-    With w = 1, this is the norm of the Sobolev space H1, which neural operators use to learn small scales (Li et al.
-    2022). Norms are over all elements of a sample, and gradients are finite differences as in `FieldGradient`.
-    Differences that would read an element of weight 0, such as land, are left out.
+    With w = 1, the error is measured in the norm of the Sobolev space H1, which neural operators use to learn small
+    scales (Li et al. 2022). Norms are over all elements of a sample, and gradients are finite differences as in
+    `FieldGradient`. Differences that involve an element of weight 0, such as land, are left out.
 
     Parameters
     ----------
-    gradient_weight : factor w of the squared gradient, a length squared; default 1
+    gradient_weight : factor w of the squared gradient, in units of length squared; default 1
     spacing, periodic, order : as in `FieldDerivative`
     eps, weights, skipna : as in `RelativeL2`
     """
@@ -74,7 +74,7 @@ class RelativeH1(RelativeL2):
     def _get_error_target_and_weights(
         self, env: LayerContext, y: Array, target: Array
     ) -> tuple[Array, Array, Array | None]:
-        """Return the error, the target and the weights. The error and the target have their weighted gradients as
+        """Return the error, the target and the weights. The error and the target include their weighted gradients as
         additional channels."""
         error, target, w = super()._get_error_target_and_weights(env, y, target)
         xp, channels, scale = env.xp, y.shape[1], math.sqrt(self.gradient_weight)

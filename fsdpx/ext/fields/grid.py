@@ -75,11 +75,10 @@ class GridArguments(NamedTuple):
 class Grid(Domain):
     """Domain decomposition: a field partitioned over a Cartesian grid of ranks. Collective.
 
-    Parts may have any size and may be empty; each rank passes the size of its own part, and the ranks exchange these
+    Parts may have any size and may be empty. Each rank passes the size of its own part, and the ranks exchange these
     sizes. With `offsets`, each rank also passes the position of its part in the full field, and ranks may be numbered
     in any order. If the communicator has k times as many ranks as the grid (the product of `dims`), there are k fields,
-    which are the members of an ensemble. The first member is then held by the first ranks of the communicator, and so
-    on.
+    which are the members of an ensemble. The first ranks of the communicator then hold the first member, and so on.
 
     Parameters
     ----------
@@ -89,29 +88,29 @@ class Grid(Domain):
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
         "cyx" or "zyxc"; without "c", arrays have no channels dim, and the model sees one channel. Default: channels
         last
-    dims : number of ranks along each dim. Default: taken from a Cartesian `comm`, or derived from `offsets`; otherwise,
-        all ranks are along a single dim. Without `offsets`, the last dim varies fastest from rank to rank (C order), as
-        in MPI's Cartesian communicators
-    offsets : first cell of this rank's part in the full field along each dim, not counting ghost cells. Default: the
-        parts follow each other in rank order
+    dims : number of ranks along each dim. By default, these numbers are taken from a Cartesian `comm` or derived from
+        `offsets`; otherwise, all ranks lie along a single dim. Without `offsets`, the last dim varies fastest from rank
+        to rank (C order), as in MPI's Cartesian communicators
+    offsets : index, in the full field, of the first cell of this rank's part along each dim, not counting ghost cells.
+        By default, the parts follow each other in rank order
     ghosts : number of ghost cells that arrays have on each side of the part: one number for all dims, one per dim, or
-        (low, high) per dim; these numbers may differ between ranks along a dim. A convolution uses ghost cells instead
-        of padding if it is the first layer to read the field, or if all layers before it act on each cell separately.
+        (low, high) per dim; the widths may differ between ranks along a dim. A convolution uses ghost cells instead of
+        padding if it is the first layer to read the field, or if all layers before it act on each cell separately.
         Sides without ghost cells are padded as usual. Default: no ghost cells
-    periods : whether each dim is periodic; `Rollout` fills ghost cells accordingly. Default: the periods of a
-        Cartesian `comm`, else not periodic
+    periods : whether each dim is periodic; `Rollout` fills ghost cells accordingly. By default, the periods of a
+        Cartesian `comm`; otherwise, no dim is periodic
 
     Raises
     ------
     ConfigError : on all ranks, if the parts overlap, leave a gap or do not form a rectangle, if offsets contradict
-        `dims` or a Cartesian `comm`, or if the arguments of ranks contradict each other
+        `dims` or a Cartesian `comm`, or if ranks pass inconsistent arguments
     """
 
     _source: Grid | None = None
     """For a grid made by `with_partition`, the grid that owns the communicator. This reference keeps the communicator
     open."""
     _inputs: tuple[Grid, ...] = ()
-    """Grids of the model's inputs, if they differ from each other; otherwise ()."""
+    """Grids of the model's inputs if they differ from each other, otherwise ()."""
     _cells: Grid | None = None
     """For a grid of faces, the grid of the cells between them."""
     _face_dims: str = ""
@@ -164,8 +163,8 @@ class Grid(Domain):
         ghosts: Ghosts = 0,
         periods: Sequence[bool] | None = None,
     ) -> Grid:
-        """Return the grid of a field of `shape` cells, partitioned as evenly as possible over hypothetical ranks, for
-        `fsdpx.dry_run(domain=)`.
+        """Return the grid of a field of `shape` cells, partitioned as evenly as possible over hypothetical ranks. Pass
+        it to `fsdpx.dry_run(domain=)`.
 
         Parameters
         ----------
@@ -182,7 +181,7 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if `shape` and `dims` differ in length, or any of their numbers is below 1
+        ConfigError : if `shape` and `dims` differ in length or have an element below 1
         """
         one = (1,) * len(dims)
         if len(shape) != len(dims) or min((*dims, *shape), default=0) < 1:
@@ -195,17 +194,17 @@ class Grid(Domain):
         return made.as_rank(rank)
 
     def close(self) -> None:
-        """Free the grid's duplicate of the communicator; later calls do nothing. Collective.
+        """Free the grid's duplicate of the communicator. Later calls do nothing. Collective.
 
-        The sizes and partitions of the grid, and trainers made with it, remain usable; `gather` does not. The
-        communicator of a grid that was garbage-collected without `close` is freed when the next grid is made."""
+        The sizes and partitions of the grid remain usable, and so do trainers made with it, but `gather` does not. If a
+        grid is garbage-collected without `close`, its communicator is freed when the next grid is made."""
         if self._free is not None and self._free.detach() is not None:
             self._comm.Free()
 
     @property
     def comm(self) -> Any:
-        """The communicator of the grid's ranks: a duplicate of the communicator passed to `Grid` or, if it cannot be
-        duplicated, that communicator itself. None in a dry run.
+        """The communicator of the grid's ranks: a duplicate of the communicator passed to `Grid`, or that communicator
+        itself if it cannot be duplicated. None in a dry run.
 
         Raises ConfigError after `close`."""
         if self._free is not None and not self._free.alive:
@@ -213,7 +212,8 @@ class Grid(Domain):
         return self._comm
 
     def as_rank(self, rank: int) -> Grid:
-        """Return a copy of this grid as another rank would see it, without a communicator, for dry runs.
+        """Return a copy of this grid as another rank would see it. The copy has no communicator and is meant for dry
+        runs.
 
         Parameters
         ----------
@@ -259,8 +259,8 @@ class Grid(Domain):
         Parameters
         ----------
         dim : letter of the dim in the layout, such as "x"
-        shared : whether each rank's arrays include both faces of each of its cells, so that two neighboring ranks both
-            hold the face between them. The lower rank holds this face as a ghost cell, which must be filled before each
+        shared : whether each rank's arrays include both faces of each of its cells. If so, two neighboring ranks both
+            hold the face between them. On the lower rank, this face is a ghost cell, which must be filled before each
             call and is left out of results. Default False
 
         Returns
@@ -271,7 +271,7 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if the layout has no dim `dim`, or if this grid already is a grid of faces across it
+        ConfigError : if the layout has no dim `dim`, or if this grid is already a grid of faces across this dim
         """
         if not isinstance(dim, str) or len(dim) != 1 or dim not in self._dim_letters:
             raise ConfigError(f"Grid.faces: dim={dim!r}: choose one of {', '.join(self._dim_letters)}")
@@ -292,8 +292,8 @@ class Grid(Domain):
 
         Parameters
         ----------
-        grids : one grid for each model input that is a field, in the order of the inputs. Each must be on the same
-            ranks and have the same layout as this one
+        grids : one grid for each model input that is a field, in the order of the inputs. Each grid must have the same
+            ranks and the same layout as this grid
 
         Returns
         -------
@@ -303,7 +303,7 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if a grid is on other ranks than this one, or has a different layout
+        ConfigError : if a grid has different ranks or a different layout than this grid
         """
         for i, grid in enumerate(grids):
             if not isinstance(grid, Grid):
@@ -322,10 +322,10 @@ class Grid(Domain):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """The ranks whose memory and traffic a dry run reports, as positions in the grid in C order.
+        """The ranks whose memory and traffic a dry run reports, given as positions in the grid in C order.
 
-        The first has the most cells along each dim, and the second has the most neighbors. If these are the same rank,
-        it is listed once."""
+        The first has the most cells along each dim, and the second has the most neighbors. A rank that is both is
+        listed once."""
         most: list[list[int]] = [[], []]
         for cuts, width, closed in zip(self.parts.cuts, self.dims, self.periods, strict=True):
             sizes = [(cuts[r + 1] - cuts[r], closed or 0 < r < width - 1) for r in range(width)]
@@ -338,9 +338,9 @@ class Grid(Domain):
 
         Parameters
         ----------
-        shape : shape of the array of the full field, in the grid's layout, with or without a samples dim; a shape with
-            fewer dims than the layout is returned unchanged
-        ghosts : whether to count the ghost cells of this rank; default False
+        shape : shape of the full field's array, in the grid's layout, with or without a samples dim; a shape with fewer
+            dims than the layout is returned unchanged
+        ghosts : whether to include this rank's ghost cells; default False
 
         Returns
         -------
@@ -374,7 +374,7 @@ class Grid(Domain):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Number of this rank's cells along each dim, excluding ghost cells."""
+        """Number of cells of this rank along each dim, excluding ghost cells."""
         return self.parts.local_shape(self.coords)
 
     @property
@@ -395,13 +395,13 @@ class Grid(Domain):
 
     @property
     def input_partitions(self) -> tuple[FieldPartition, ...]:
-        """Partitions of those model inputs that are fields: one for all of them, or one for each."""
+        """Partitions of the model inputs that are fields: one partition shared by all, or one per input."""
         return tuple(grid.input_partition for grid in self._inputs) or (self.input_partition,)
 
     @property
     def joined_partition(self) -> tuple[FieldPartition, ...] | None:
-        """The partitions of the model's inputs for a single process that holds the full fields, with ghost cells only
-        outside the domain. None if the grid has no ghost cells."""
+        """The partitions of the model's inputs as a single process would hold them: the full fields, with ghost cells
+        only outside the domain. None if the grid has no ghost cells."""
         if not any(parts.ghosts for parts in self.input_partitions):
             return None
         return tuple(parts.make_single_rank_partition() for parts in self.input_partitions)
@@ -409,13 +409,13 @@ class Grid(Domain):
     def shard_model(
         self, model: Layer, parts: Sequence[FieldPartition] | None = None
     ) -> tuple[Layer, tuple[Kind, ...]]:
-        """Return the model that each rank runs on its part of the field, and how each output is distributed over the
-        ranks. Communicates nothing.
+        """Return the model that each rank runs on its part of the field, and the distribution of each output over the
+        ranks. Does not communicate.
 
         Parameters
         ----------
         model : model of the full field
-        parts : partitions of the model's inputs; default None: those in `input_partitions`
+        parts : partitions of the model's inputs; if None (default), use `input_partitions`
 
         Returns
         -------
@@ -437,7 +437,7 @@ class Grid(Domain):
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> FieldSamples:
         """Return an object that describes how the inputs and outputs of `model` are distributed over the ranks of a
-        mesh. Communicates nothing.
+        mesh. Does not communicate.
 
         Parameters
         ----------
@@ -455,7 +455,7 @@ class Grid(Domain):
         """
         mistake = describe_padding_periodicity_conflict(model, self._dim_letters, self.periods, self.ghosts)
         made = self._partition_model(model)
-        if self._comm is not None:  # skipped in a dry run, where one rank's arrays stand for those of all ranks
+        if self._comm is not None:  # skipped in a dry run, where one rank's arrays stand in for all ranks' arrays
             require_arrays_fit_local_part(made.model, lambda parts: parts.local_shape(self.coords))
         return FieldSamples(self, made.inputs, made.outputs, axes, mistake)
 
@@ -464,13 +464,13 @@ class Grid(Domain):
 
         Parameters
         ----------
-        mesh : mesh with the width of each axis
+        mesh : mesh that defines the width of each axis
         world : the communicator of all ranks of the mesh
 
         Returns
         -------
         SampleGroups
-            groups derived from the grids of all ranks or, in a dry run, groups of consecutive data ranks
+            groups derived from the grids of all ranks; in a dry run, groups of consecutive data ranks
 
         Raises
         ------
@@ -506,7 +506,7 @@ class Grid(Domain):
 
     def take_local(self, array_or_index: Any) -> Any:
         """Return this rank's part of an array for the full field, or convert an index into the full field to an index
-        into this rank's arrays. Communicates nothing.
+        into this rank's arrays. Does not communicate.
 
         Parameters
         ----------
@@ -521,8 +521,8 @@ class Grid(Domain):
 
         Raises
         ------
-        DataError : if the array does not have the cells of the full field, or the tuple selects a cell that does not
-            exist
+        DataError : if the array does not match the cells of the full field, or if the tuple selects a cell that does
+            not exist
         """
         if isinstance(array_or_index, tuple):
             return self._find_local_index(array_or_index)
@@ -580,8 +580,8 @@ class Grid(Domain):
 
         Raises
         ------
-        DataError : on all ranks, if the array of a rank does not have the shape of its part, or if the arrays of ranks
-            differ in dtype or in other dims
+        DataError : on all ranks if a rank's array does not have the shape of its part, or if arrays on different ranks
+            differ in dtype or in the size of a non-cell dim
         """
         array = self.without_ghosts(np.asarray(array))
         everyone = [(tuple(shape), dtype) for shape, dtype in self.all_gather_data((array.shape, array.dtype.str))]
@@ -611,7 +611,7 @@ class Grid(Domain):
 
         Parameters
         ----------
-        array : this rank's part in the grid's layout; if it has no ghost cells, it is returned unchanged
+        array : this rank's part in the grid's layout. An array without ghost cells is returned unchanged
 
         Returns
         -------
@@ -620,8 +620,8 @@ class Grid(Domain):
         return self._strip_ghosts(array, self.input_partition)
 
     def _strip_ghosts(self, array: Any, parts: FieldPartition) -> Any:
-        """Return a view of this rank's array without the ghost cells that it has according to the partition `parts`. An
-        array without ghost cells is returned unchanged."""
+        """Return a view of this rank's array without the ghost cells that the partition `parts` specifies. An array
+        without ghost cells is returned unchanged."""
         cells, ghosts = parts.local_shape(self.coords), self._get_ghosts_of(parts)
         if not self._has_cells(array, _count_cells_with_ghosts(cells, ghosts)):
             return array
@@ -636,13 +636,13 @@ class Grid(Domain):
         Parameters
         ----------
         array : this rank's part in the grid's layout, with or without a leading samples dim
-        parts : partition of the field; if it has ghost cells, so must the array
+        parts : partition of the field; if this partition has ghost cells, the array must have them too
         name : name of the array, for error messages
 
         Returns
         -------
         array
-            with one sample if the given array has no samples dim, and one channel if the layout has no channels
+            with one sample if `array` has no samples dim, and one channel if the layout has no channels
 
         Raises
         ------
@@ -671,7 +671,7 @@ class Grid(Domain):
         Parameters
         ----------
         array : (samples, channels, *cells)
-        batched : whether to keep the samples dim; if False, the result is the first sample
+        batched : whether to keep the samples dim. If False, return the first sample
 
         Returns
         -------
@@ -707,7 +707,7 @@ class Grid(Domain):
         return np.ndim(array) > len(self.layout)
 
     def _get_ghosts_of(self, parts: FieldPartition) -> tuple[GhostWidths, ...]:
-        """Return the widths (before, after), along each dim, of the ghost cells of this rank's part of a field."""
+        """Return the ghost cell widths (before, after) of this rank's part of a field along each dim."""
         found = tuple(sides[r] for sides, r in zip(parts.ghosts, self.coords, strict=False))
         return found or ((0, 0),) * len(self.dims)
 
@@ -720,14 +720,14 @@ class Grid(Domain):
         return array.ndim >= len(self.layout) and self._replace_cell_dims(cells, array.shape) == tuple(array.shape)
 
     def _make_slices_of_rank_part(self, coords: Sequence[int], ndim: int) -> tuple[slice, ...]:
-        """Return the index that selects, from a full array with `ndim` dims, the part of the rank at `coords`."""
+        """Return the index that selects the part of the rank at `coords` from a full array with `ndim` dims."""
         index = [slice(None)] * ndim
         for cuts, dim, r in zip(self.parts.cuts, self._find_cell_dims(ndim), coords, strict=True):
             index[dim] = slice(cuts[r], cuts[r + 1])
         return tuple(index)
 
     def _replace_cell_dims(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
-        """Return `shape` with the sizes of its cell dims replaced by `cells`."""
+        """Return `shape` with the sizes of its cell dims replaced with `cells`."""
         found = list(shape)
         for dim, size in zip(self._find_cell_dims(len(shape)), cells, strict=True):
             found[dim] = size
@@ -751,8 +751,8 @@ class Grid(Domain):
             )
 
     def _explain_changed_output_size(self, parts: FieldPartition) -> str:
-        """Return a sentence for error messages if the model's output differs in size from the grid's field, otherwise
-        ""."""
+        """If the model's output differs in size from the grid's field, return a sentence for error messages. Otherwise,
+        return ""."""
         output, field = (" x ".join(str(cuts[-1]) for cuts in one.cuts) for one in (parts, self.parts))
         if output == field:
             return ""
@@ -772,8 +772,8 @@ class Grid(Domain):
         return f". This is the whole field: give this rank's part, grid.take_local(array){ghosts}"
 
     def _explain_staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
-        """Return advice for error messages if an array has one more value than there are cells along some dims, as on a
-        staggered grid; otherwise return ""."""
+        """If an array has one more value than there are cells along some dims, as on a staggered grid, return advice
+        for error messages. Otherwise, return ""."""
         if len(shape) < len(self._dim_letters):
             return ""
         dims = self._find_cell_dims(len(shape))
@@ -797,8 +797,8 @@ class FieldSamples(SplitSamples):
     Attributes
     ----------
     grid : the domain decomposition of the input
-    input_kinds, output_kinds : how each input and output of the model is distributed: the partition of a field, or
-        `Replicated` for scalars (samples, n), which every rank holds in full
+    input_kinds, output_kinds : distribution of each model input and output: the partition of a field, or `Replicated`
+        for scalars (samples, n), which every rank holds in full
     axes : the communicators of the mesh on this rank
     padding_mistake : warning about a layer whose padding conflicts with the grid's periodicity, or "" if there is none
     """
@@ -825,7 +825,7 @@ class FieldSamples(SplitSamples):
 
     def describe_array(self, array: Any) -> str:
         """Return a description of the array's dtype and number of channels. Ranks compare their descriptions, which
-        must be equal. Numbers of samples and cells are left out, because they may differ between ranks."""
+        must be equal. The numbers of samples and cells are left out because they may differ between ranks."""
         return f"{array.dtype} of {array.shape[1] if array.ndim > 1 else 'no'} channels"
 
     def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
@@ -847,8 +847,8 @@ class FieldSamples(SplitSamples):
         return make_overlapping_parts_warning(shared) if shared else self.padding_mistake
 
     def compute_full_input_shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
-        """Return the shape of the full field of input number `index`, including ghost cells outside the domain, given
-        the shape of this rank's part."""
+        """Given the shape of this rank's part, return the shape of the full field of input number `index`, including
+        ghost cells outside the domain."""
         kind = self.input_kinds[index]
         if not isinstance(kind, FieldPartition):
             return shape
@@ -907,8 +907,8 @@ def _count_cells_with_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]
 
 
 def _simplify_ghost_widths(ghosts: Sequence[Any]) -> tuple[Any, ...]:
-    """Return, for each dim, a single number if both sides have the same number of ghost cells, otherwise (low,
-    high)."""
+    """Return one entry per dim: a single number if both sides have the same number of ghost cells, and (low, high)
+    otherwise."""
     return tuple(sides[0] if len(set(sides)) == 1 else sides for sides in ghosts)
 
 
@@ -918,7 +918,7 @@ def _unravel_rank(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def _convert_to_int_tuple(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers as a tuple of ints; raise TypeError if any of them is not an integer."""
+    """Return the numbers as a tuple of ints. Raise TypeError if any of them is not an integer."""
     for n in numbers:
         if isinstance(n, bool):
             raise TypeError(f"{n} is no whole number")
@@ -928,7 +928,7 @@ def _convert_to_int_tuple(numbers: Sequence[int]) -> tuple[int, ...]:
 def _parse_grid_arguments(
     comm: Any, size: int, shape: Any, layout: Any, dims: Any, offsets: Any, ghosts: Any, periods: Any
 ) -> GridArguments:
-    """Return this rank's arguments to `Grid` as `GridArguments`; raise TypeError or ValueError if any of them is
+    """Return this rank's arguments to `Grid` as `GridArguments`. Raise TypeError or ValueError if any of them is
     invalid."""
     at = None
     if hasattr(comm, "Get_cart_rank"):
@@ -979,8 +979,7 @@ def _find_argument_error(args: GridArguments, size: int) -> str:
 
 
 def _require_consistent_arguments(all_args: Sequence[GridArguments]) -> None:
-    """Raise ConfigError if any rank's arguments are invalid, or if the arguments of different ranks contradict each
-    other."""
+    """Raise ConfigError if any rank's arguments are invalid, or if the ranks' arguments are inconsistent."""
     for rank, fact in enumerate(all_args):
         if fact.error:
             raise ConfigError(f"Grid: rank {rank}: {fact.error}")
@@ -1006,8 +1005,8 @@ class FieldCuts(NamedTuple):
     Attributes
     ----------
     ranks : ranks of the communicator, in the order of the grid
-    cuts : for each dim, the first cell of each slab, followed by the number of cells of the field; a slab consists of
-        all parts at the same position along the dim
+    cuts : for each dim, the first cell of each slab, followed by the total number of cells. A slab consists of all
+        parts at the same position along the dim
     sides : for each dim and slab, the widths (before, after) of its ghost cells
     """
 
@@ -1018,10 +1017,10 @@ class FieldCuts(NamedTuple):
 
 
 def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts:
-    """Derive the partition of one field from the arguments of its ranks; raise ConfigError if the parts do not form a
+    """Derive the partition of one field from the arguments of its ranks. Raise ConfigError if the parts do not form a
     rectangle.
 
-    `rank0` is the rank, in the communicator, of the first rank that holds this field."""
+    `rank0` is the communicator's number of the first rank that holds this field."""
     dims, ranks = _find_dims_and_ranks(all_args, rank0)
     cuts, sides = [], []
     for d, letter in enumerate(all_args[0].dim_letters):

@@ -1,4 +1,5 @@
-"""Group norm and instance norm. Their statistics cover all cells of a field, which may be partitioned over ranks."""
+"""Group norm and instance norm. Statistics are computed over all cells of a field, which may be partitioned over
+ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ class GroupNorm(Layer, HoldsLocalArray):
     bias.
 
     Mean and biased variance are computed over the channels of a group and all cells, separately for each sample. On a
-    grid of ranks, the counts, means and sums of squared deviations of the parts are merged in float64 by the rule of
-    Chan et al. (1979), which avoids cancellation. For each sample and group, the forward pass all-gathers 24 bytes per
-    rank, and the backward pass all-reduces 16 bytes. As in PyTorch, DataError is raised if the batch has one sample and
-    each group has a single value.
+    grid of ranks, the parts' counts, means and sums of squared deviations are merged in float64 with the method of Chan
+    et al. (1979), which avoids cancellation. For each sample and group, the forward pass all-gathers 24 bytes per rank,
+    and the backward pass all-reduces 16 bytes. As in PyTorch, DataError is raised if the batch has one sample and each
+    group has a single value.
 
     Parameters
     ----------
@@ -128,8 +129,8 @@ class GroupNorm(Layer, HoldsLocalArray):
                 g[name][...] += values.sum(axis=0).astype(g[name].dtype)
 
     def _compute_group_moments(self, env: LayerContext, x: Array, count: float) -> Array:
-        """Return, as (3, samples, groups) in float64, the count, mean and sum of squared deviations for each sample and
-        group over this rank's cells."""
+        """Return the count, mean and sum of squared deviations over this rank's cells for each sample and group, as a
+        float64 array (3, samples, groups)."""
         xp, cells = env.xp, math.prod(x.shape[2:])
         moments = kernels.channel_means_and_square_deviations(xp, x)
         mean, squares = merge_channel_moments_into_groups(xp, moments, self.num_groups, cells)
@@ -164,8 +165,8 @@ class GroupNorm(Layer, HoldsLocalArray):
         return env.xp.repeat(a, self.num_channels // self.num_groups, axis=1)
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
-        """Return whether a group with a single value raises DataError. As in PyTorch, this is the case only if the
-        batch has one sample."""
+        """Return whether a group with a single value raises DataError. As in PyTorch, it does so only if the batch has
+        one sample."""
         return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
 
 

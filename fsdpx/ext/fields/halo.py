@@ -1,8 +1,8 @@
 """Halo specifications: which cells of other ranks each rank needs along each dim of a partitioned field.
 
-The activations of a field are (samples, channels, *cells). Along each cell dim, the ranks of a line of the grid own
-consecutive intervals of cells, which may have any size and may be empty. All ranks know the bounds of these intervals.
-Ranks derive the halo of a layer from them, and need not negotiate at run time."""
+The activations of a field are (samples, channels, *cells). Along each cell dim, the ranks in a line of the grid own
+consecutive intervals of cells. Intervals may have any size and may be empty. All ranks know the bounds of these
+intervals. Ranks derive a layer's halo from these bounds, without negotiation at run time."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ __all__ = [
 
 MODES = ("zeros", "circular", "reflect", "replicate")
 """Padding modes, as in PyTorch. The values beyond an end of a dim are, respectively, zeros, the cells at the other end,
-the mirror image of the cells at this end, or copies of the last cell."""
+the mirror image of the cells at this end, or copies of the cell at this end."""
 
 PaddingSide = str | float
-"""Padding beyond one end of a dim: one of `MODES`, or a number, which is the value of the cells there."""
+"""Padding beyond one end of a dim: one of `MODES`, or a number with the value of all cells beyond the end."""
 
 PaddingMode = PaddingSide | tuple[PaddingSide | tuple[PaddingSide, PaddingSide], ...]
 """Padding as passed by the caller: one padding for all dims, or one per dim, each of which may be a pair (before,
@@ -51,8 +51,8 @@ CellInterval = tuple[int, int]
 
 
 class FieldEnd(NamedTuple):
-    """One end of the field along a dim, including ghost cells beyond the domain. `cell` is the first cell or, at the
-    upper end, one past the last cell. `rank` is the rank that holds the cells at this end."""
+    """One end of the field along a dim, including ghost cells beyond the domain. `cell` is the first cell at the lower
+    end, and one past the last cell at the upper end. `rank` is the rank that holds the cells at this end."""
 
     cell: int
     rank: int
@@ -64,9 +64,9 @@ class HaloPiece(NamedTuple):
     Attributes
     ----------
     receiver, sender : coordinates of the two ranks along the dim
-    into : index of these cells among the cells that rank `receiver` needs; a slice, or an index array if they are not
-        consecutive
-    cells : index of these cells among the cells that rank `sender` provides; a slice or an index array
+    into : index of these cells among the cells that rank `receiver` needs: a slice, or an index array if the cells are
+        not consecutive
+    cells : index of these cells among the cells that rank `sender` provides: a slice or an index array
     length : number of cells
     """
 
@@ -87,8 +87,8 @@ class HaloSpec:
     cuts : bounds of the cells that the ranks own
     needs : the range [start, stop) of cells that each rank needs, possibly beyond the ends of the field
     mode : padding beyond both ends, or a pair (padding before the field, padding after it)
-    ghosts : (before, after) ghost cells that each rank already holds around its own cells and therefore does not
-        request; () if there are no ghost cells
+    ghosts : widths (before, after) of the ghost cells that each rank already holds around its own cells and therefore
+        does not request; () if there are none
     """
 
     dim: int
@@ -99,12 +99,12 @@ class HaloSpec:
 
     @property
     def padding_sides(self) -> tuple[PaddingSide, PaddingSide]:
-        """Padding before the field and padding after it, each a mode or the value of the cells there."""
+        """Padding before and after the field. Each is a mode, or a number with the value of the padding cells."""
         return self.mode if isinstance(self.mode, tuple) else (self.mode, self.mode)
 
     @property
     def has_constants(self) -> bool:
-        """True if the padding mode at one or both ends is a number, the value of the cells beyond that end."""
+        """True if the padding at one or both ends is a number, which is the value of the cells beyond that end."""
         return not all(isinstance(side, str) for side in self.padding_sides)
 
     @property
@@ -116,8 +116,8 @@ class HaloSpec:
 
     @property
     def is_covered_by_ghosts(self) -> bool:
-        """True if each rank already holds all cells that it needs, as its own cells or as ghost cells, so that nothing
-        is exchanged."""
+        """True if each rank already holds all cells that it needs, either its own or ghost cells, so that nothing is
+        exchanged."""
         if not self.ghosts:
             return False
         pairs = zip(self.needs, self.provided_cell_intervals, strict=True)
@@ -131,7 +131,7 @@ class HaloSpec:
 
     @property
     def needed_extent(self) -> CellInterval:
-        """The smallest interval [start, stop) that contains every cell that some rank needs."""
+        """The smallest interval [start, stop) that contains all cells needed by any rank."""
         some = [need for need in self.needs if need[1] > need[0]]
         return min((start for start, _ in some), default=0), max((stop for _, stop in some), default=0)
 
@@ -211,8 +211,8 @@ def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
 
 
 def _map_padding_to_cells(cells: np.ndarray, n: int, sides: tuple[PaddingSide, PaddingSide]) -> np.ndarray:
-    """Replace the indices of cells beyond the ends of a field of n cells by the indices of the cells that provide the
-    padding values. Indices of cells with fixed values, as in mode "zeros", are left unchanged."""
+    """Replace indices of cells beyond the ends of a field of n cells with the indices of the cells whose values pad the
+    field. If the padding has a fixed value, as in mode "zeros", leave the indices unchanged."""
     turned = [np.where(cells < 0, -cells, 2 * (n - 1) - cells)] if "reflect" in sides else []
     maps = {"circular": lambda: cells % n, "replicate": lambda: np.clip(cells, 0, n - 1), "reflect": lambda: turned[0]}
     low, high = (maps[side]() if side in maps else cells for side in sides)
@@ -220,7 +220,7 @@ def _map_padding_to_cells(cells: np.ndarray, n: int, sides: tuple[PaddingSide, P
 
 
 def to_slice_if_consecutive(indices: np.ndarray) -> Any:
-    """Return a slice if the indices are consecutive, otherwise the index array unchanged."""
+    """Return a slice if the indices are consecutive; otherwise, return the index array unchanged."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first == indices.size - 1 and (np.diff(indices) == 1).all():
         return slice(first, last + 1)
@@ -277,8 +277,8 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
     """Raise ShapeError if the field is too small for the padding, or if windows reach beyond the ghost cells outside
     the domain.
 
-    Inside the domain, windows may reach any distance, because cells are sent by their owners. `parts` provides the name
-    of the dim for the error message."""
+    Inside the domain, windows may reach any distance because the owners send the cells. `parts` provides the name of
+    the dim for the error message."""
     n, name, (low, high) = halo.cuts[-1], parts.get_dim_name(halo.dim - 2), halo.field_ends
     start, stop = halo.needed_extent
     for side, lacks, ghosts in zip(halo.padding_sides, (-start, stop - n), (-low.cell, high.cell - n), strict=True):
@@ -312,7 +312,7 @@ class DimEnds(NamedTuple):
     dim : index of the cell dim
     periodic : whether the layer continues the field periodically
     text : description of what the layer does, for warnings
-    advice : what the user should choose if the dim is not periodic, and what if it is periodic
+    advice : a pair with the recommended setting for a non-periodic dim and for a periodic dim
     """
 
     dim: int
@@ -332,12 +332,13 @@ class FieldLayer(Layer):
     """Base class for layers that need to know how their input field is partitioned over ranks."""
 
     parts: FieldPartition | None = None
-    """Partition of the input; None: this rank holds the full field."""
+    """Partition of the input. If None, this rank holds the full field."""
     rows_of_mesh: ClassVar[tuple[str, ...]] = ()
-    """What the rows of inputs may be if the layer also runs on meshes (see `ext.meshes.MeshPartition`)."""
+    """Kinds of rows that the inputs of a layer may have on a mesh, if the layer also runs on meshes (see
+    `ext.meshes.MeshPartition`)."""
     dims: ClassVar[int]
-    """Number of cell dims, in classes that accept only fields with this number, such as `class Conv2d(Conv,
-    dims=2)`."""
+    """Number of cell dims, in classes that accept only fields with this many dims, such as
+    `class Conv2d(Conv, dims=2)`."""
 
     def __init_subclass__(cls, dims: int | None = None) -> None:
         super().__init_subclass__()
@@ -350,13 +351,12 @@ class FieldLayer(Layer):
         return parts
 
     def get_partition(self, x: Array) -> FieldPartition:
-        """Return how the input `x` is partitioned over ranks. If it is not partitioned, the result has a single
-        part."""
+        """Return the partition of the input `x` over ranks. If `x` is not partitioned, the result has a single part."""
         return self.parts or FieldPartition.on_one_rank(x.shape[2:])
 
     def list_dim_ends(self, dims: int) -> list[DimEnds]:
-        """Return how the layer continues a field with `dims` cell dims beyond its ends: one `DimEnds` for each dim
-        along which the layer reads beyond the ends."""
+        """Return one `DimEnds` for each dim along which the layer reads beyond the ends of a field with `dims` cell
+        dims."""
         return []
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:

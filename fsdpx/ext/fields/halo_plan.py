@@ -1,8 +1,9 @@
-"""Plans of halo exchanges: which messages a rank sends and receives, and which cells it copies. Plans are cached.
+"""Plans for halo exchanges. A plan lists the messages that a rank sends and receives, and the cells that it copies.
+Plans are cached.
 
-A slab is the block of halo cells on one side of a rank's part. Halo cells are exchanged along one dim after another. A
-slab along a dim also extends over the halo of the dims exchanged before, so that corner cells arrive without messages
-between diagonal neighbors."""
+A slab is the block of halo cells on one side of a rank's part. Halo cells are exchanged one dim at a time. A slab along
+a dim also extends over the halo of the dims exchanged before, so that corner cells arrive without messages between
+diagonal neighbors."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ Shape = tuple[int, ...]
 
 
 class CellCopy(NamedTuple):
-    """A copy of cells from a local box, which is the rank's own part or a received slab, into a message or slab.
+    """A copy of cells from a local box into a message or slab. The box is the rank's own part or a received slab.
 
     Attributes
     ----------
@@ -49,8 +50,8 @@ class OwnCells(NamedTuple):
     """Local cells that are copied into a slab or message in the forward pass, and to which gradients are added in the
     backward pass.
 
-    `copies` is for the forward pass. `adds` is for the backward pass, and covers the same cells: a cell that is copied
-    n times occurs in n entries, so that all its gradients are added."""
+    `copies` is for the forward pass. `adds` is for the backward pass, and covers the same cells. A cell that is copied
+    n times occurs in n entries so that all of its gradients are added."""
 
     copies: tuple[CellCopy, ...]
     adds: tuple[CellCopy, ...]
@@ -69,8 +70,8 @@ class RecvMessage(NamedTuple):
     """A message with halo cells that this rank receives. `rank` is the coordinate of the sender along the exchanged
     dim.
 
-    `parts` describes how the message is divided over slabs, as (number of the slab, index in the slab, index in the
-    message)."""
+    `parts` lists the pieces of the message that go into each slab, as (number of the slab, index in the slab, index in
+    the message)."""
 
     rank: int
     shape: Shape
@@ -83,10 +84,10 @@ class HaloLine(NamedTuple):
     Attributes
     ----------
     dim : the dim of the array
-    whole : shape of the array of own cells and of the halo received so far, including this exchange
+    whole : shape of the array that holds own cells and the halo received up to and including this exchange
     slabs : (offset, shape) of each slab of halo cells
-    own : (number of the slab, cells to copy) for each slab that is filled at least partly from local cells, such as
-        those at the other end of a periodic field
+    own : (number of the slab, cells to copy) for each slab that is filled at least partly from local cells, such as the
+        cells at the other end of a periodic field
     arriving, leaving : the messages that this rank receives and sends
     """
 
@@ -101,15 +102,15 @@ class HaloLine(NamedTuple):
 class HaloPlan(NamedTuple):
     """The halo exchange of one rank, dim by dim.
 
-    `offset` is the position of the rank's first own cell, along each cell dim, in the array of own cells and halo.
-    `lines` are the exchanges along single dims, in the order in which they are done."""
+    `offset` is the position of the rank's first own cell in the array of own cells and halo, along each cell dim.
+    `lines` are the exchanges along single dims, in order of execution."""
 
     offset: Shape
     lines: tuple[HaloLine, ...]
 
 
 class _DimNeeds(NamedTuple):
-    """The cells that a rank needs along one dim, which are its own cells and its halo.
+    """The cells that a rank needs along one dim: its own cells and its halo.
 
     Attributes
     ----------
@@ -182,7 +183,7 @@ def _plan_exchange_along_dim(
     """Return the plan of the exchange along one dim.
 
     `boxes` are the blocks of cells that this rank already holds, and `sizes` is the shape of the array that contains
-    all of them. `exchanged` are the rank's needs along the dims that were exchanged before."""
+    all of them. `exchanged` holds the rank's needs along the dims that were exchanged earlier."""
     dim, own = needs.halo.dim, list[tuple[int, OwnCells]]()
     arriving, leaving = list[RecvMessage](), list[SendMessage]()
 
@@ -233,8 +234,8 @@ def _as_indices(cells: Any) -> np.ndarray:
 def _plan_copies_from_local_boxes(
     xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_DimNeeds], cells: Any, into: Any
 ) -> OwnCells:
-    """Return the copies that fill index `into` along `dim` of a message or slab with the cells at index `cells`, from
-    all local boxes that hold some of these cells."""
+    """Return the copies that fill index `into` along `dim` of a message or slab with the cells at index `cells`. The
+    copies take cells from all local boxes that hold any of them."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
         places = _as_indices(into)
@@ -256,8 +257,8 @@ def _iterate_copies(
 
 
 def find_overlap_slices(offset: int, count: int, size: int) -> tuple[slice, slice]:
-    """Intersect the cells [offset, offset + count) with [0, size). Return the overlap as two slices, first relative to
-    cell 0 and then relative to cell `offset`."""
+    """Intersect the cells [offset, offset + count) with [0, size). Return the overlap as two slices: one relative to
+    cell 0, and one relative to cell `offset`."""
     a = max(offset, 0)
     b = max(min(offset + count, size), a)
     return slice(a, b), slice(a - offset, b - offset)
@@ -268,6 +269,6 @@ def slice_dim(xp: Any, dim: int, cells: Any) -> Index:
 
 
 def to_device_index(xp: Any, cells: Any) -> Any:
-    """Return `cells` as an array of the module `xp` if it is an index array, and unchanged if it is a slice."""
+    """Return `cells` as an array of the module `xp` if it is an index array. Return a slice unchanged."""
     plain = isinstance(cells, slice) or xp is np or getattr(xp, "holds_no_data", False)
     return cells if plain else xp.asarray(cells)

@@ -1,8 +1,8 @@
 """Halo exchange of a partitioned field, in the forward and backward passes, overlapped with computation on the rank's
 own cells.
 
-A layer can take the halo as separate slabs, which are blocks of cells next to the rank's part. The part is then not
-copied. Alternatively, a layer can take a single array that contains both the part and its halo."""
+A layer can take the halo as separate slabs, which are blocks of cells next to the rank's part. This avoids a copy of
+the part. Alternatively, a layer can take a single array that contains both the part and its halo."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ HALO, HALO_GRADIENT = 2, 3
 
 
 class HaloBox(NamedTuple):
-    """A block of cells. `offset` is the position of its first cell, along each cell dim, in the array of own cells and
-    halo."""
+    """A block of cells. `offset` is the position of its first cell in the array of own cells and halo, along each cell
+    dim."""
 
     offset: tuple[int, ...]
     cells: Array
 
 
 def _get_halo_plan(env: LayerContext, halos: Sequence[HaloSpec], shape: Sequence[int]) -> HaloPlan:
-    """Return the cached plan of this rank's halo exchange for a part of shape `shape`."""
+    """Return the cached plan of this rank's halo exchange for a part with this `shape`."""
     return make_halo_plan(env.xp, tuple(halos), tuple(shape), tuple([line.rank for line in env.mesh.domain]))
 
 
 def _intersect_box(offset: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-    """Intersect the box at `offset`, of shape `shape`, with the array of own cells and halo, whose shape is `sizes`.
-    Return the index of the overlap in the array, and its index in the box."""
+    """Intersect the box with position `offset` and shape `shape` with the array of own cells and halo, whose shape is
+    `sizes`. Return the index of the overlap in the array, and its index in the box."""
     rows = [find_overlap_slices(*row) for row in zip(offset, shape[2:], sizes[2:], strict=True)]
     return tuple((slice(None), slice(None), *one) for one in zip(*rows, strict=True))
 
@@ -105,12 +105,12 @@ class HaloSlabs:
     def _make_buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         flat, cells = _make_message_buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
         if self._done:
-            # no message contains the corner cells beyond the ends of the field, so they are set here
+            # set corner cells beyond the ends of the field, which no message contains
             flat[...] = self._padding_value
         return flat, cells
 
     def _copy_to_message(self, message: Array, own: OwnCells) -> None:
-        """Copy local cells into a message or slab, as planned in `own`."""
+        """Copy local cells into a message or slab according to `own`."""
         for number, there, here in own.copies:
             message[there] = self.boxes[number].cells[here]
 
@@ -121,7 +121,7 @@ def exchange_slab_gradients(
     """Send the gradients of halo cells to the owners of these cells, and return the gradient of this rank's part.
 
     `boxes` holds the box of own cells, followed by boxes with the gradients of all slabs. `compute_own` is called while
-    messages are in flight, and must return the gradient of own cells, to which received gradients are added in rank
+    messages are in flight, and must return the gradient of own cells. Received gradients are added to it in rank
     order."""
     lines, found, boxes = _get_halo_plan(env, halos, boxes[0].cells.shape).lines, None, list(boxes)
     for line in reversed(lines):
@@ -168,7 +168,7 @@ def _add_message_gradients(boxes: list[HaloBox], own: OwnCells, message: Array) 
 
 
 def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], padding_value: float = 0.0) -> Array:
-    """Return one array with `x`, this rank's part of a field, and the halo around it. Communicates with the ranks that
+    """Return one array that contains `x`, this rank's part of a field, and its halo. Communicates with the ranks that
     own the halo cells.
 
     `padding_value` is the value of cells beyond the ends of the field in mode "zeros". In corners where the fixed
@@ -193,7 +193,7 @@ def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], paddin
 
 
 def _fill_beyond_ends(env: LayerContext, y: Array, halo: HaloSpec, padding_value: float) -> None:
-    """Set the cells of `y` beyond the ends of the field to the fixed value of the padding, at each end that has one."""
+    """At each end of the field whose padding has a fixed value, set the cells of `y` beyond the end to this value."""
     start, _ = halo.needs[get_rank_along(env, halo.cuts, halo.dim - 2)]
     low, high = (max(end.cell - start, 0) for end in halo.field_ends)
     for side, cells in zip(halo.padding_sides, (slice(0, low), slice(high, None)), strict=True):
@@ -204,8 +204,8 @@ def _fill_beyond_ends(env: LayerContext, y: Array, halo: HaloSpec, padding_value
 def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpec]) -> Array:
     """Return the gradient of this rank's part, given the gradient `dy` of the array with the part and its halo.
 
-    This is the adjoint of `exchange_halo`: the gradient of each halo cell is sent to the owner of the cell, where it is
-    added."""
+    This is the adjoint of `exchange_halo`: the gradient of each halo cell is sent to the cell's owner, which adds it to
+    its own gradient."""
     shape, mine = list(dy.shape), [halo for halo in halos if not halo.is_covered_by_ghosts]
     for halo in mine:
         start, stop = halo.provided_cell_intervals[get_rank_along(env, halo.cuts, halo.dim - 2)]
@@ -231,16 +231,16 @@ def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpe
 
 
 def _make_message_buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
-    """Allocate a message buffer, and return it both as a flat array and as a view of shape `shape` with channels last
-    in memory."""
+    """Allocate a message buffer. Return it both as a flat array and as a view of shape `shape` with channels last in
+    memory."""
     flat = xp.empty((math.prod(shape),), dtype=dtype)
     cells = flat.reshape(shape[0], *shape[2:], shape[1])
     return flat, cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
 
 
 def _empty_like(xp: Any, x: Array, shape: Sequence[int]) -> Array:
-    """Return an uninitialized array of shape `shape` with the dtype of `x`. It has channels last in memory if `x`
-    does."""
+    """Return an uninitialized array of shape `shape` with the dtype of `x`. If `x` has channels last in memory, the
+    result does as well."""
     last = xp is np and x.shape[1] > 1 and x.strides[1] == x.itemsize
     return _make_message_buffer(xp, shape, x.dtype)[1] if last else xp.empty(tuple(shape), dtype=x.dtype)
 

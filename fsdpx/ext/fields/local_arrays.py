@@ -1,4 +1,4 @@
-"""Arrays that layers hold for this rank's part of a field, such as masks, and checks that they fit this part."""
+"""Arrays that layers hold for this rank's part of a field, such as masks, and checks that the arrays fit this part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HoldsLocalArray:
 
 
 def iterate_layers_with_rollout_nets(model: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
-    """Yield (dotted path, layer) for each layer as `iterate_layers` does, and also for the layers inside the net of a
+    """Yield (dotted path, layer) for each layer that `iterate_layers` visits and for each layer inside the net of a
     `Rollout`."""
     for name, layer in iterate_layers(model, path):
         yield name, layer
@@ -36,9 +36,9 @@ def iterate_layers_with_rollout_nets(model: Layer, path: str = "") -> Iterator[t
 
 
 def require_arrays_fit_local_part(model: Layer, find_cells: Callable[[FieldPartition], tuple[int, ...]]) -> None:
-    """Check the arrays that layers of a partitioned model hold for this rank's part of a field. Raise ShapeError, with
-    the path of the layer, if an array does not fit the part. `find_cells` returns the shape of this rank's part of a
-    partition."""
+    """Check the arrays that layers of a partitioned model hold for this rank's part of a field. Raise ShapeError, which
+    gives the path of the layer, if an array does not fit the part. `find_cells` returns the shape of this rank's part
+    of a partition."""
     for path, layer in iterate_layers_with_rollout_nets(model):
         if isinstance(layer, HoldsLocalArray) and isinstance(parts := getattr(layer, "parts", None), FieldPartition):
             try:
@@ -48,8 +48,8 @@ def require_arrays_fit_local_part(model: Layer, find_cells: Callable[[FieldParti
 
 
 def parse_local_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
-    """Return `values` as an array; raise ConfigError, with `name`, if they are not numbers or do not form a rectangular
-    array."""
+    """Return `values` as an array. Raise ConfigError, which gives `name`, if they are not numbers or do not form a
+    rectangular array."""
     try:
         return np.asarray(values, dtype)
     except (TypeError, ValueError) as error:
@@ -57,8 +57,8 @@ def parse_local_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
 
 
 def require_weights_of_cells(layer: Any, name: str, weights: CellWeights | None, cells: tuple[int, ...]) -> None:
-    """Raise ShapeError unless `weights` have the shape (*cells) or (channels, *cells) or, on a mesh, (nodes,) or
-    (nodes, features)."""
+    """Raise ShapeError unless the shape of `weights` is (*cells) or (channels, *cells). On a mesh, the shape must be
+    (nodes,) or (nodes, features)."""
     shape = cells if weights is None else weights.array.shape
     has_cells = layer.parts is None or layer.parts.has_cells
     if cells not in ((shape, shape[1:]) if has_cells else (shape, shape[:-1])):
@@ -70,6 +70,6 @@ def require_weights_of_cells(layer: Any, name: str, weights: CellWeights | None,
 
 def require_weights_of_channels(layer: object, name: str, weights: CellWeights, x: Array) -> None:
     """Raise ShapeError if weights (channels, *cells) and x (samples, channels, *cells) differ in their number of
-    channels. This check needs no data, so a dry run can find the error before ranks communicate."""
+    channels. This check needs no data, so the error is found before ranks communicate, even in a dry run."""
     if weights.array.ndim == x.ndim - 1 and weights.array.shape[0] not in (1, x.shape[1]):
         raise ShapeError(f"{layer!r}: {name} of {weights.array.shape[0]} channels do not fit a field of {x.shape[1]}")

@@ -28,7 +28,7 @@ class FieldLoss(Loss):
 
     parts: FieldPartition | None = None
     needs_grid: ClassVar[bool] = False
-    """Whether the loss depends on the positions of cells, so that it cannot be computed on a mesh."""
+    """Whether the loss depends on the positions of cells and therefore cannot be computed on a mesh."""
 
     def __init__(self, weights: Any = None, skipna: bool = False) -> None:
         self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
@@ -46,7 +46,7 @@ class FieldLoss(Loss):
     def _all_reduce_weighted_sums(
         self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, *values: Array
     ) -> Array:
-        """Return, stacked in one float64 array, the sum of weights and the weighted sum of each of `values`. Sums are
+        """Return the sum of weights and the weighted sum of each of `values`, stacked in one float64 array. Sums are
         over `dims` and over all parts of the field.
 
         Without weights, the sum of weights is the number of elements. Communicates only if the field is partitioned."""
@@ -68,8 +68,8 @@ class FieldLoss(Loss):
         """Return this rank's share (total, weight) of the loss: the field's total and weight, each divided by the
         number of ranks that hold parts of the field.
 
-        The total for the field is the sum of those `values` whose entry in `counts` is above 0, and the weight is the
-        number of these values. All ranks of a field hold the same values, so each returns an equal share."""
+        The field's total is the sum of the `values` whose entry in `counts` is above 0, and its weight is the number of
+        these values. All ranks of a field hold the same values, so each returns an equal share."""
         xp, ranks = env.xp, env.mesh.parts.size
         counted = counts > 0
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
@@ -119,16 +119,16 @@ class RelativeL2(RootLoss):
     """Relative L2 error |y - target| / |target| of each sample, averaged over samples.
 
     Output and target have the same shape (samples, ...), and norms are over all elements of a sample. On a grid of
-    ranks, one all-reduce of 24 bytes per sample sums over the parts of the field. This is the usual error measure of
-    neural operators (Li et al. 2021). If `eps` is 0, a target that is all zeros raises DataError, because its relative
-    error is undefined.
+    ranks, the sums over the parts of the field take one all-reduce of 24 bytes per sample. The relative L2 error is the
+    usual error measure of neural operators (Li et al. 2021). If `eps` is 0, a target that is all zeros raises
+    DataError, because its relative error is undefined.
 
     Parameters
     ----------
     eps : number added to |target|, for targets that are all zeros; default 0
     weights : weight of each cell in the sums: an array (*cells) or (channels, *cells) for this rank's part of the
-        field; a bool array is a mask. Elements with weight 0 may be NaN, and get no gradient. Default None: all weights
-        are 1
+        field; a bool array is a mask. Elements with weight 0 may be NaN, and their gradient is 0. If None (default),
+        all weights are 1
     skipna : whether to ignore elements whose target is NaN, as in xarray, so that each batch can have its own mask;
         default False
     """
@@ -181,7 +181,8 @@ class VRMSE(RootLoss):
 
     Mean and variance are over the cells of a channel. A model that predicts the mean of the target has a loss of 1. As
     in The Well's code (Ohana et al. 2024), the variance is the sum of squared deviations divided by the number of cells
-    minus 1. It is merged from the counts, means and sums of squared deviations of the parts, which avoids cancellation.
+    minus 1. The variance is merged from the counts, means and sums of squared deviations of the parts, which avoids
+    cancellation.
 
     Parameters
     ----------
@@ -205,7 +206,7 @@ class VRMSE(RootLoss):
 class BoundaryRMSE(RootLoss):
     """`RMSE` over only the cells at the boundary of the domain (bRMSE of PDEBench, Takamoto et al. 2022).
 
-    A cell at an edge or corner counts once for each boundary to which it belongs."""
+    A cell at an edge or corner counts once for each boundary that it belongs to."""
 
     needs_grid = True
 
@@ -229,10 +230,10 @@ class BandRMSE(RootLoss):
     2022).
 
     A mode has k1, k2, ... waves along the dims of the full field, and |k| is the length of the vector (k1, k2, ...).
-    PDEBench uses the bands from 0 to 4, from 4 to 12, and from 12 on; it sums a quarter of the modes and averages over
-    shells. Here, the squared errors of bands that together cover all wavenumbers add up to the squared `RMSE`. Only the
-    modes below `high` are communicated. If `high` is None, the modes below `low` are communicated instead, and are
-    subtracted from the error.
+    PDEBench uses the bands from 0 to 4, from 4 to 12, and from 12 on. It sums a quarter of the modes and averages over
+    shells. In contrast, if several `BandRMSE` bands together cover all wavenumbers, their squared errors add up to the
+    squared `RMSE`. Only the modes below `high` are communicated. If `high` is None, the modes below `low` are
+    communicated instead and subtracted from the error.
 
     Parameters
     ----------
@@ -255,7 +256,7 @@ class BandRMSE(RootLoss):
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
         if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._get_cuts(y)):
-            # the grid cannot represent waves this short: all that remains would be rounding errors
+            # the grid cannot represent waves this short, so only rounding errors would remain
             return apart * 0, target, None
         last = self.low if self.high is None else self.high
         inside = self._filter_band(env, apart.astype(np.float64), last)
@@ -289,7 +290,7 @@ class ConservedRMSE(FieldLoss):
     """Error in the conservation of means: |mean(y) - mean(target)| over the cells of each channel, averaged over
     channels and samples.
 
-    This is cRMSE of PDEBench (Takamoto et al. 2022), except that PDEBench takes the root mean square over samples.
+    This is the cRMSE of PDEBench (Takamoto et al. 2022), except that PDEBench takes the root mean square over samples.
 
     Parameters
     ----------

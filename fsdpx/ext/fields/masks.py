@@ -13,7 +13,7 @@ __all__ = ["FillNaN", "Mask"]
 
 
 class FillNaN(Layer):
-    """Replaces NaN in the input by `value`. The gradient of replaced elements is 0.
+    """Replaces NaN in the input with `value`. The gradient of replaced elements is 0.
 
     Parameters
     ----------
@@ -34,11 +34,11 @@ class FillNaN(Layer):
 
 
 class Mask(FieldLayer, HoldsLocalArray):
-    """Keeps the input where `cells` is True, and replaces it by `value` elsewhere, even if the input is NaN there. The
-    gradient of replaced elements is 0.
+    """Keeps the input where `cells` is True, and replaces it with `value` elsewhere, even if the input is NaN there.
+    The gradient of replaced elements is 0.
 
-    The input is (samples, channels, *cells). As the last layer of a model, it keeps land cells constant over the steps
-    of a rollout.
+    The input is (samples, channels, *cells). As the last layer of a model, a mask keeps land cells constant over the
+    steps of a rollout.
 
     Parameters
     ----------
@@ -52,8 +52,8 @@ class Mask(FieldLayer, HoldsLocalArray):
         self.cells, self.value = parse_local_array("Mask: cells", cells, bool), float(value)
 
     def __repr__(self) -> str:
-        """Return a description without the mask, because ranks compare their descriptions, but each rank has a
-        different part of the mask."""
+        """Return a description that excludes the mask. Ranks compare their descriptions, but each rank has a different
+        part of the mask."""
         return f"Mask({self.value})"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:

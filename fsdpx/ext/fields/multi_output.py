@@ -17,16 +17,16 @@ __all__ = ["MultiOutputLoss", "adapt_loss_to_output_kinds"]
 
 
 def adapt_loss_to_output_kinds(loss: Loss, kinds: Sequence[Kind]) -> Loss:
-    """Return `loss`, adapted to outputs that are distributed as in `kinds`: the partition of a field, or `Replicated`
-    for scalars. If there are several outputs, a loss other than `MultiOutputLoss` is returned unchanged."""
+    """Return `loss`, adapted to the distribution of each output in `kinds`: the partition of a field, or `Replicated`
+    for scalars. If there are several outputs, any loss other than `MultiOutputLoss` is returned unchanged."""
     if len(kinds) > 1:
         return loss.bind_output_shardings(kinds) if isinstance(loss, MultiOutputLoss) else loss
     return kinds[0].bind_loss(loss) if isinstance(kinds[0], FieldPartition) else _ScalarLoss(loss)
 
 
 class _ScalarLoss(WrappedLoss):
-    """Computes `loss` for an output that every rank of a field holds in full. Total and weight are divided by the
-    number of these ranks, so that each sample counts once."""
+    """Computes `loss` for an output that every rank of a field holds in full. The total and the weight are divided by
+    the number of these ranks so that each sample counts once."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss)
@@ -41,8 +41,8 @@ class _ScalarLoss(WrappedLoss):
         return self.loss.backward(self._make_context_of_one_rank(env), saved, seed / env.mesh.parts.size)
 
     def _make_context_of_one_rank(self, env: LayerContext) -> LayerContext:
-        """Return a context in which the field has a single part, so that a loss that sums over the parts of a field
-        counts the values only once."""
+        """Return a context in which the field has a single part. A loss that sums over the parts of a field then counts
+        the values only once."""
         return env if env.mesh.parts.size == 1 else replace(env, mesh=make_single_rank_axes())
 
 
@@ -54,15 +54,15 @@ class MultiOutputLoss(Loss):
     number multiplies all `loss_weights`.
 
     The sum is averaged over all samples. A loss with `skipna` is first averaged within each sample, and is 0 for
-    samples without a known target; samples for which no loss has a known target do not count. Other losses whose weight
-    varies from sample to sample, as with `ignore_index`, are averaged over each microbatch, so the result depends on
-    the number of microbatches. One all-reduce of 8 bytes per loss, or per sample with `skipna`, sums over the parts of
-    a field.
+    samples without a known target. If no loss has a known target for a sample, the sample does not count. Other losses
+    whose weight varies from sample to sample, such as losses with `ignore_index`, are averaged over each microbatch, so
+    the result depends on the number of microbatches. The sum over the parts of a field takes one all-reduce of 8 bytes
+    per loss, or per sample with `skipna`.
 
     Parameters
     ----------
     losses : one loss for each output, in the order of the model's outputs
-    loss_weights : the weight w_i of each loss; default None: all weights are 1
+    loss_weights : the weight w_i of each loss; if None (default), all weights are 1
     """
 
     def __init__(self, *losses: Loss, loss_weights: Sequence[float] | None = None) -> None:
@@ -97,7 +97,7 @@ class MultiOutputLoss(Loss):
     __rmul__ = __mul__
 
     def bind_output_shardings(self, kinds: Sequence[Kind]) -> MultiOutputLoss:
-        """Return this loss, adapted to outputs that are distributed over ranks as in `kinds`.
+        """Return this loss, adapted to the distribution of each output over ranks in `kinds`.
 
         Parameters
         ----------

@@ -29,19 +29,19 @@ class NeighborhoodAttention(FieldAttention):
     """Multi-head attention in which each cell of (samples, channels, *cells) attends to the cells of a window around it
     (Hassani et al. 2023): softmax(q k^T / sqrt(channels / n_heads)) v for each head.
 
-    Near the ends of a dim, windows are shifted into the field, so that every cell attends to equally many cells. Along
-    a periodic dim, windows continue at the other end instead. Parameters are `qkv.weight (3 channels, channels)`,
-    `qkv.bias`, `out.weight (channels, channels)` and `out.bias`; there is no bias that depends on relative positions.
-    On a grid of ranks, each rank computes the results of its own cells. Their windows may reach into the parts of other
-    ranks, which send the keys and values of these cells, as in a convolution. The layer is one FSDP unit.
+    Near the ends of a dim, windows are shifted into the field so that every cell attends to the same number of cells.
+    Along a periodic dim, windows wrap around instead. Parameters are `qkv.weight (3 channels, channels)`, `qkv.bias`,
+    `out.weight (channels, channels)` and `out.bias`. There is no relative position bias. On a grid of ranks, each rank
+    computes the results of its own cells. If a window reaches into the part of another rank, that rank sends the keys
+    and values of the cells under the window, as in a convolution. The layer is one FSDP unit.
 
     Parameters
     ----------
     channels : number of channels of the input and the output
     n_heads : number of heads, a divisor of channels
-    kernel_size : number of cells of a window, odd and at most the number of cells of the field: one number for all
-        dims, or one per dim
-    periodic : whether windows continue at the other end of the field: one bool for all dims, or one per dim; default
+    kernel_size : window size in cells, which must be odd and at most the number of cells of the field: one number for
+        all dims, or one per dim
+    periodic : whether windows wrap around at the ends of the field: one bool for all dims, or one per dim; default
         False
     bias : whether the two projections have biases; default True
     """
@@ -63,7 +63,7 @@ class NeighborhoodAttention(FieldAttention):
 
 
 class WindowAttention(FieldLayer):
-    """The part of `NeighborhoodAttention` between its projections: takes queries, keys and values, (samples, 3
+    """The part of `NeighborhoodAttention` between its projections. It takes queries, keys and values, (samples, 3
     channels, *cells), and returns (samples, channels, *cells).
 
     Parameters
@@ -82,7 +82,7 @@ class WindowAttention(FieldLayer):
         kv = exchange_halo(env, x[:, channels:], halos)
         fields = x[:, :channels], kv[:, :channels], kv[:, channels:]
         q, k, v = (split_channels_into_heads(env.xp, a, self.n_heads) for a in fields)
-        q = q.copy() if halos else q  # otherwise the keys and values in x would be saved in addition to those in kv
+        q = q.copy() if halos else q  # otherwise, the keys and values would be saved twice, in x and in kv
         o, lse = kernels.neighborhood_attention(env.xp, q, k, v, *windows, 1.0 / sqrt(self.d_head))
         kept = (q, k, v, o, lse)
         merged = merge_heads_into_channels(env.xp, o, x.shape[2:])
@@ -132,13 +132,13 @@ class WindowAttention(FieldLayer):
 
 
 def list_to_tuple(value: Any) -> Any:
-    """Return `value`, or if it is a list, a tuple with its entries."""
+    """Return `value`, converted to a tuple if it is a list."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _find_window_start(cell: int, cells: int, size: int, periodic: bool) -> int:
-    """Return the first cell of the window of a cell along a dim of `cells` cells. It may be negative if the dim is
-    periodic."""
+    """Return the first cell of the window of a cell along a dim of `cells` cells. This cell may be negative if the dim
+    is periodic."""
     return cell - size // 2 if periodic else min(max(cell - size // 2, 0), cells - size)
 
 
@@ -148,8 +148,8 @@ def _plan_halos_and_starts(
 ) -> tuple[tuple[HaloSpec, ...], tuple[tuple[int, ...], ...]]:
     """Return (halos, starts) for the rank with grid coordinates `place`.
 
-    `halos` are the halos of keys and values along those dims in which some rank needs more than its own cells. `starts`
-    has, for each dim, the first key of the window of each of the rank's queries, counted from the first key that the
+    `halos` are the halos of keys and values along the dims in which any rank needs more than its own cells. `starts`
+    holds, for each dim, the first key of each query's window on this rank. Keys are counted from the first key that the
     rank needs."""
     halos, starts = [], []
     for d, (cuts, size, periodic) in enumerate(zip(parts.cuts, window, periods, strict=True)):

@@ -74,7 +74,7 @@ class Standardize(FieldLayer):
 
 
 class Destandardize(Standardize):
-    """The inverse of `Standardize`: maps each channel x to x * std + mean. The parameters are the same."""
+    """The inverse of `Standardize`: maps each channel x to x * std + mean. The parameters are as in `Standardize`."""
 
     def _apply_statistics(self, x: Array, mean: Any, std: Array) -> Array:
         return x * std + mean

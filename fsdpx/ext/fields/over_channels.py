@@ -13,18 +13,19 @@ from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 __all__ = ["OverChannels"]
 
 INPUT = object()
-"""Placeholder for the input among the saved values of the inner layer, which reads a view of the saved field."""
+"""Placeholder for the input among the inner layer's saved values. The inner layer reads a view of the saved field
+instead."""
 ONLY_INPUT = (INPUT,)
-"""The saved values of `Linear`. They are left out, because `AttentionContainer` expects its last step to save its
-input."""
+"""The saved values of `Linear`, namely its input. `OverChannels` leaves them out, because `AttentionContainer` expects
+its last step to save the step's own input."""
 
 
 class OverChannels(Layer):
     """Runs a layer on the channels of each cell of (samples, channels, *cells).
 
-    The inner layer gets the field with channels in the last dim. It must act on each position separately, as `Linear`
-    and `MLP` do, so that ranks that hold parts of a field do not communicate. The parameters are the parameters of the
-    inner layer. On a mesh, the inner layer is applied directly to the features of the nodes.
+    The inner layer gets the field with channels in the last dim. It must act on each position separately, like `Linear`
+    and `MLP`, so that the ranks of a field need not communicate. The layer has the same parameters as the inner layer.
+    On a mesh, the inner layer is applied directly to the features of the nodes.
 
     Parameters
     ----------
@@ -44,7 +45,7 @@ class OverChannels(Layer):
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind = request.require_same_kind(self)
         if isinstance(kind, FieldPartition) and not kind.has_cells:
-            return self.layer.shard_over_ranks(request)  # rows of a mesh have their features in the last dim
+            return self.layer.shard_over_ranks(request)  # on a mesh, features are already in the last dim
         return super().shard_over_ranks(request)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -53,7 +54,7 @@ class OverChannels(Layer):
         x = put_channels_last(env.xp, x)
         rows = env.xp.moveaxis(x, 1, -1)
         y, saved = self.layer.forward(env, p, rows)
-        # saving x itself instead of a view lets a container recompute x
+        # save x itself instead of a view so that a container can recompute x
         inner = map_saved(saved, lambda a: INPUT if a is rows else a)
         return env.xp.moveaxis(y, -1, 1), (x,) if inner == ONLY_INPUT else (x, inner)
 

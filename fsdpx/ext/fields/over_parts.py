@@ -1,5 +1,5 @@
-"""Converts a model of full fields into the model that each rank runs on its part, and adds halo exchanges and changes
-of partition where needed."""
+"""Converts a model of full fields into the model that each rank runs on its part, and adds halo exchanges and
+redistributions as needed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = [
 
 
 class TakesScalars:
-    """Base class for layers that take scalars in addition to a field. Scalars are an array (samples, n) that every rank
-    of the field holds in full."""
+    """Base class for layers that take scalars in addition to a field. The scalars form an array (samples, n), which
+    every rank of the field holds in full."""
 
     scalar_inputs: tuple[int, ...] = ()
     """Indices of the inputs that are scalars."""
@@ -35,7 +35,7 @@ class PartitionedModel(NamedTuple):
     Attributes
     ----------
     model : the converted model
-    inputs, outputs : how each input and output is distributed: the partition of a field, or `Replicated` for scalars,
+    inputs, outputs : distribution of each input and output: the partition of a field, or `Replicated` for scalars,
         which every rank holds in full
     """
 
@@ -45,8 +45,8 @@ class PartitionedModel(NamedTuple):
 
 
 def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPartition]:
-    """Convert `model`, which takes full fields, to the model that each rank runs on its part. Return the converted
-    model and the partition of its only output. Communicates nothing.
+    """Convert `model`, which takes full fields, into the model that each rank runs on its part. Return the converted
+    model and the partition of its only output. Does not communicate.
 
     `parts` is the partition of the input. If the output has the same number of cells, it gets the same partition.
     Raises ConfigError if a layer cannot run on a part (the message contains the path of the first such layer), or if
@@ -60,11 +60,11 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
 def partition_model_of_fields(
     model: Layer, parts: Sequence[FieldPartition], known: Sequence[FieldPartition] = ()
 ) -> PartitionedModel:
-    """Convert a model as `partition_model` does, but allow several inputs and outputs, which may be fields or scalars.
+    """Like `partition_model`, but allow several inputs and outputs, which may be fields or scalars.
 
-    `parts` are the partitions of the inputs that are fields: one for all of them, or one for each. An output that has
-    the same number of cells as one of these partitions, or else as one of the partitions `known`, gets that
-    partition."""
+    `parts` are the partitions of the inputs that are fields: one partition shared by all, or one per input. If an
+    output has as many cells as one of these partitions, it gets the same partition. Otherwise, the partitions in
+    `known` are tried."""
     scalars = find_scalar_inputs(model)
     fields = scalars.count(False)
     if len(parts) not in (1, fields):
@@ -92,7 +92,7 @@ def partition_model_of_fields(
 
 
 class _LayerPerInput(Layer):
-    """Applies a separate layer to each input, or leaves the input unchanged."""
+    """Applies a separate layer to each input. Inputs without a layer are left unchanged."""
 
     takes = "passed"
 
@@ -124,20 +124,21 @@ def _append_layers_to_outputs(model: Layer, shifts: Mapping[int, Layer]) -> Laye
 
 
 def find_scalar_inputs(model: Layer) -> tuple[bool, ...]:
-    """Return, for each input of a model, True if it consists of scalars, which every rank holds in full, or False if it
-    is a field.
+    """Return one bool per model input: True if the input consists of scalars, which every rank holds in full, and False
+    if it is a field.
 
-    An input is taken to be scalars if a layer that cannot run on a part of a field, such as `Linear`, or that expects
-    scalars, such as `FiLM`, reads it directly or through elementwise layers. If all inputs would be scalars, return
-    False for all of them; sharding the model then raises an error that names the layer that cannot run on a part."""
+    An input is assumed to consist of scalars if the layer that reads it, directly or through elementwise layers, cannot
+    run on a part of a field (such as `Linear`) or expects scalars (such as `FiLM`). If this applies to all inputs,
+    return False for all of them. Sharding the model then raises an error, which names the layer that cannot run on a
+    part."""
     count = len(list_input_names(model))
     found = tuple(_find_scalar_inputs(model, count, [False] * model.n_outputs))
     return (False,) * count if all(found) else found
 
 
 def _find_scalar_inputs(layer: Layer, count: int, wanted: Sequence[bool]) -> Iterable[bool]:
-    """Return, for each of the `count` inputs of a layer, whether it must be scalars. `wanted` says, for each output,
-    whether it must be scalars."""
+    """Return one bool for each of the layer's `count` inputs: whether the input must consist of scalars. `wanted` holds
+    the same for each output."""
     if isinstance(layer, Container):
         reads = dict(zip(layer.outputs, wanted, strict=True))
         for step in reversed(layer.steps):
@@ -151,7 +152,7 @@ def _find_scalar_inputs(layer: Layer, count: int, wanted: Sequence[bool]) -> Ite
         return [i in layer.scalar_inputs for i in range(count)]
     if layer.fields or layer.acts_on == "element":
         return [wanted[0]] * count
-    # a layer with the attribute `parts` can run on a part of a field, so its inputs need not be scalars
+    # a layer with a `parts` attribute can run on a part of a field, so its inputs need not be scalars
     return [not (layer.takes_ghosts or hasattr(layer, "parts"))] * count
 
 
@@ -171,10 +172,10 @@ def require_all_fields_or_all_scalars(reader: Layer, kinds: Sequence[Kind]) -> l
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Return, for each input of `reader`, the redistribution that drops its ghost cells, or None if it has no ghost
+    """Return one entry per input of `reader`: the redistribution that drops its ghost cells, or None if it has no ghost
     cells or may keep them.
 
-    `kinds` describes how each input is distributed over the ranks. Ghost cells are dropped if `reader` cannot take
+    `kinds` describes the distribution of each input over the ranks. Ghost cells are dropped if `reader` cannot take
     them, or if its inputs have different partitions."""
     partitions = {kind for kind in kinds if isinstance(kind, FieldPartition)}
     takes = isinstance(reader, Container) or (can_take_ghosts(reader) and len(partitions) == 1)
@@ -187,11 +188,12 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistributi
 
 
 def _plan_redistributions(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Return, for each input of `reader`, the redistribution to a common partition, or None if none is needed.
+    """Return one entry per input of `reader`: the redistribution to a common partition, or None if no redistribution is
+    needed.
 
-    `kinds` describes how each input is distributed over the ranks. Fields of the same shape can have different
-    partitions, for example after odd strides. The common partition is the one whose largest part is the smallest. Ties
-    go to the first partition."""
+    `kinds` describes the distribution of each input over the ranks. Fields of the same shape can have different
+    partitions, for example after odd strides. The common partition is the one with the smallest maximum part size. In a
+    tie, the first partition is chosen."""
     first = min(
         (kind for kind in kinds if isinstance(kind, FieldPartition)),
         key=lambda kind: kind.largest_part_cells,

@@ -27,26 +27,27 @@ __all__ = [
 
 WIDTHS = range(2, 7)
 """Numbers of shared rows to search for. Neighboring parts with one to three ghost cells on each side share 2 to 6 rows.
-A single shared row is not searched for, because rows may be equal by chance."""
+A single shared row is not searched for because two rows may be equal by chance."""
 
 Ends = list[list[tuple[str | None, str | None]]]
-"""For each dim and width, hashes of the first and of the last rows of a part. A hash is None if the rows are too
-uniform to compare."""
+"""Hashes of the first and last rows of a part, for each dim and width. A hash is None if the rows are too uniform to
+compare."""
 
 
 def hash_edge_rows_of_part(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], x: Any) -> Ends:
     """Return hashes of the first and last rows of cells of this rank's part along each dim, for comparison with those
     of neighbors.
 
-    `x` is an input (samples, channels, *cells), of which the first sample is hashed. `local_shape` is the number of
-    cells of the part along each dim, and `ghosts` are the widths of ghost cells around the part in `x`."""
+    `x` is an input (samples, channels, *cells), and its first sample is hashed. `local_shape` is the number of cells of
+    the part along each dim, and `ghosts` are the widths of the ghost cells around the part in `x`."""
     found: Ends = []
     for dim in range(len(local_shape)):
         found.append([])
         for width in WIDTHS:
             cells: list[Any] = [slice(None)]
             for d, (n, (before, _)) in enumerate(zip(local_shape, ghosts, strict=True)):
-                edge = width if d != dim and n > 2 * width else 0  # without corners, which solvers may not fill
+                # leave out corners because some solvers do not fill them
+                edge = width if d != dim and n > 2 * width else 0
                 cells.append(slice(before + edge, before + n - edge))
             part = x[0][tuple(cells)] if x.shape[0] else x
             enough = part.ndim == len(cells) and min(part.shape) > 0 and local_shape[dim] >= 2 * width
@@ -73,12 +74,12 @@ def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
 def count_overlap_rows_by_dim(
     dims: Sequence[int], letters: str, periods: Sequence[bool], ends: Sequence[Ends]
 ) -> dict[str, int]:
-    """Return, as a dict of dim letter -> count, the number of rows that neighboring parts have in common. Dims without
-    overlap are left out.
+    """Return the number of rows that neighboring parts share, as a dict of dim letter -> count. Dims without overlap
+    are left out.
 
-    Parts overlap along a dim if all pairs of neighbors that can be compared have rows in common. For each dim, `dims`
-    holds the number of ranks, `letters` the name, and `periods` whether the dim is periodic. `ends` holds the hashes
-    from all ranks of the field, in the order of the grid."""
+    Parts overlap along a dim if all comparable pairs of neighbors share rows. For each dim, `dims` holds the number of
+    ranks, `letters` holds the name, and `periods` states whether the dim is periodic. `ends` holds the hashes from all
+    ranks of the field, in the order of the grid."""
     found: dict[str, int] = {}
     places = np.arange(len(ends)).reshape(tuple(dims))
     for dim, letter in enumerate(letters):
@@ -113,7 +114,7 @@ def make_equal_parts_warning(cells: Sequence[int], ranks: int, whole: Sequence[i
 
 
 def make_overlapping_parts_warning(shared: dict[str, int]) -> str:
-    """Return a warning that parts overlap, with advice. `shared` holds the number of shared rows along each dim that
+    """Return a warning that parts overlap, with advice. `shared` holds the number of shared rows along each dim with
     overlaps."""
     rows = ", ".join(f"{letter} ({width} rows)" for letter, width in shared.items())
     widths = set(shared.values())

@@ -27,7 +27,7 @@ Sides = tuple[tuple[int, int], ...]
 
 
 class Pad(FieldLayer):
-    """Pads (samples, channels, *cells) at the ends of the field, or crops it where `padding` is negative.
+    """Pads (samples, channels, *cells) at the ends of the field, or crops the field if `padding` is negative.
 
     On a grid of ranks, each rank keeps its own cells, and the ranks at the ends of the field also get the added cells.
 

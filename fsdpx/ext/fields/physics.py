@@ -20,12 +20,12 @@ __all__ = ["MatchMean", "PhysicsLoss"]
 
 
 class MatchMean(FieldLayer):
-    """Shifts y so that, for each channel and sample, its mean over all cells equals the mean of x:
+    """Shifts y so that its mean over all cells equals the mean of x for each channel and sample:
     `y - mean(y) + mean(x)`.
 
-    Takes two inputs y and x of the same shape (samples, channels, *cells). The result is the field closest to y that
-    has the same mean as x. On a grid of ranks, the forward and the backward pass each all-reduce 8 bytes per sample and
-    channel."""
+    The layer takes two inputs, y and x, of the same shape (samples, channels, *cells). The result is the field closest
+    to y that has the same mean as x. On a grid of ranks, the forward and backward passes each all-reduce 8 bytes per
+    sample and channel."""
 
     n_inputs = 2
 
@@ -50,7 +50,7 @@ class MatchMean(FieldLayer):
 class PhysicsLoss(WrappedLoss):
     """Physics-informed loss: loss + weight * mean(residual(y)^2), where the mean is over all elements of the residual.
 
-    The residual is a layer without parameters that returns 0 where the output satisfies an equation, such as
+    The residual is a layer without parameters. It returns 0 where the output satisfies an equation, such as
     `FieldDivergence` for incompressible flow (Raissi et al. 2019). If the field is partitioned, this layer exchanges
     halos like the layers of a model.
 

@@ -1,4 +1,4 @@
-"""`PixelShuffle` and `PixelUnshuffle`, which trade channels for resolution, for fields that may be partitioned."""
+"""`PixelShuffle` and `PixelUnshuffle`, which trade channels for resolution. Fields may be partitioned."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PixelUnshuffle(FieldLayer):
     for fields of 1 to 3 dims. This is the inverse of `PixelShuffle`.
 
     The sizes of the field must be multiples of r. On a grid of ranks, an output cell belongs to the rank that owns the
-    first of the r^dims input cells; other ranks send this rank the input cells that it lacks.
+    first of its r^dims input cells. Other ranks send the missing input cells to this rank.
 
     Parameters
     ----------
@@ -87,8 +87,8 @@ class PixelUnshuffle(FieldLayer):
 
 @lru_cache(1 << 10)
 def _plan_block_partition_and_halos(parts: FieldPartition, r: int) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
-    """Return the partition of the blocks of r cells along each dim, and one halo spec per dim, with the cells of each
-    rank's blocks."""
+    """Return the partition of the blocks of r cells along each dim, and one halo spec per dim with the cells that each
+    rank's blocks contain."""
     made, halos = [], []
     for d, cuts in enumerate(parts.cuts):
         out = make_output_cuts(cuts, [-(-cut // r) for cut in cuts], cuts[-1] // r)

@@ -68,13 +68,12 @@ class MaxPool(Pool):
     """Max pooling: the maximum under each window of (samples, channels, *cells). Base class of `MaxPool1d`,
     `MaxPool2d` and `MaxPool3d`.
 
-    If several cells have the maximum, the first gets the gradient. NaN compares greater than any number.
+    If several cells share the maximum, the first of them gets the gradient. NaN compares greater than any number.
 
     Parameters
     ----------
-    kernel_size : size of the window: one number for all dims, or one per dim; the same holds for stride, padding and
-        dilation
-    stride : number of cells by which the window moves; default None: kernel_size
+    kernel_size : size of the window: one number for all dims, or one per dim, as for stride, padding and dilation
+    stride : number of cells by which the window moves; if None (default), kernel_size
     padding : number of padding cells with value -inf beyond each end, at most half of kernel_size; default 0
     dilation : distance between the cells of a window; default 1
     ceil_mode : whether windows that begin inside the field and reach beyond its end also produce outputs; default
@@ -110,7 +109,7 @@ class AvgPool(Pool):
     ----------
     kernel_size, stride, padding, ceil_mode : as in `MaxPool`; padding cells are 0
     count_include_pad : whether the mean includes padding cells; default True
-    divisor_override : number by which sums are divided, instead of the number of cells; default None
+    divisor_override : divisor of the sums; if None (default), sums are divided by the number of cells
     """
 
     kernel_names = ("avg_pool", "avg_pool_backward")
@@ -140,8 +139,8 @@ class AvgPool(Pool):
         return 1 if shares is not None else self.divisor_override or math.prod(self.window.kernel)
 
     def _compute_reciprocal_counts(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> Array | None:
-        """Return 1 / (number of averaged cells) for each output of this rank, or None if this number is the same for
-        all outputs."""
+        """Return 1 / (number of averaged cells) for each output of this rank, or None if all outputs average the same
+        number of cells."""
         all_count = not self.ceil_mode and (self.count_include_pad or not any(self.window.low))
         if self.divisor_override is not None or all_count:
             return None
@@ -183,9 +182,9 @@ class AdaptiveAvgPool(FieldLayer):
     class of `AdaptiveAvgPool1d`, `AdaptiveAvgPool2d` and `AdaptiveAvgPool3d`.
 
     Along a dim with n cells and o outputs, output i is the mean of the cells from floor(i n / o) up to, but not
-    including, ceil((i + 1) n / o). On a grid of ranks, each rank sums over its own cells, and an all-reduce adds up
-    these sums, once in the forward pass and once in the backward pass. The output is a field that is partitioned over
-    the same ranks; with output_size 1, it is held by the first rank that has cells.
+    including, ceil((i + 1) n / o). On a grid of ranks, each rank sums over its own cells, and an all-reduce adds these
+    sums. There is one all-reduce in the forward pass and one in the backward pass. The output is a field that is
+    partitioned over the same ranks. With output_size 1, the first rank that has cells holds the output.
 
     Parameters
     ----------
@@ -199,7 +198,7 @@ class AdaptiveAvgPool(FieldLayer):
         self._many = expand_to_dims(self, "output_size", output_size, self.dims, 1)
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return how the outputs are partitioned. Each output belongs to the rank that owns the first cell of its
+        """Return the partition of the outputs. Each output belongs to the rank that owns the first cell of its
         window."""
         rows = zip(parts.cuts, self._many, strict=True)
         return parts.with_cuts(
@@ -231,15 +230,15 @@ class AdaptiveAvgPool(FieldLayer):
         return (slice(None), slice(None), *cells)
 
     def _make_averaging_matrices(self, env: LayerContext, parts: FieldPartition) -> list[tuple[CellMatrix, CellMatrix]]:
-        """Return, for each dim, the matrix that maps this rank's cells to their weighted contributions to all outputs,
-        and its transpose."""
+        """Return a pair of matrices for each dim: the matrix that maps this rank's cells to their weighted
+        contributions to all outputs, and its transpose."""
         rows = enumerate(zip(parts.cuts, self._many, strict=True))
         return [_make_averaging_matrix(*get_local_range(env, cuts, d), cuts[-1], many) for d, (cuts, many) in rows]
 
 
 @lru_cache(1 << 8)
 def _make_averaging_matrix(start: int, stop: int, total: int, many: int) -> tuple[CellMatrix, CellMatrix]:
-    """Return the matrix that maps the cells [start, stop), of `total` cells, to `many` outputs, and its transpose."""
+    """Return the matrix that maps the cells [start, stop) out of `total` cells to `many` outputs, and its transpose."""
     at, i = np.arange(start, stop), np.arange(many)[:, None]
     begin, end = i * total // many, -(-(i + 1) * total // many)
     outputs, cells = np.nonzero((at >= begin) & (at < end))

@@ -57,8 +57,8 @@ def find_rank_grid(parts: Sequence[Part], letters: str, rank0: int = 0) -> RankG
 
 
 def _find_slabs_along_dim(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
-    """Return, in order, the slabs of a dim: the intervals [start, stop) into which the ranks divide it. Raise
-    ConfigError if slabs overlap or leave a gap.
+    """Return the slabs of a dim in order. Slabs are the intervals [start, stop) into which the ranks divide the dim.
+    Raise ConfigError if slabs overlap or leave a gap.
 
     Each slab is held by the same number of ranks. Several slabs without cells may be at the same position."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
@@ -113,8 +113,7 @@ def _raise_slab_mismatch_error(
 
 
 def _raise_slab_error(parts: Sequence[Part], letters: str, rank0: int) -> None:
-    """Raise ConfigError because the parts do not form a grid. The message lists ranks whose parts contradict each
-    other."""
+    """Raise ConfigError because the parts do not form a grid. The message lists the ranks with inconsistent parts."""
     for dim, letter in enumerate(letters):
         ends = sorted((part[dim], rank) for rank, part in enumerate(parts))
         for ((_, stop), one), (after, other) in zip(ends, ends[1:], strict=False):

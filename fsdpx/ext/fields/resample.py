@@ -45,21 +45,22 @@ class ConvTranspose(FieldLayer):
 
     The operation is the gradient of a convolution with respect to its input, plus a bias. The parameters are
     `weight (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`, initialized from U(-k, k)
-    with k = 1/sqrt(out_channels / groups * prod(kernel_size)). From n cells along a dim, it makes
+    with k = 1/sqrt(out_channels / groups * prod(kernel_size)). The layer maps n cells along a dim to
     `(n - 1) * stride - 2 * padding + dilation * (kernel_size - 1) + output_padding + 1` cells.
 
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
-    kernel_size : size of the window: one number for all dims, or one per dim; the same holds for stride, padding,
-        output_padding and dilation
+    kernel_size : size of the window: one number for all dims, or one per dim, as for stride, padding, output_padding
+        and dilation
     stride : number of output cells by which the window moves; default 1
     padding : number of cells removed from each side of the result; default 0
     output_padding : number of cells added at the end of each dim; it must be less than stride or dilation; default 0
-    groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
+    groups : number of groups of channels, each of which has outputs that depend only on its own input channels; default
+        1
     bias : whether there is a bias; default True
     dilation : distance between the cells of a window; default 1
-    init : initial values of `weight`; default None: the uniform distribution
+    init : initial values of `weight`; if None (default), the uniform distribution
     """
 
     kernel_names = ("channels_last", "correlate", "correlate_backward_input", "correlate_backward_params")
@@ -110,8 +111,8 @@ class ConvTranspose(FieldLayer):
         correlate_backward_params(env.xp, dy, dy, strides, None, claim_gradient(g, "bias"))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return how the outputs are partitioned. Along each dim, outputs i * stride to (i + 1) * stride - 1 belong to
-        the rank that owns input cell i. Any further outputs belong to the last rank that has cells."""
+        """Return the partition of the outputs. Along each dim, outputs i * stride to (i + 1) * stride - 1 belong to the
+        rank that owns input cell i. Any further outputs belong to the last rank that has cells."""
         made = []
         for d, cuts in enumerate(parts.cuts):
             s, p = self.window.stride[d], self.window.low[d]
@@ -134,8 +135,8 @@ class ConvTranspose(FieldLayer):
     def _locate_windows_and_count_outputs(
         self, env: LayerContext, halos: tuple[HaloSpec, ...], outputs: FieldPartition
     ) -> tuple[WindowStrides, tuple[int, ...]]:
-        """Return the window of the underlying convolution, with positions relative to this rank's outputs, and the
-        number of these outputs along each dim."""
+        """Return the window of the underlying convolution and the number of this rank's outputs along each dim. The
+        window's positions are relative to this rank's outputs."""
         window, firsts, sizes = self.window, [], []
         for d, (halo, out) in enumerate(zip(halos, outputs.cuts, strict=True)):
             start, stop = get_local_range(env, out, d)
@@ -166,19 +167,19 @@ class Upsample(FieldLayer):
     """Interpolates (samples, channels, *cells) to another resolution, like PyTorch's Upsample.
 
     In mode "nearest", cell indices are computed in integer arithmetic: with n cells and N outputs, output o takes the
-    value of cell floor(o n / N). In float64, PyTorch selects the same cells; in float32, its rounding errors lead to
-    the previous cell for some sizes.
+    value of cell floor(o n / N). In float64, PyTorch selects the same cells. In float32, rounding errors make PyTorch
+    select the previous cell for some sizes.
 
     Parameters
     ----------
-    size : number of cells of the full output: one number for all dims, or one per dim; default None: use `scale_factor`
+    size : number of cells of the full output: one number for all dims, or one per dim; if None (default), use
+        `scale_factor`
     scale_factor : factor by which the number of cells is multiplied, instead of `size`: one number for all dims, or one
         per dim
     mode : "nearest" (default), "nearest-exact", "linear" (1 dim), "bilinear" or "bicubic" (2 dims), or "trilinear" (3
         dims)
-    align_corners : for the last four modes, whether the center of the first input cell coincides with the center of the
-        first output cell, and the center of the last input cell with the center of the last output cell; default None:
-        False
+    align_corners : for the last four modes, whether the centers of the first input and output cells coincide, and also
+        the centers of the last input and output cells; None (default) means False
     """
 
     kernel_names = ("multiply_along_dim",)
@@ -223,7 +224,7 @@ class Upsample(FieldLayer):
         return exchange_halo_backward(env, dy, halos), ()
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return how the outputs are partitioned. Along a dim with n cells and N outputs, output o belongs to the rank
+        """Return the partition of the outputs. Along a dim with n cells and N outputs, output o belongs to the rank
         that owns input cell floor(o n / N).
 
         Parameters
@@ -240,7 +241,7 @@ class Upsample(FieldLayer):
         return parts.with_cuts(tuple(made))
 
     def _find_sizes_and_ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
-        """Return, for each dim, the number of output cells and the exact ratio of input to output cells, as a
+        """Return, for each dim, the number of output cells and the exact ratio of input to output cells as a
         fraction."""
         each = self._each if isinstance(self._each, tuple) else (self._each,) * len(shape)
         if len(each) != len(shape):
@@ -267,8 +268,8 @@ def _to_simplest_fraction(factor: float) -> Fraction:
 def _plan_dim(
     d: int, cuts: Cuts, outputs: Cuts, rank: int, total: int, ratio: Fraction, mode: str, align_corners: bool, dims: int
 ) -> tuple[HaloSpec, CellMatrix, CellMatrix]:
-    """Return the halo of the cells that each rank along dim d interpolates, and the matrix that maps the cells of
-    `rank` to its outputs, followed by its transpose."""
+    """Return the halo for interpolation along dim d, the matrix that maps the cells of `rank` to its outputs, and the
+    transpose of this matrix."""
     taps, weights = _make_interpolation_table(mode, cuts[-1], total, ratio, align_corners, dims)
     needs = tuple(
         (int(taps[:, a:b].min()), int(taps[:, a:b].max()) + 1) if b > a else (start, start)
@@ -285,8 +286,8 @@ def _plan_dim(
 def _make_interpolation_table(
     mode: str, n: int, total: int, ratio: Fraction, align_corners: bool, dims: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the input cells from which each of `total` outputs along a dim of `n` cells is interpolated, and the
-    weights of these cells, both (taps, outputs).
+    """Return two arrays (taps, outputs) for `total` outputs along a dim of `n` cells: the input cells from which each
+    output is interpolated, and the weights of these cells.
 
     As in PyTorch, some modes ignore `ratio` if the output has as many cells as the input, or twice as many."""
     o = np.arange(total)

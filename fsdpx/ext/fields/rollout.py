@@ -1,4 +1,4 @@
-"""`Rollout`: autoregressive training, where a model is applied repeatedly to its own output."""
+"""`Rollout`: autoregressive training, which applies a model repeatedly to its own output."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class SavedStates(NamedTuple):
 
     Attributes
     ----------
-    states : the states, starting with those in the input; None in place of a state that no step with a gradient reads
+    states : the states, starting with the input states; an entry is None if no step with a gradient reads the state
     constants : the constant channels, or None
     others : all inputs of the model except the first
-    boundary : the values of ghost cells beyond walls in each step, or None
+    boundary : the values of the ghost cells beyond walls in each step, or None
     """
 
     states: tuple[Array | None, ...]
@@ -59,49 +59,50 @@ class SavedStates(NamedTuple):
 class Rollout(Layer, HoldsLocalArray, TakesScalars):
     """Applies a model repeatedly, `steps` times, to its own output, and returns all new states, stacked along dim 1.
 
-    It maps (samples, channels, ...) to (samples, steps x channels, ...), and has the same parameters as the model, with
-    the same names. Only the states are saved for the backward pass, which recomputes each step, so memory is needed for
-    all states and for the activations of one step. On a mesh, it maps (samples, nodes, features) to (samples, nodes,
-    steps x features). In the text below, the features then take the place of the channels, and the last dim the place
-    of dim 1.
+    The layer maps (samples, channels, ...) to (samples, steps x channels, ...). Its parameters and their names are the
+    same as in the model. Only the states are saved for the backward pass, which recomputes each step. Memory must
+    therefore hold all states and the activations of one step. On a mesh, the layer maps (samples, nodes, features) to
+    (samples, nodes, steps x features). On a mesh, "channels" in the text below means the features, and "dim 1" means
+    the last dim.
 
-    The first input of the model consists of states, in the form that `data.FieldDataset` returns: the last `inputs`
-    states, oldest first, followed by `constants` channels that never change. The model returns the next state. Any
-    further inputs of the model are also inputs of the Rollout: those named in `forcing` hold the values for all steps,
-    stacked along dim 1, (samples, steps x channels, ...), and all others are the same in every step. These inputs are
-    fields or scalars (samples, n). Inputs have the names that they have in the model.
+    The first input of the model has the form that `data.FieldDataset` returns: the last `inputs` states, oldest first,
+    followed by `constants` channels that never change. The model returns the next state. Any further inputs of the
+    model are also inputs of the Rollout. Inputs named in `forcing` hold the values for all steps, stacked along dim 1,
+    (samples, steps x channels, ...). All other inputs are the same in every step. Further inputs are fields or scalars
+    (samples, n). Inputs have the names that they have in the model.
 
-    If the arrays of a grid have ghost cells, each rank receives the ghost cells of later states from the neighboring
-    ranks, also across the ends of periodic dims. Ghost cells beyond walls keep their values from the input or, with
-    `boundary`, get new values in each step. The layout of the grid must have channels ("c") even if a state has only
-    one channel, because states are stacked along the channels.
+    If the arrays of a grid have ghost cells, each rank receives the ghost cells of later states from neighboring ranks.
+    Periodic dims wrap around. Ghost cells beyond walls keep their values from the input or, with `boundary`, get new
+    values in each step. The layout of the grid must have channels ("c") even if a state has only one channel, because
+    states are stacked along the channels.
 
     Parameters
     ----------
     net : model that returns the next state, given the last states as its first input
     steps : number of times that the model is applied
     inputs : number of states that the model reads; default 1
-    constants : number of channels after the states that do not change, such as a land mask; default 0
-    forcing : names of those inputs of `net` that have different values in each step, such as solar radiation; if `net`
-        is not a container, its inputs are named "x0", "x1" and so on. Default: none
-    noise : standard deviation of the Gaussian noise that is added to the input states in training, so that the model
-        learns to correct its own errors (Sanchez-Gonzalez et al. 2020). The noise does not depend on how the field is
-        partitioned over ranks. Default 0
+    constants : number of constant channels, such as a land mask, that follow the states in the first input; default 0
+    forcing : names of the inputs of `net` whose values differ from step to step, such as solar radiation. If `net` is
+        not a container, its inputs are named "x0", "x1" and so on. Default: none
+    noise : standard deviation of the Gaussian noise that is added to the input states during training. The noise
+        teaches the model to correct its own errors (Sanchez-Gonzalez et al. 2020). The noise does not depend on how the
+        field is partitioned over ranks. Default 0
     noise_weights : factor by which the noise is multiplied in each cell of this rank's part, such as 0 on boundaries:
         an array (*cells) or (channels, *cells) of numbers >= 0; on a mesh (nodes,) or (nodes, features), for the nodes
         that this rank owns. Default: all 1
     pushforward : number of initial steps without gradient, which only produce the input of the next step (Brandstetter
-        et al. 2022, who use 1 of 2 steps). Their errors are included in the loss, but contribute no gradient. Default 0
+        et al. 2022 use 1 of 2 steps). The errors of these steps are included in the loss but contribute no gradient.
+        Default 0
     detach : whether to stop gradients from flowing from a step to the steps before it; default False
-    boundary : whether the Rollout has one more input, after the inputs of the model, with boundary values for each
+    boundary : whether the Rollout takes one more input, after the inputs of the model, with boundary values for each
         step. This input has the shape of `steps` states with ghost cells, stacked along dim 1. Step i reads the ghost
-        cells beyond walls from state i of this input; only the first step reads them from the first input instead. All
+        cells beyond walls from state i of this input, except that the first step reads them from the first input. All
         other cells of this input are ignored. Default False
     """
 
     takes_ghosts = True
     parts: FieldPartition | None = None
-    """Partition of the states, with ghost cells; None: this rank holds the full field."""
+    """Partition of the states, with ghost cells. If None, this rank holds the full field."""
 
     def __init__(
         self,
@@ -165,8 +166,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return ShardedLayer(made, found)
 
     def _shard_net(self, request: ShardingContext, kind: FieldPartition) -> tuple[Layer, Kind]:
-        """Return the model that each rank runs if states are distributed as `kind`, and how its output is
-        distributed."""
+        """Return the model that each rank runs if states are distributed as `kind`, and the distribution of its
+        output."""
         if kind.has_cells:
             return partition_model(self.net, kind)
         walk = ShardingWalk(1, None, {}, request.redistribution_functions)
@@ -272,7 +273,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return _take_range(walls, 1, step * channels, channels)
 
     def _require_fitting_boundary_values(self, first: Array, walls: Array) -> Array:
-        """Return the last input, the boundary values `walls`; raise an error unless they fit the first input."""
+        """Return the last input, the boundary values `walls`. Raise an error unless they fit the first input."""
         self.require_ghost_cells(self.parts)
         channels = (first.shape[1] - self.constants) // self.inputs
         wanted = (first.shape[0], self.steps * channels, *first.shape[2:])
@@ -284,7 +285,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         self, xp: Any, other: Array, found: dict[int, Array], has_step_values: bool
     ) -> Array | None:
         """Return the gradient of an input other than the states. `found` maps each step to the gradient of the input's
-        values in that step; if it is empty, as for integer inputs, the result is None."""
+        values in that step. If `found` is empty, as for integer inputs, return None."""
         if not found:
             return None
         if not has_step_values:
@@ -360,8 +361,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return env.training and self.noise > 0
 
     def _add_noise(self, env: LayerContext, state: Array, index: int) -> Array:
-        """Return `state`, which is input state number `index`, plus Gaussian noise. The noise is computed by the method
-        of Box and Muller (1958) from random numbers that depend on the position in the full field."""
+        """Return `state`, which is input state number `index`, plus Gaussian noise. The noise is computed with the
+        Box-Muller method (1958) from random numbers that depend on the position in the full field."""
         ghosts, xp = self._ghost_partition, env.xp
         own = state if ghosts is None else drop_ghost_cells(env, state, ghosts)
 
@@ -394,8 +395,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         require_weights_of_cells(self, "noise_weights", self.noise_weights, cells)
 
     def _add_noise_backward(self, env: LayerContext, dstate: Array) -> Array:
-        """Return the gradient of an input state with ghost cells, given the gradient `dstate` of the same state plus
-        noise."""
+        """Return the gradient of an input state with ghost cells, given the gradient `dstate` of the noisy state."""
         ghosts = self._ghost_partition
         assert ghosts is not None
         dwalls = env.xp.zeros_like(dstate)

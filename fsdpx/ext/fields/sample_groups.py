@@ -13,14 +13,14 @@ __all__ = ["make_sample_groups"]
 
 
 def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> SampleGroups:
-    """Return the groups of ranks on a rank's data axis that share samples, given the grids of all ranks.
+    """Given the grids of all ranks, return the groups of ranks that share samples on the data axis of `rank`.
 
     Parameters
     ----------
     mesh : mesh with the width of each axis
     rank : number of the rank in the world
     dims : number of ranks along each dim of a field
-    grids : for each world rank, the ranks that hold its field, in the order of its grid. With entries of None, each
+    grids : for each world rank, the ranks that hold its field, in the order of its grid. If the entries are None, each
         group consists of consecutive data ranks
 
     Returns

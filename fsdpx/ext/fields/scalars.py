@@ -25,7 +25,7 @@ __all__ = [
 
 class ScalarsToField(FieldLayer, TakesScalars):
     """Base class for layers with two inputs. The first is a field (samples, channels, *cells), or values (samples,
-    rows, features) of the nodes or edges of a mesh; the second consists of scalars (samples, n).
+    rows, features) at the nodes or edges of a mesh. The second consists of scalars (samples, n).
 
     Every rank of a field holds all scalars. In this layer and in the layers before it, each rank computes the
     contribution of its own cells to the gradient of the scalars. The gradient is the sum of these contributions over
@@ -62,8 +62,8 @@ class ScalarsToField(FieldLayer, TakesScalars):
 
 
 def _sum_over_cells(a: Array) -> Array:
-    """Return the sums of `a`, (samples, channels, *cells), over the cells. They are computed in float64 and returned in
-    the dtype of `a`."""
+    """Return the sums of `a`, (samples, channels, *cells), over the cells. The sums are computed in float64 and
+    returned in the dtype of `a`."""
     return a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64).astype(a.dtype)
 
 
@@ -75,8 +75,9 @@ def _broadcast_to_cells(s: Array, x: Array) -> Array:
 class ConcatScalars(ScalarsToField):
     """Appends n channels to a field, each of which holds one of n scalars in all cells.
 
-    Takes two inputs: a field (samples, channels, *cells), and scalars (samples, n), which every rank of a grid passes
-    in full. Returns (samples, channels + n, *cells). On a mesh, the field is (samples, nodes, features)."""
+    The layer takes two inputs: a field (samples, channels, *cells), and scalars (samples, n), which every rank of a
+    grid passes in full. It returns (samples, channels + n, *cells). On a mesh, the field is (samples, nodes,
+    features)."""
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         field, s = self._get_field_and_scalars(x)
@@ -92,8 +93,8 @@ class ConcatScalars(ScalarsToField):
 class ScaleShift(ScalarsToField):
     """Scales and shifts each channel of a field: y = (1 + scale) x + shift.
 
-    Takes two inputs: a field (samples, channels, *cells), and scalars (samples, 2 channels), where the scales come
-    first, followed by the shifts. `FiLM` is a `Linear` followed by this layer. On a mesh, the field is (samples, nodes,
+    The layer takes two inputs: a field (samples, channels, *cells), and scalars (samples, 2 channels), with all scales
+    before all shifts. `FiLM` is a `Linear` followed by this layer. On a mesh, the field is (samples, nodes,
     features)."""
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
@@ -116,9 +117,9 @@ class ScaleShift(ScalarsToField):
 
 
 class BroadcastScalars(ScalarsToField):
-    """Adds a scalar to each channel of a field, or multiplies the channel by it.
+    """Adds a scalar to each channel of a field, or multiplies the channel by the scalar.
 
-    Takes two inputs: a field (samples, channels, *cells), and scalars (samples, channels).
+    The layer takes two inputs: a field (samples, channels, *cells), and scalars (samples, channels).
 
     Parameters
     ----------
@@ -146,9 +147,9 @@ class FiLM(Composite):
     """Feature-wise linear modulation (Perez et al. 2018): y = (1 + scale(s)) x + shift(s), where a `Linear` computes
     a scale and a shift for each channel of x from the scalars s.
 
-    Takes two inputs: a field (samples, channels, *cells), and scalars (samples, n_scalars), such as a time step, a
-    Reynolds number or a `TimeEmbedding`, which every rank of a grid passes in full. The first `channels` outputs of the
-    Linear are the scales, as in diffusion models (Dhariwal and Nichol 2021). The parameters are `linear.weight`,
+    The layer takes two inputs: a field (samples, channels, *cells), and scalars (samples, n_scalars), such as a time
+    step, a Reynolds number or a `TimeEmbedding`. Every rank of a grid passes all scalars. The first `channels` outputs
+    of the Linear are the scales, as in diffusion models (Dhariwal and Nichol 2021). The parameters are `linear.weight`,
     (2 channels, n_scalars), and `linear.bias`.
 
     Parameters
@@ -234,15 +235,15 @@ class _GlobalReduction(FieldLayer):
 class GlobalMean(_GlobalReduction, HoldsLocalArray):
     """Mean of each channel over all cells of the field: (samples, channels, *cells) -> scalars (samples, channels).
 
-    On a grid, every rank gets the result, so that layers such as `Linear` may follow. The forward and the backward pass
-    each all-reduce 8 bytes per sample and channel. On a mesh, the mean is over all nodes: (samples, nodes, features) ->
+    On a grid, every rank gets the result, so layers such as `Linear` may follow. The forward and backward passes each
+    all-reduce 8 bytes per sample and channel. On a mesh, the mean is over all nodes: (samples, nodes, features) ->
     (samples, features).
 
     Parameters
     ----------
     weights : weight of each cell, such as its volume: an array (*cells) or (channels, *cells) of numbers >= 0 for this
-        rank's part of the field, or (nodes,) or (nodes, features) for the nodes that this rank owns; weighted sums are
-        divided by the sum of weights. Default None: all weights are 1
+        rank's part of the field, or (nodes,) or (nodes, features) for the nodes that this rank owns. Weighted sums are
+        divided by the sum of weights. If None (default), all weights are 1
     """
 
     def __init__(self, weights: Any = None) -> None:
@@ -258,14 +259,13 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         w, below, shape = saved
-        # dy on each rank comes only from that rank's use of the result, so it is summed over ranks
+        # each rank's dy reflects only its own use of the result, so sum dy over ranks
         total = all_reduce_over_parts(env, dy.astype(np.float64), env.random.path) / below
         dx = total.astype(dy.dtype).reshape(*total.shape, *(1,) * (len(shape) - 2))
         return self._to_input_gradient(env, dx if w is None else (dx * w).astype(dx.dtype), shape), ()
 
     def _all_reduce_divisor(self, env: LayerContext, x: Array, w: Array | None) -> Any:
-        """Return the number by which sums over all cells are divided: the number of cells, or the sum of the weights
-        `w`."""
+        """Return the divisor for sums over all cells: the number of cells, or the sum of the weights `w`."""
         if w is None:
             return max(math.prod(self.get_partition(x).shape), 1)
         dims = tuple(range(2, x.ndim))
@@ -291,8 +291,8 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
 
 
 class GlobalSum(GlobalMean):
-    """Sum of each channel over all cells of the field, such as a force from stresses and areas. Input, output and
-    `weights` are as in `GlobalMean`, but the weighted sum is not divided."""
+    """Sum of each channel over all cells of the field, for example to compute a force from stresses and areas. Input,
+    output and `weights` are as in `GlobalMean`, but the weighted sum is not divided."""
 
     def _all_reduce_divisor(self, env: LayerContext, x: Array, w: Array | None) -> Any:
         return 1.0
@@ -302,9 +302,9 @@ class GlobalMax(_GlobalReduction):
     """Maximum of each channel over all cells of the field, such as a peak stress: (samples, channels, *cells) ->
     scalars (samples, channels). On a mesh, the maximum is over all nodes.
 
-    If several cells have the maximum, they share the gradient equally, as in `torch.amax`. Every rank gets the result.
-    The forward pass all-reduces 16 bytes per sample and channel, and the backward pass 8 bytes. If any value is NaN, so
-    is the result."""
+    If several cells share the maximum, they split the gradient equally, as in `torch.amax`. Every rank gets the result.
+    The forward pass all-reduces 16 bytes per sample and channel, and the backward pass 8 bytes. If any value is NaN,
+    the result is NaN."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         x, xp = self._get_field(x), env.xp
@@ -323,7 +323,7 @@ class GlobalMax(_GlobalReduction):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         hits, count = saved
-        # dy on each rank comes only from that rank's use of the result, so it is summed over ranks
+        # each rank's dy reflects only its own use of the result, so sum dy over ranks
         share = all_reduce_over_parts(env, dy.astype(np.float64), env.random.path) / count
         dx = (hits * share.reshape(*share.shape, *(1,) * (hits.ndim - 2))).astype(dy.dtype)
         return self._to_input_gradient(env, dx, hits.shape), ()

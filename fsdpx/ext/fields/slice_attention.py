@@ -26,28 +26,29 @@ from fsdpx.nn.linear import Linear
 __all__ = ["PhysicsAttention", "SliceAttention"]
 
 EPSILON = 1e-5
-"""Number added to the sum of the weights of a slice, as in Transolver."""
+"""Number added to the sum of a slice's weights, as in Transolver."""
 TEMPERATURES = 0.1, 5.0
 """Bounds of the temperature, as in Transolver."""
 
 
 class PhysicsAttention(Composite):
     """Physics attention of Transolver (Wu et al. 2024): attention among a few slices of a field instead of among its
-    cells, so that its cost is linear in the number of cells. Input and output are (samples, channels, *cells).
+    cells. The cost is linear in the number of cells. Input and output are (samples, channels, *cells).
 
     Each head assigns each cell to its slices with weights softmax(slice(x) / temperature), which sum to 1. The token of
-    a slice is the mean of its cells with these weights. The tokens attend to each other, and each cell gets the sum of
-    the results, multiplied by the weights of this cell. On a grid of ranks, each rank computes the weights of its own
-    cells. The forward pass all-reduces n_slices * (channels + n_heads) values per sample, and the backward pass
-    n_slices * channels, however large the field is.
+    a slice is the weighted mean of its cells. The tokens attend to each other, and each cell gets the sum of the
+    results, weighted by the cell's slice weights. On a grid of ranks, each rank computes the weights of its own cells.
+    The forward pass all-reduces n_slices * (channels + n_heads) values per sample, and the backward pass n_slices *
+    channels, regardless of the size of the field.
 
-    On a mesh, which needs `kernel_size=None`, input and output are (samples, nodes, channels).
+    On a mesh, `kernel_size` must be None, and input and output are (samples, nodes, channels).
 
-    The parameters `in_project_x.*` and `in_project_fx.*` project the cells, for the weights and for the tokens. The
-    slices use `attend.in_project_slice.weight (n_slices, channels / n_heads)` and `.bias`, and `attend.temperature (1,
-    n_heads, 1, 1)`, which starts at 0.5 and is clipped to [0.1, 5]. The attention uses `attend.to_q.weight`,
-    `attend.to_k.weight` and `attend.to_v.weight`, all (channels / n_heads, channels / n_heads). The result is projected
-    by `to_out.weight` and `.bias`. The names of Transolver's parameters are accepted too. The layer is one FSDP unit.
+    The parameters `in_project_x.*` project the cells for the weights, and `in_project_fx.*` project the cells for the
+    tokens. The slices use `attend.in_project_slice.weight (n_slices, channels / n_heads)` and `.bias`, and
+    `attend.temperature (1, n_heads, 1, 1)`, which starts at 0.5 and is clipped to [0.1, 5]. The attention uses
+    `attend.to_q.weight`, `attend.to_k.weight` and `attend.to_v.weight`, all (channels / n_heads, channels / n_heads).
+    The result is projected by `to_out.weight` and `.bias`. The names of Transolver's parameters are accepted too. The
+    layer is one FSDP unit.
 
     Parameters
     ----------
@@ -55,7 +56,7 @@ class PhysicsAttention(Composite):
     n_heads : number of heads, a divisor of channels
     n_slices : number of slices of each head; default 64
     kernel_size : window of the convolutions `in_project_x` and `in_project_fx`, an odd number, as in Transolver for
-        structured grids; default None: they are `Linear` layers on the channels of each cell
+        structured grids; if None (default), they are `Linear` layers on the channels of each cell
     dims : number of cell dims of these convolutions; default 2
     padding_mode : values beyond the ends of the field for these convolutions, as in `Conv`; default "zeros"
     """
@@ -109,9 +110,9 @@ class PhysicsAttention(Composite):
 class SliceAttention(FieldLayer):
     """The part of `PhysicsAttention` between its projections.
 
-    Takes two fields (samples, channels, *cells): x, from which the slice weights of cells are computed, and the values,
-    from which the tokens of slices are computed. With "attention" in `env.recompute`, the backward pass computes the
-    slice weights again.
+    The layer takes two fields (samples, channels, *cells): x, which determines the slice weights of cells, and the
+    values, which determine the tokens of slices. If `env.recompute` contains "attention", the backward pass recomputes
+    the slice weights.
 
     Parameters
     ----------
@@ -211,7 +212,7 @@ class SliceAttention(FieldLayer):
         return weight / temperature, bias / temperature, temperature
 
     def _compute_slice_weights(self, env: LayerContext, p: Params, rows: Array) -> Array:
-        """Return the weights (samples, heads, cells, n_slices) with which cells belong to slices."""
+        """Return the weights (samples, heads, cells, n_slices) with which each cell is assigned to slices."""
         matrix, bias, _ = self._divide_slice_weights_by_temperature(env, p, rows.dtype)
         logits = env.xp.matmul(rows, matrix.swapaxes(-1, -2))
         logits += bias
@@ -232,11 +233,12 @@ class SliceAttention(FieldLayer):
         }
 
     def _map_rows(self, kernel: Any, env: LayerContext, *arrays: Array) -> Array:
-        """Apply a kernel for matrices to the rows of arrays (samples, heads, cells, n_slices)."""
+        """Apply a matrix kernel to the rows of arrays (samples, heads, cells, n_slices)."""
         shape = arrays[0].shape
         return kernel(env.xp, *(a.reshape(math.prod(shape[:-1]), shape[-1]) for a in arrays)).reshape(shape)
 
 
 def _multiply_rows(xp: Any, a: Array, b: Array) -> Array:
-    """Return a^T b, where a and b are (samples, heads, tokens, features) and their rows are all tokens."""
+    """Return a^T b, where a and b are (samples, heads, tokens, features), flattened to matrices with one row per
+    token."""
     return xp.matmul(a.reshape(-1, a.shape[-1]).T, b.reshape(-1, b.shape[-1]))

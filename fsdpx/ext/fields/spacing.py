@@ -20,14 +20,14 @@ class CellPositions(tuple[float, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        """Return a short description, because error messages show layers, and a dim may have thousands of cells."""
+        """Return a short description. Error messages include layers, and a dim may have thousands of cells."""
         return f"{len(self)} positions from {self[0]:g} to {self[-1]:g}"
 
     def compute_value_positions(self, n: int, periodic: bool, name: str) -> tuple[np.ndarray, float]:
         """Return the positions of the n values of a field along a dim, and the period of that dim.
 
-        If this object holds the bounds of cells, values lie at the centers of the cells, and the period is the distance
-        between the outermost bounds. Raises ShapeError, with the `name` of the dim, if the number of positions does not
+        If this object holds the bounds of cells, the values lie at the cell centers, and the period is the distance
+        between the outermost bounds. Raises ShapeError, which names the dim `name`, if the number of positions does not
         match n."""
         if len(self) == n + 1:
             return (np.array(self[1:]) + self[:-1]) / 2, self[-1] - self[0]
@@ -40,8 +40,8 @@ class CellPositions(tuple[float, ...]):
 
 
 def parse_spacing(layer: object, given: Any) -> Any:
-    """Return `given`, which is one spacing or a sequence with one spacing per dim, with arrays of positions replaced by
-    `CellPositions`.
+    """Return `given` with arrays of positions replaced by `CellPositions`. `given` is one spacing, or a sequence with
+    one spacing per dim.
 
     Raises ConfigError if positions are not finite or not monotonic. Spacings that are single numbers are not
     checked."""
@@ -68,7 +68,7 @@ def _parse_spacing_along_dim(layer: object, given: Any) -> Any:
 def compute_cell_widths(spacing: float | CellPositions, n: int, name: str) -> np.ndarray:
     """Return the signed widths of n cells along a dim, which are negative if positions decrease.
 
-    Raises ShapeError, with the `name` of the dim, unless `spacing` is a number or the bounds of n cells."""
+    Raises ShapeError, which names the dim `name`, unless `spacing` is a number or the bounds of n cells."""
     if not isinstance(spacing, CellPositions):
         return np.full(n, float(spacing))
     if len(spacing) != n + 1:
@@ -100,6 +100,6 @@ def compute_stencil_weights(at: np.ndarray, points: np.ndarray, derivative: int)
 
 
 def shape_along_dim(env: LayerContext, weights: np.ndarray, x: Array, d: int) -> Array:
-    """Return `weights`, one number per cell along cell dim `d`, in a shape that broadcasts with (samples, channels,
-    *cells), and in the dtype of `x`."""
+    """Return `weights`, one number per cell along cell dim `d`, reshaped to broadcast with (samples, channels, *cells)
+    and converted to the dtype of `x`."""
     return env.xp.asarray(weights.astype(x.dtype)).reshape(-1, *(1,) * (x.ndim - 3 - d))

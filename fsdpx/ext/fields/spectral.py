@@ -1,9 +1,9 @@
 """Spectral layers and the Fourier neural operator, for fields that may be partitioned over ranks.
 
 Mode k of n cells x_j along a dim is the sum over j of x_j e^(-2 pi i j k / n). Each rank computes partial sums over its
-own cells, with one matmul per dim, and a reduction over the ranks adds them up. The traffic depends only on the number
-of modes, not on the size of the field. Lingsch et al. (2024) use the same sums on one device, for points at arbitrary
-positions."""
+own cells with one matmul per dim, and a reduction over the ranks adds the partial sums. The traffic depends only on the
+number of modes, not on the size of the field. Lingsch et al. (2024) use the same sums on a single device for points at
+arbitrary positions."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class SpectralConv(FieldLayer):
     other mode dims, it stands for frequency w - modes // 2.
 
     On a grid of ranks, the partial sums of modes are reduce-scattered, each rank multiplies its share of the modes, and
-    the results are all-gathered: two collectives in the forward pass and two in the backward pass. The weight is not
-    partitioned by modes: with "ddp", each rank holds the full weight, whose gradients are summed over the ranks like
-    all other gradients; "fsdp" shards the weight like other parameters, and gathers it before use.
+    the results are all-gathered. There are two collectives in the forward pass and two in the backward pass. The weight
+    is not partitioned by modes. With "ddp", each rank holds the full weight, and its gradients are summed over the
+    ranks like all other gradients. With "fsdp", the weight is sharded like other parameters, and gathered before use.
 
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
-    n_modes : number of modes kept along each dim: one number for a one-dimensional field, otherwise one per dim; modes
-        that do not exist because a field is too small are 0
+    n_modes : number of modes kept along each dim: one number for a one-dimensional field, otherwise one per dim. If a
+        field is too small for some modes, these modes are 0
     bias : whether there is a bias; default True
     """
 
@@ -159,10 +159,10 @@ class SpectralConv(FieldLayer):
     def _get_forward_and_inverse_matrices(
         self, env: LayerContext, parts: FieldPartition, dtype: Any
     ) -> list[tuple[Array, Array]]:
-        """Return, for each dim, the two matrices that transform this rank's cells to Fourier modes and back. They are
-        cached per context.
+        """Return, for each dim, the two matrices that transform this rank's cells to Fourier modes and back. The
+        matrices are cached per context.
 
-        The matrices are float32 if the field has a 16-bit dtype."""
+        If the field has a 16-bit dtype, the matrices are float32."""
         found, dtype = [], accumulation_dtype(dtype)
         for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             last = d == len(self.modes) - 1
@@ -175,15 +175,15 @@ class SpectralConv(FieldLayer):
         return found
 
     def _reduce_scatter_modes(self, env: LayerContext, modes: Array) -> Array:
-        """Reduce-scatter the ranks' partial sums `modes`, (samples, channels, *modes, 2), and return those modes that
+        """Reduce-scatter the ranks' partial sums `modes`, (samples, channels, *modes, 2), and return the modes that
         this rank multiplies, as (own modes, samples, channels, 2)."""
         ranks = self._get_field_communicator(env)
         rows = modes.reshape(*modes.shape[:2], math.prod(self.modes), 2).transpose(2, 0, 1, 3)
         return rows if ranks is None else collectives.reduce_scatter_dim(env.xp, ranks, rows, 0, what=env.random.path)
 
     def _all_gather_modes(self, env: LayerContext, mine: Array) -> Array:
-        """All-gather `mine`, the modes (own modes, samples, channels, 2) that each rank has multiplied, and return all
-        modes as (samples, channels, *modes, 2)."""
+        """All-gather the modes that each rank has multiplied, and return all modes as (samples, channels, *modes, 2).
+        `mine` holds this rank's modes, (own modes, samples, channels, 2)."""
         ranks, count, rows = self._get_field_communicator(env), math.prod(self.modes), mine
         if ranks is not None:
             rows = collectives.all_gather_dim(env.xp, ranks, mine, 0, count, what=env.random.path)
@@ -284,8 +284,8 @@ class ChannelScale(Layer):
 class GridEmbedding(FieldLayer):
     """Appends the position of each cell to the channels of (samples, channels, *cells), as one channel per cell dim.
 
-    The position of cell i along a dim of n cells is i / n. If the field is partitioned, i and n count the cells of the
-    full field."""
+    The position of cell i along a dim of n cells is i / n. If the field is partitioned, i and n refer to the full
+    field."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         xp, parts = env.xp, self.get_partition(x)
@@ -317,9 +317,9 @@ class FNO(Graph):
     n_modes : number of modes kept along each dim
     width : number of channels in the blocks; default 32
     layers : number of blocks; default 4
-    lifting, projection : number of hidden channels in the lifting and projection MLPs; default None: 2 width
-    hidden : number of hidden channels in the MLPs of the blocks; default None: width / 2
-    positions : whether the positions of cells are appended to the input channels; default True
+    lifting, projection : number of hidden channels in the lifting and projection MLPs; if None (default), 2 width
+    hidden : number of hidden channels in the MLPs of the blocks; if None (default), width / 2
+    positions : whether to append the positions of cells to the input channels; default True
     """
 
     def __init__(
@@ -374,9 +374,9 @@ def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: b
     """Return two matrices for one dim of n cells: the first transforms the cells [start, stop) to k Fourier modes, and
     the second transforms the modes back to these cells.
 
-    Real and imaginary parts are interleaved. Modes that do not exist in a field of n cells are zeros. If `is_last_dim`,
-    the input is real, so that positive modes also stand for their complex conjugates, and the first matrix is (cells, 2
-    modes); otherwise it is (2 cells, 2 modes)."""
+    Real and imaginary parts are interleaved. Modes that do not exist in a field of n cells are 0. If `is_last_dim`, the
+    input is real, so positive modes also stand for their complex conjugates, and the first matrix is (cells, 2 modes).
+    Otherwise, it is (2 cells, 2 modes)."""
     modes = np.arange(k) - (0 if is_last_dim else k // 2)
     turns = np.outer(np.arange(start, stop), modes) % n * (2 * np.pi / n)
     there = modes <= n // 2 if is_last_dim else (-(n // 2) <= modes) & (modes <= (n - 1) // 2)
@@ -410,8 +410,8 @@ def _transform_to_cells(xp: Any, modes: Array, tables: list[Array]) -> Array:
 
 
 def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_parts: int) -> Array:
-    """Multiply y by `matrix` along dim `dim` and the last dim, which are flattened together. The last dim holds real
-    and imaginary parts; in the result, its size is `result_parts`, which is 2, or 1 if results are real."""
+    """Multiply y by `matrix` along dim `dim` and the last dim, which are flattened into one. The last dim holds real
+    and imaginary parts. Its size in the result is `result_parts`: 1 for real results, and 2 for complex ones."""
     turned = xp.moveaxis(y, dim, -2)
     shape = turned.shape[:-2]
     product = batched_matmul_keeping_dtype(xp, turned.reshape(math.prod(shape), matrix.shape[0]), matrix)
@@ -419,7 +419,7 @@ def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_p
 
 
 def _multiply_complex(xp: Any, rows: Array, w: Array) -> Array:
-    """Return, as (modes, samples, out, 2), the complex product of each mode and its weights. `rows` is a result of
+    """Return the complex product of each mode and its weights, as (modes, samples, out, 2). `rows` is a result of
     `_stack_complex_rows`, and `w` is (modes, in, 2 out)."""
     made = batched_matmul_keeping_dtype(xp, rows, w)
     real, imaginary = xp.split(made.reshape(*made.shape[:2], made.shape[2] // 2, 2), 2, axis=1)
@@ -436,6 +436,6 @@ def _stack_complex_rows(xp: Any, x: Array) -> Array:
 
 def _stack_gradient_rows(xp: Any, dy: Array) -> Array:
     """Return the gradients `dy` of complex results as (modes, 2 samples, 2 channels). The first half of the rows is for
-    the real parts of the inputs, and the second half for the imaginary parts."""
+    the real parts of the inputs, and the second half is for the imaginary parts."""
     other = xp.stack([dy[..., 1], -dy[..., 0]], axis=-1)
     return xp.concatenate([dy, other], axis=1).reshape(len(dy), 2 * dy.shape[1], 2 * dy.shape[2])

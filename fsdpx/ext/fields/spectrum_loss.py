@@ -26,19 +26,18 @@ class SpectrumRMSE(FieldLoss):
 
     The amplitude A_k at wavenumber k is the square root of the sum of |Fourier coefficient|^2 over all modes whose
     wavenumber, defined as in `BandRMSE`, rounds to k. The squares of all A_k therefore add up to the mean square of the
-    field. The error is sqrt(sum_k (A_k(y) - A_k(target))^2), which is at most the `RMSE`. It does not depend on phases:
-    a shifted field has the same spectrum, but a smooth average of possible fields does not.
+    field. The error is sqrt(sum_k (A_k(y) - A_k(target))^2), which is at most the `RMSE`. The error does not depend on
+    phases. A shifted field has the same spectrum, but a smooth average of possible fields has a different one.
 
-    Each rank transforms lines of cells that it receives from the other ranks along a dim, and no rank holds the full
-    field.
+    Each rank transforms lines of cells that it receives from the other ranks along a dim. No rank holds the full field.
 
     Parameters
     ----------
-    low, high : wavenumbers k to compare, low <= k < high; default 0 and None (all)
+    low, high : wavenumbers k to compare, low <= k < high; default 0 and None (all wavenumbers)
     log : whether to compare logarithms, sqrt(mean_k log((A_k(y) + eps) / (A_k(target) + eps))^2), so that small scales
-        count as much as large ones; default False
+        count as much as large scales; default False
     eps : number added to amplitudes if `log`; default 1e-6
-    weights, skipna : as in `RelativeL2`; both fields are multiplied by the square root of the weights, as by a window
+    weights, skipna : as in `RelativeL2`; both fields are multiplied by the square root of the weights, as with a window
         function, and squares are divided by the mean weight
     """
 
@@ -100,8 +99,8 @@ class SpectrumRMSE(FieldLoss):
     def _compute_error_and_derivative(
         self, xp: Any, of_y: Array, of_target: Array, shells: _Shells
     ) -> tuple[Array, Array]:
-        """Return the error of each channel, and the derivative of the error with respect to each amplitude of y,
-        divided by this amplitude. Amplitudes are (samples, channels, wavenumbers)."""
+        """Return the error of each channel, and its derivative with respect to each amplitude of y, divided by this
+        amplitude. Amplitudes are (samples, channels, wavenumbers)."""
         k, high = np.arange(shells.total), math.inf if self.high is None else self.high
         counted = xp.asarray(((k >= self.low) & (k < high)).astype(np.float64))
         if self.log:
@@ -114,7 +113,7 @@ class SpectrumRMSE(FieldLoss):
         return value, xp.where(below > 0, counted * apart * scale / xp.where(below > 0, below, 1.0), 0.0)
 
     def _get_shells(self, env: LayerContext, parts: FieldPartition) -> _Shells:
-        """Return the wavenumbers of this rank's modes. They are cached."""
+        """Return the wavenumbers of this rank's modes. The result is cached."""
         ranges = tuple(get_local_range(env, cuts, d) for d, cuts in enumerate(make_mode_partition(parts).cuts))
         key = "shells of modes", parts.shape, ranges
         if key not in env.constants:
@@ -138,7 +137,7 @@ class _Shells(NamedTuple):
 
 
 def _make_shells(env: LayerContext, shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> _Shells:
-    """Return the wavenumbers of the modes in `ranges` of a real field of `shape` cells."""
+    """Return the wavenumbers of the modes in `ranges`, for a real field of `shape` cells."""
     n, squares = shape[-1], np.zeros(())
     for size, (start, stop) in zip(shape, ranges, strict=True):
         k = np.arange(start, stop)
@@ -151,8 +150,8 @@ def _make_shells(env: LayerContext, shape: Sequence[int], ranges: Sequence[tuple
 
 
 def _sum_over_shells(env: LayerContext, modes: Array, shells: _Shells) -> Array:
-    """Return the sum of |mode|^2 for each wavenumber: (samples, channels, *modes) -> (samples, channels, wavenumbers),
-    in float64."""
+    """Return the float64 sum of |mode|^2 for each wavenumber: (samples, channels, *modes) -> (samples, channels,
+    wavenumbers)."""
     xp, count = env.xp, shells.total
     power = xp.square(xp.real(modes))
     power += xp.square(xp.imag(modes))

@@ -1,4 +1,4 @@
-"""`SplitSamples`: the base class of the sample layouts in which several ranks hold parts of each sample."""
+"""`SplitSamples`: the base class for sample layouts in which several ranks hold parts of each sample."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class SplitSamples(ABC):
 
     Attributes
     ----------
-    input_kinds, output_kinds : how each input and output of the model is distributed: a partition, or `Replicated` for
-        scalars (samples, n), which every rank holds in full
+    input_kinds, output_kinds : distribution of each model input and output: a partition, or `Replicated` for scalars
+        (samples, n), which every rank holds in full
     axes : the communicators of the mesh on this rank
     """
 
@@ -38,7 +38,7 @@ class SplitSamples(ABC):
 
     @property
     def domain_version(self) -> int:
-        """How many times the domain has changed."""
+        """Number of times that the domain has changed."""
         return 0
 
     @abstractmethod
@@ -72,8 +72,8 @@ class SplitSamples(ABC):
         self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None, mine: Any
     ) -> tuple[list[Any], str]:
         """All-gather `mine` among the ranks that hold parts of the same samples. Return the gathered values in the
-        order of the parts, and a warning ("" if none is needed) that these ranks pass different scalars as inputs or
-        targets. Raise DataError if the digests `samples` of these ranks show that they pass different samples."""
+        order of the parts. Also return a warning if these ranks pass different scalars as inputs or targets, otherwise
+        "". Raise DataError if the digests `samples` of these ranks show that they pass different samples."""
         groups = self.axes.groups
         assert groups is not None
         rows = [("scalars", *pair) for pair in zip(inputs, self.input_kinds, strict=True)]
@@ -135,7 +135,7 @@ class SplitSamples(ABC):
         for i, (shape, kind) in enumerate(zip(shapes, self.output_kinds, strict=True)):
             if isinstance(kind, FieldPartition):
                 wanted, local = self.compute_part_shapes(tuple(shape), kind)
-                if tuple(shape) != wanted:  # without this check, a loss would compare parts of different shapes
+                if tuple(shape) != wanted:  # without this check, a loss could compare parts of different shapes
                     raise ShapeError(
                         f"output {i} of the model is {tuple(shape)} for the whole {self.whole}, and must be {wanted}: "
                         "a layer changes the number of cells or rows without saying so"
@@ -148,8 +148,8 @@ class SplitSamples(ABC):
         return found
 
     def convert_caller_scalars_for_model(self, array: Any, name: str, batched: bool) -> Any:
-        """Return scalars from the caller as (samples, n), or as (samples,). Raise DataError, with the array's `name`,
-        if they have other dims."""
+        """Return scalars from the caller as (samples, n), or as (samples,). Raise DataError, which gives the array's
+        `name`, if the scalars have other dims."""
         if array.ndim not in ((1, 2) if batched else (0, 1)):
             wanted = "(samples, n)" if batched else f"(n,), as the {self.whole.removesuffix('s')} has no dim of samples"
             raise DataError(

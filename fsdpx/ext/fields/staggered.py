@@ -12,17 +12,17 @@ __all__ = ["compute_ghost_widths_of_faces", "find_face_cuts", "list_cell_and_fac
 
 
 def find_face_cuts(cuts: Cuts) -> Cuts:
-    """Return the cuts of the n + 1 faces across a dim of n cells. Each rank has the low faces of its cells, and the
-    last rank that has cells also has the last face."""
+    """Return the cuts of the n + 1 faces across a dim of n cells. Each rank owns the low faces of its cells, and the
+    last rank that has cells also owns the last face."""
     return make_output_cuts(cuts, cuts, cuts[-1] + 1)
 
 
 def compute_ghost_widths_of_faces(cuts: Cuts, faces: Cuts, sides: Sequence[GhostWidths]) -> tuple[GhostWidths, ...]:
     """Return the widths of the ghost cells of arrays that hold both faces of each cell. The high face of a rank's last
-    cell belongs to the next rank, and is therefore an additional ghost cell.
+    cell belongs to the next rank, so it is an additional ghost cell.
 
     `cuts` and `faces` are the cuts of cells and of faces along the dim, and `sides` are the widths of ghost cells. A
-    rank beyond the end of the field owns no cells; its arrays hold only the last face, as a ghost cell below its
+    rank beyond the end of the field owns no cells. Its arrays hold only the last face, as a ghost cell below its
     part."""
     found = []
     for rank, (low, high) in enumerate(sides):

@@ -15,11 +15,11 @@ __all__ = ["StaticChannels"]
 
 
 class StaticChannels(FieldLayer, HoldsLocalArray):
-    """Appends fixed channels, such as topography, a land mask or coefficients, to a field. Their values are passed only
-    once, when the layer is made; they get no gradient, and are not saved in checkpoints.
+    """Appends fixed channels, such as topography, a land mask or coefficients, to a field. The values are passed only
+    once, to the constructor. They get no gradient and are not saved in checkpoints.
 
-    It maps (samples, channels, *cells) to (samples, channels + constants, *cells). Inside the model of a `Rollout`, all
-    steps read the fixed channels.
+    The layer maps (samples, channels, *cells) to (samples, channels + constants, *cells). In the model of a `Rollout`,
+    all steps read the fixed channels.
 
     Parameters
     ----------
@@ -34,8 +34,8 @@ class StaticChannels(FieldLayer, HoldsLocalArray):
             raise ConfigError(f"StaticChannels: give a number or bool for each cell, got {self.values.dtype}")
 
     def __repr__(self) -> str:
-        """Return a description without the values, because ranks compare their descriptions, but each rank has
-        different values."""
+        """Return a description that excludes the values. Ranks compare their descriptions, but each rank has different
+        values."""
         return "StaticChannels()"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:

@@ -26,12 +26,12 @@ __all__ = ["TimeDistributed"]
 
 
 class TimeDistributed(Layer):
-    """Applies a model to each of `steps` states that are stacked along dim 1, such as the result of a `Rollout`, and
-    stacks the results in the same way.
+    """Applies a model to each of `steps` states stacked along dim 1, such as the result of a `Rollout`, and stacks the
+    results in the same way.
 
     The input is (samples, steps x channels, *cells). If the model returns scalars (samples, n), such as the drag on a
     body, the result is (samples, steps x n). If the model returns a field of n channels, the result is (samples, steps
-    x n, *cells). This layer has the same parameters as the model, with the same names.
+    x n, *cells). The layer's parameters and their names are the same as in the model.
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ __all__ = ["UNet"]
 
 ACTIVATIONS: dict[str, Any] = {"relu": ReLU, "tanh": Tanh, "gelu": GELU, "silu": SiLU}
 GROUP = 8
-"""Number of channels in each group with `norm="group"`."""
+"""Number of channels in each group if `norm="group"`."""
 
 
 class FirstPool(pool.MaxPool):
@@ -76,15 +76,15 @@ class UNet(Graph):
     """U-Net for (samples, in_channels, *cells). It can load weights from the common PyTorch implementation.
 
     Each level has two convolutions with a kernel size of 3 and no bias, each followed by a norm and an activation. Max
-    pools of size 2 lead to the next lower level, and transposed convolutions of size 2 lead back up. The sizes of the
-    field must be multiples of 2^depth. Parameters are named `encoder1.enc1conv1.weight`,
+    pooling of size 2 leads to the next lower level, and transposed convolutions of size 2 lead back up. The sizes of
+    the field must be multiples of 2^depth. Parameters are named `encoder1.enc1conv1.weight`,
     `bottleneck.bottleneckconv1.weight`, `upconv1.weight`, `decoder1.dec1conv1.weight` and `conv.weight`.
 
-    With `time_embedding`, the network has a second input, a time or diffusion step of each sample, (samples,) or
-    (samples, 1), as in diffusion models (Ho et al. 2020). A `TimeEmbedding` and an MLP (`time.mlp1` and `time.mlp2`)
-    turn the time into features, which a `FiLM` after the first norm of each block reads. The parameters of a `FiLM` are
-    named as in `encoder1.enc1film.linear.weight`. With `attention`, x + attention(norm(x)) follows the lowest level,
-    where `norm` is a `GroupNorm` and `attention` a `GlobalAttention`.
+    With `time_embedding`, the network has a second input, as in diffusion models (Ho et al. 2020): the time or
+    diffusion step of each sample, (samples,) or (samples, 1). A `TimeEmbedding` and an MLP (`time.mlp1` and
+    `time.mlp2`) turn the time into features, and a `FiLM` after the first norm of each block reads these features.
+    `FiLM` parameters have names such as `encoder1.enc1film.linear.weight`. With `attention`, x + attention(norm(x))
+    follows the lowest level, where `norm` is a `GroupNorm` and `attention` is a `GlobalAttention`.
 
     Parameters
     ----------
@@ -95,8 +95,9 @@ class UNet(Graph):
     padding : values beyond the ends of the field, as for `padding_mode` in `Conv`; default "zeros"
     norm : "batch" (default), "group" (max(channels // 8, 1) groups), or None
     activation : "relu" (default), "tanh", "gelu" or "silu"
-    time_embedding : number of features of the embedded time, even and at least 4; default None: there is no time
-    attention : number of heads of the attention, a divisor of width 2^depth; default None: there is no attention
+    time_embedding : number of features of the embedded time, which must be even and at least 4; if None (default),
+        there is no time input
+    attention : number of attention heads, a divisor of width 2^depth; if None (default), there is no attention
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""The vision transformer for fields: patches, attention among them, and back to cells (Dosovitskiy et al. 2021)."""
+"""The vision transformer for fields: patch embedding, attention among patches, and projection back to cells
+(Dosovitskiy et al. 2021)."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ class PatchConv3d(PatchConv, dims=3):
 
 
 class FieldTransformerBlock(Composite):
-    """Pre-norm transformer block on the cells of a field: x + attn(norm1(x)), then x + mlp(norm2(x)). It is one FSDP
-    unit.
+    """Pre-norm transformer block on the cells of a field: x + attn(norm1(x)), then x + mlp(norm2(x)). The block is one
+    FSDP unit.
 
     Parameters
     ----------
@@ -81,9 +82,9 @@ class VisionTransformer(Graph):
     """Vision transformer (Dosovitskiy et al. 2021) from a field (samples, in_channels, *cells) to a field (samples,
     out_channels, *cells).
 
-    A convolution turns each patch of patch_size cells along each dim into one cell of `width` channels. Pre-norm
-    transformer blocks follow, then a norm and a transposed convolution back to the cells. The sizes of the field must
-    be multiples of the patch size. Parameters are named `patches.weight`, `block0.norm1.weight`,
+    A convolution turns each patch, which has patch_size cells along each dim, into one cell of `width` channels. Next
+    come pre-norm transformer blocks, a norm, and a transposed convolution back to the cells. The sizes of the field
+    must be multiples of the patch size. Parameters are named `patches.weight`, `block0.norm1.weight`,
     `block0.attn.qkv.weight`, `block0.mlp.up.weight`, `norm.weight` and `output.weight`.
 
     With `attention="physics"` and `patch_size=1`, this is Transolver (Wu et al. 2024).
@@ -98,11 +99,12 @@ class VisionTransformer(Graph):
     n_heads : number of attention heads, a divisor of width; default 4
     attention : "global" (default), `GlobalAttention` among all patches; "neighborhood", `NeighborhoodAttention` to a
         window of patches; or "physics", `PhysicsAttention` among slices
-    kernel_size : number of patches of a window of "neighborhood", one number or one per dim; default 7
-    n_slices : number of slices of "physics"; default 64
-    hidden : number of hidden features of the MLP of each block; default None: 4 width
-    periodic : whether windows of "neighborhood" continue at the other end of the field, as in `NeighborhoodAttention`
-    positions : whether the positions of cells are appended to the input channels, as in `GridEmbedding`; default True
+    kernel_size : window size in patches for attention="neighborhood": one number for all dims, or one per dim; default
+        7
+    n_slices : number of slices for attention="physics"; default 64
+    hidden : number of hidden features in the MLP of each block; if None (default), 4 width
+    periodic : whether windows of "neighborhood" wrap around at the ends of the field, as in `NeighborhoodAttention`
+    positions : whether to append the positions of cells to the input channels, as in `GridEmbedding`; default True
     """
 
     def __init__(
@@ -159,11 +161,11 @@ class VisionTransformer(Graph):
 _OWN_OPTIONS: dict[str, dict[str, Any]] = {
     "neighborhood": {"kernel_size": 7, "periodic": False}, "physics": {"n_slices": 64},
 }  # fmt: skip
-"""Options that a single kind of attention takes, and their defaults, by the kind."""
+"""Options that only one kind of attention takes, and their defaults, keyed by the kind of attention."""
 
 
 def _refuse_options_of_other_attention(attention: str, **values: Any) -> None:
-    """Raise ConfigError if an option that another kind of attention takes differs from its default."""
+    """Raise ConfigError if an option for another kind of attention differs from its default."""
     for kind, options in _OWN_OPTIONS.items():
         for name, default in options.items():
             if kind != attention and values[name] != default:

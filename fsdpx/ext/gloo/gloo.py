@@ -48,19 +48,20 @@ from fsdpx.ext.gloo.rendezvous import CHALLENGE_BYTES, SEAL_BYTES, Rendezvous, c
 __all__ = ["GlooCommunicator"]
 
 _NO_TIMEOUT = timedelta(days=30)
-"""Timeout passed to Gloo. It never takes effect, because the waits of fsdpx end earlier."""
+"""Timeout passed to Gloo. This timeout never takes effect because fsdpx's own waits end earlier."""
 _SECONDS_TO_RECORD_END = 1.0
-"""Maximum time for which a rank that aborts the job tries to record its end in the store."""
+"""Maximum time that a rank spends on recording its end in the store when it aborts the job."""
 _SECONDS_TO_FINISH = 5.0
-"""Maximum time for which an ending process waits for its message threads to return."""
+"""Maximum time that an exiting process waits for its message threads to return."""
 
 
 class GlooCommunicator(MessageBackend):
     """Communicator of the ranks of a `Rendezvous`, connected by Gloo. A wait longer than `timeout` seconds raises
     CommTimeout.
 
-    Gloo's threads transfer the data, so transfers make progress by themselves. To sum float16 or bfloat16 values, ranks
-    exchange point-to-point messages, and each adds the values in rank order. GPU arrays are copied through the host."""
+    Gloo's threads transfer the data, so transfers make progress in the background. To sum float16 or bfloat16 values,
+    ranks exchange point-to-point messages, and each rank adds the values in rank order. GPU arrays are copied through
+    the host."""
 
     library = "gloo"
 
@@ -100,10 +101,9 @@ class GlooCommunicator(MessageBackend):
         return frozenset(_NATIVE_CALLS)
 
     def _authenticate_ranks(self, name: str) -> None:
-        """Make all ranks authenticate themselves to each other: each rank proves that it knows the job's secret.
-        Collective.
+        """Authenticate all ranks to each other. Each rank proves that it knows the job's secret. Collective.
 
-        `name` is the name of this communicator, and proofs are valid only for this name. The proofs travel on the
+        `name` is the name of this communicator, and proofs are valid only for this name. Ranks send the proofs over the
         connections that will carry data. Raises CommError if a proof is wrong."""
         patience, self.timeout = self.timeout, self.rendezvous.timeout
         number, width = self.size * CHALLENGE_BYTES, compute_hmac(b"", "").size
@@ -123,10 +123,10 @@ class GlooCommunicator(MessageBackend):
         self.timeout = patience
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Gather one object from each rank, sent as a pickle, and return them in rank order on all ranks. Collective.
+        """Gather one pickled object from each rank, and return the objects in rank order on all ranks. Collective.
 
-        Raises ConfigError if the job has no secret with which ranks authenticate each other, because unpickling
-        executes code that other ranks have sent."""
+        Raises ConfigError if the job has no secret that authenticates ranks, because unpickling executes code sent by
+        other ranks."""
         if self.size > 1 and not self.rendezvous.secret:
             raise ConfigError(
                 "all_gather_object over Gloo runs what other ranks have pickled, and without FSDPX_SECRET nobody knows "
@@ -159,7 +159,7 @@ class GlooCommunicator(MessageBackend):
         return GlooWorks(self, call, [WaitedMessages(works)], (receives, sends)) if works else COMPLETED
 
     def start_single_message(self, call: Call) -> Handle:
-        """Start a single send or receive. A message from a rank to itself is copied here, because Gloo does not
+        """Start a single send or receive. A message from a rank to itself is copied locally because Gloo does not
         connect a rank to itself."""
         if call.root == self.rank:
             call = call.with_arrays(call.arrays)
@@ -220,10 +220,10 @@ class GlooCommunicator(MessageBackend):
         self._gloo = None
 
     def abort(self, code: int = 1) -> None:
-        """End this process at once. Other ranks learn of its end from the store and from their broken connections.
+        """End this process at once. Other ranks notice from the store and from their broken connections.
 
-        The process waits at most _SECONDS_TO_RECORD_END for its end to be recorded in the store, because the store may
-        not answer, for example if the rank that served it has ended."""
+        The process waits at most _SECONDS_TO_RECORD_END until the store has recorded its end. The store may not answer,
+        for example if the rank that hosts it has ended."""
 
         def report_end() -> None:
             with suppress(Exception):
@@ -236,10 +236,10 @@ class GlooCommunicator(MessageBackend):
 
 
 def _make_gloo_device(rendezvous: Rendezvous) -> Any:
-    """Return the network device on which Gloo listens.
+    """Return the network device that Gloo listens on.
 
-    This is the loopback interface if all ranks are on this host and the user has not chosen an interface, else the
-    default device."""
+    If all ranks are on this host and the user has not chosen an interface, this is the loopback interface; otherwise,
+    it is the default device."""
     if rendezvous.loopback and not environment.get_gloo_interface():
         return dist.ProcessGroupGloo.create_device(hostname=rendezvous.loopback)
     return dist.ProcessGroupGloo.create_default_device()
@@ -248,8 +248,8 @@ def _make_gloo_device(rendezvous: Rendezvous) -> Any:
 class SealedStore(dist.Store):
     """Store through which Gloo's ranks exchange their addresses. Each address has a message authentication code.
 
-    Without this code, an attacker with access to the store could replace a rank's address with another one, and relay
-    the traffic between two ranks."""
+    Without this code, an attacker with access to the store could replace a rank's address and relay the traffic between
+    two ranks."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__()
@@ -303,8 +303,8 @@ class GlooWorks:
 
 
 class WaitedMessages:
-    """Messages for which a background thread waits, one by one, because Gloo reports that a message is complete only
-    to a thread that waits for it."""
+    """Messages that a background thread waits for, one by one. Gloo reports the completion of a message only to a
+    thread that waits for it."""
 
     __slots__ = ("_done", "_error", "_works")
 
@@ -329,7 +329,8 @@ class WaitedMessages:
             raise self._error
 
     def abandon(self) -> None:
-        """Make the background thread return: also wait here for the thread's messages, with a short timeout.
+        """Make the background thread return by waiting for its messages in the calling thread as well, with a short
+        timeout.
 
         When a wait times out, Gloo fails all pending operations of the group, including the thread's."""
         for work in self._works:
@@ -341,7 +342,7 @@ class _WaitingThreads:
     """Background threads that wait for messages. Each thread waits for one `WaitedMessages` at a time.
 
     The threads do not delay the end of the process. Their waits are aborted before the interpreter shuts down, because
-    a thread that returned to Python during the shutdown would crash the process."""
+    a thread that returns to Python during shutdown would crash the process."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[WaitedMessages] = SimpleQueue()
@@ -365,8 +366,8 @@ class _WaitingThreads:
             self._free.release()
 
     def abandon_all_messages(self) -> None:
-        """Abandon all incomplete messages at the end of the process. This is safe: the ranks at the other end of these
-        messages either never made the matching call, or will notice that this rank has ended."""
+        """Abandon all incomplete messages at the end of the process. This is safe because the peers of these messages
+        either never made the matching call or will notice that this rank has ended."""
         for waited in list(self._waiting):
             waited.abandon()
         last = time.monotonic() + _SECONDS_TO_FINISH
@@ -383,7 +384,7 @@ _BOOL_OPS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
 
 
 def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
-    """Return Gloo's reduction for `op`, or None if Gloo does not support the dtype or reduces it differently from
+    """Return Gloo's reduction for `op`, or None if Gloo does not support the dtype or reduces it differently than
     fsdpx."""
     if is_reduced_in_rank_order(op, array.dtype):
         return None
@@ -393,14 +394,14 @@ def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
 
 
 def _view_bool_as_uint8(array: Array) -> Array:
-    """Return a bool array as uint8, because torch cannot compute MAX and MIN of bools. Return any other array
+    """Return a bool array as uint8 because torch cannot compute MAX and MIN of bools. Return any other array
     unchanged."""
     return array.view(np.uint8) if array.dtype.kind == "b" else array
 
 
 def _as_byte_tensor(array: Array) -> torch.Tensor:
     """Return a tensor of the bytes of an array. The tensor shares the array's memory. For a read-only array, the tensor
-    is a copy, which can be sent but must not be received into."""
+    is a copy, which can be sent but must not be used to receive."""
     data = array.view(np.uint8)
     return torch.from_numpy(data if data.flags.writeable else data.copy())
 
@@ -413,4 +414,4 @@ _NATIVE_CALLS: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
     "send": GlooCommunicator.start_single_message,
     "recv": GlooCommunicator.start_single_message,
 }
-"""Collectives for which Gloo's own operations are used; all others are built from messages."""
+"""Collectives that use Gloo's own operations. All others are built from messages."""

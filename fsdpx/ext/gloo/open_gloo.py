@@ -15,12 +15,12 @@ def open_gloo(request: CommunicatorRequest) -> Communicator:
     """Open the communicator of all ranks that the launcher has started, or a local communicator if there is only one
     rank. Collective."""
     if request.settings.launcher is None:
-        # raises an error if the environment says that there are other ranks
+        # raises an error if the environment indicates other ranks
         environment.require_single_process_and_get_note()
     if request.settings.launcher is None or request.settings.expected_size == 1:
         return open_local(request)
     rendezvous = join_rendezvous(request.settings)
-    # imported here, because it needs torch; if torch is missing, join_rendezvous has already raised a clearer error
+    # imported here because it needs torch; if torch is missing, join_rendezvous has already raised a clearer error
     from fsdpx.ext.gloo.gloo import GlooCommunicator
 
     return set_up_world(

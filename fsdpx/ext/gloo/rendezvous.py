@@ -1,4 +1,5 @@
-"""The rendezvous of ranks without MPI: a torch.distributed store in which each rank records its arrival and its end."""
+"""The rendezvous of ranks without MPI: a torch.distributed store in which each rank records when it arrives and when it
+ends."""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ _MAX_ARRIVAL_BYTES = 4096
 
 _POLL_SECONDS = 0.02
 _SECONDS_TO_DIE = 1.0
-"""Maximum time from the break of a connection until this rank can see that a process on this host has ended."""
+"""Maximum time, after a connection breaks, until this rank can see that a process on this host has ended."""
 
 opened_rendezvous: list[Rendezvous] = []
-"""A list with the rendezvous of this process, or an empty list until all ranks have arrived."""
+"""The rendezvous of this process. The list is empty until all ranks have arrived."""
 
 
 class RankArrival(NamedTuple):
@@ -75,12 +76,12 @@ class RankArrival(NamedTuple):
 
 def compute_hmac(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
     """Return the HMAC-SHA256 of `text` and `challenges` as a uint8 array. Only a process that knows the secret can
-    compute this code. `challenges` are random bytes that ranks exchange, so that no code can be replayed."""
+    compute this code. `challenges` are random bytes that ranks exchange to prevent replay of a code."""
     return np.frombuffer(hmac.digest(secret, f"fsdpx {text} ".encode() + challenges, "sha256"), np.uint8)
 
 
 class Rendezvous:
-    """All ranks of a job, once each of them has arrived at a common store.
+    """All ranks of a job after each of them has arrived at a common store.
 
     Attributes
     ----------
@@ -95,7 +96,7 @@ class Rendezvous:
     ) -> None:  # fmt: skip
         """Announce this rank, and wait at most `timeout` seconds until all other ranks have arrived. Collective.
 
-        A process that does not know `secret` cannot join the job. `since` is the time from which `timeout` counts."""
+        A process that does not know `secret` cannot join the job. `timeout` counts from the time `since`."""
         self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, location
         self.secret, self.worlds = secret, 0
         self._deadline = (time.monotonic() if since is None else since) + timeout
@@ -111,12 +112,12 @@ class Rendezvous:
         opened_rendezvous[:] = [self]
 
     def compute_authentication_code(self, key: str, value: bytes) -> bytes:
-        """Return the authentication code that precedes the value of `key` in the store. Computing it requires the
-        secret."""
+        """Return the authentication code that precedes the value of `key` in the store. The secret is required to
+        compute the code."""
         return compute_hmac(self.secret, f"{self._arrival_text} {key}", value).tobytes()
 
     def compute_seconds_left(self) -> float:
-        """Return how many seconds remain for the other ranks to arrive, but at least 1."""
+        """Return the number of seconds that remain for the other ranks to arrive, at least 1."""
         return max(self._deadline - time.monotonic(), 1.0)
 
     def _announce_rank(self, mine: RankArrival) -> None:
@@ -190,14 +191,14 @@ class Rendezvous:
             ) from error
 
     def record_first_ended_rank(self, rank: int) -> int:
-        """Record in the store that a rank has ended or is about to end, unless another rank is recorded already.
-        Return the rank that is recorded."""
+        """Record in the store that a rank has ended or is about to end, unless another rank is already recorded. Return
+        the recorded rank."""
         return int(self.store.compare_set("ended", "", str(rank)))
 
     @contextmanager
     def translating_torch_errors(self, action: str) -> Iterator[None]:
-        """Context manager that turns torch errors into RankLost, which names the rank that has ended, or into
-        CommError if no rank is known to have ended.
+        """Context manager that turns torch errors into RankLost, which names the rank that has ended. If no rank is
+        known to have ended, the errors become CommError.
 
         `action` describes what failed, for the error message."""
         try:
@@ -217,7 +218,7 @@ class Rendezvous:
             raise CommError(f"{action}: {far}{reason}") from error
 
     def _find_first_ended_rank(self) -> int | None:
-        """Return the rank that ended first, according to the store or to the processes of this host. Return None if no
+        """Return the rank that ended first, according to the store or the processes on this host. Return None if no
         rank is known to have ended."""
         end = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < end:
@@ -227,7 +228,7 @@ class Rendezvous:
                     return self.record_first_ended_rank(here[0])
                 if self.store.check(["ended"]):
                     return int(self.store.get("ended"))
-            except RuntimeError:  # rank 0, which serves the store, has ended
+            except RuntimeError:  # rank 0, which hosts the store, has ended
                 return here[0] if here else 0
             except ValueError:  # the value was not written by a rank of this job
                 return None
@@ -236,11 +237,11 @@ class Rendezvous:
 
 
 def join_rendezvous(settings: Environment) -> Rendezvous:
-    """Return the rendezvous of all ranks that the launcher has started, found through environment variables.
+    """Return the rendezvous of all ranks that the launcher has started. It is found through environment variables.
     Collective.
 
     The rendezvous is made once per process. Raises LaunchError if the environment does not describe a rendezvous, or if
-    some rank does not arrive."""
+    a rank does not arrive."""
     if opened_rendezvous:
         return opened_rendezvous[0]
     dist = _import_torch_distributed()
@@ -267,7 +268,8 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
 
 
 def _format_warning_without_secret(location: RendezvousStore) -> str:
-    """Return a warning that the job has no secret, which says what an attacker could do and how to set a secret."""
+    """Return a warning that the job has no secret. The warning explains what an attacker could do and how to set a
+    secret."""
     who = "whoever reaches that address, other users of this host too,"
     who = "whoever can write that file" if location.file else who
     alone = "" if location.file or location.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
@@ -297,7 +299,7 @@ def _resolve_address(location: RendezvousStore) -> Any:
 
 
 def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> float:
-    """Wait until the store accepts connections, and return how many seconds of `timeout` are left.
+    """Wait until the store accepts connections, and return the number of seconds left of `timeout`.
 
     The store's own wait could take up to twice its timeout."""
     end = time.monotonic() + timeout
@@ -315,8 +317,8 @@ def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> floa
 def _open_listening_socket(location: RendezvousStore, any_address: bool) -> socket.socket:
     """Return the socket on which rank 0 serves the store.
 
-    The socket is bound to the address of MASTER_ADDR or, if `any_address` is true and MASTER_ADDR is not an address of
-    this host, to all addresses."""
+    The socket is bound to the address of MASTER_ADDR. If `any_address` is true and MASTER_ADDR is not an address of
+    this host, the socket is bound to all addresses."""
     family, _, _, _, address = _resolve_address(location)
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -344,10 +346,10 @@ def _import_torch_distributed() -> Any:
 
 
 def _open_store(dist: Any, location: RendezvousStore, rank: int, size: int, timeout: float, has_secret: bool) -> Any:
-    """Open the job's store, which is a file or a server. If the store is a server, rank 0 runs it, unless torchrun
-    does.
+    """Open the job's store, which is a file or a server. If the store is a server, rank 0 runs it unless torchrun
+    already does.
 
-    `has_secret` says whether the ranks of the job share a secret."""
+    `has_secret` states whether the ranks of the job share a secret."""
     try:
         if location.file:
             return dist.PrefixStore("fsdpx", dist.FileStore(location.file, size))

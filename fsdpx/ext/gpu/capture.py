@@ -1,9 +1,9 @@
 """CUDA graphs: record the work that a thread issues, and launch it any number of times.
 
-A graph holds kernels with their arguments, so it computes with the same memory in each launch. While it is recorded,
-nothing is computed, values cannot be read, and memory comes from a pool that the graphs share. As PyTorch's graphs do,
-they rely on being launched in the order in which they were recorded: memory that was free when a graph was recorded is
-free again when it is launched."""
+A graph holds kernels with their arguments, so each launch uses the same memory. During recording, nothing is computed,
+values cannot be read, and memory comes from a pool that the graphs share. As in PyTorch, graphs must be launched in the
+order in which they were recorded. Memory that was free when a graph was recorded is then free again when it is
+launched."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from fsdpx.ext.gpu.cupy_devices import import_cupy
 __all__ = ["Capture", "GraphMemory", "copy_into_fixed_memory", "get_active_capture", "make_unowned_view"]
 
 NUMBERS_PER_BLOCK = 64
-"""Number of random number streams whose positions are copied to the GPU together."""
+"""Number of random number streams whose positions are copied to the GPU in one copy."""
 _thread = threading.local()
 
 
 class GraphMemory:
     """The memory of CUDA graphs that are launched one after another.
 
-    CuPy's pool reuses blocks while graphs are recorded. This class keeps all allocations of the pool, so that the pool
-    cannot return memory that a graph uses to the driver."""
+    CuPy's pool reuses blocks while graphs are recorded. This class keeps all allocations of the pool alive so that the
+    pool cannot return memory to the driver while a graph uses it."""
 
     def __init__(self) -> None:
         xp = import_cupy()
         cuda = xp.cuda
         cuda.set_pinned_memory_allocator(_allocate_pinned_outside_captures)
-        xp.fft.config.get_plan_cache().set_size(-1)  # graphs use the work memory of plans, so plans must stay
+        # graphs use the work memory of FFT plans, so the plans must stay cached
+        xp.fft.config.get_plan_cache().set_size(-1)
         self.pool = cuda.MemoryPool(self._allocate)
         self.stream = cuda.Stream(non_blocking=True)
         self._kept: list[Any] = []
@@ -48,14 +49,14 @@ class GraphMemory:
         return cuda.MemoryPointer(memory, 0)
 
     def add_range(self, owner: Any, address: int, nbytes: int) -> None:
-        """Keep `owner`, which has `nbytes` bytes at `address`, as memory of the graphs."""
+        """Keep `owner`, which holds `nbytes` bytes at `address`, as part of the graphs' memory."""
         at = bisect_right(self._starts, address)
         self.keep(owner)
         self._starts.insert(at, address)
         self._stops.insert(at, address + nbytes)
 
     def keep(self, owner: Any) -> None:
-        """Keep arrays that graphs read but that are not in the pool, for as long as the graphs exist."""
+        """Keep arrays outside the pool alive as long as the graphs that read them exist."""
         self._kept.append(owner)
 
     def has_address(self, address: int) -> bool:
@@ -78,7 +79,7 @@ class Capture:
     def __init__(self, memory: GraphMemory) -> None:
         self.memory = memory
         self._graph: Any = None
-        self._made: dict[int, tuple[Any, Callable[[], Any]]] = {}  # numbers that layers asked for, by id
+        self._made: dict[int, tuple[Any, Callable[[], Any]]] = {}  # random numbers that layers requested, keyed by id
         self._placed: list[Callable[[], Any]] = []
         self._blocks: list[Any] = []
 
@@ -105,8 +106,8 @@ class Capture:
         self._made[id(numbers)] = numbers, make_again
 
     def make_random_position_on_device(self, numbers: Any) -> Any:
-        """Return an array on the GPU, from which a kernel reads the position of these random numbers: the first index,
-        and the two words of the key, as uint64."""
+        """Return a GPU array from which a kernel reads the position of these random numbers: the first index and the
+        two words of the key, as uint64."""
         self._placed.append(self._made.pop(id(numbers))[1])
         block, row = divmod(len(self._placed) - 1, NUMBERS_PER_BLOCK)
         if row == 0:
@@ -126,20 +127,20 @@ class Capture:
 
 
 def _allocate_pinned_outside_captures(nbytes: int) -> Any:
-    """Allocate pinned memory from CuPy's pool, as CuPy does by default. Raise RuntimeError while a graph is recorded:
-    CuPy would copy an array from the host through this memory, and later launches would find other values there."""
+    """Allocate pinned memory from CuPy's pool, as CuPy does by default. Raise RuntimeError while a graph is recorded,
+    because CuPy would copy a host array through this memory, and later launches would read other values from it."""
     if get_active_capture() is not None:
         raise RuntimeError("an array is copied from the host")
     return import_cupy().get_default_pinned_memory_pool().malloc(nbytes)
 
 
 def get_active_capture() -> Capture | None:
-    """Return the capture that records the work of this thread, or None."""
+    """Return the capture that is recording the work of this thread, or None."""
     return getattr(_thread, "active", None)
 
 
 def copy_into_fixed_memory(memory: GraphMemory, array: Any) -> Any:
-    """Return a copy of an array, with the same strides, in memory that is kept for as long as the graphs exist."""
+    """Return a copy of an array, with the same strides, in memory that is kept as long as the graphs exist."""
     xp = import_cupy()
     if any(stride < 0 for stride in array.strides):
         array = xp.ascontiguousarray(array)

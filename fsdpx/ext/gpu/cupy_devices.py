@@ -1,4 +1,4 @@
-"""The GPUs visible to this process: how many there are, which one a rank uses, and which one holds an array."""
+"""The GPUs visible to this process: their number, the GPU that a rank uses, and the GPU that holds an array."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def import_cupy() -> Any:
-    """Import and return CuPy; raise ConfigError if it is not installed."""
+    """Import and return CuPy. Raise ConfigError if it is not installed."""
     try:
         import cupy
     except ImportError as error:
@@ -54,7 +54,7 @@ def list_gpu_pci_addresses() -> tuple[str, ...]:
 
 
 def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
-    """Return the index, from 0 to `count` - 1, of the GPU that the rank with number `local_rank` on its host uses.
+    """Return the index, from 0 to `count` - 1, of the GPU for the rank with number `local_rank` on its host.
 
     The index is taken from `device_map` or, if that is None, assigned round-robin. Raises ConfigError if `device_map`
     contains a GPU that does not exist."""
@@ -78,7 +78,7 @@ def select_gpu(number: int) -> None:
 
 
 def get_current_gpu() -> int:
-    """Return the number of the GPU on which this thread computes, counted among the visible GPUs."""
+    """Return the number of the GPU that this thread uses, counted among the visible GPUs."""
     return int(import_cupy().cuda.Device().id)
 
 
@@ -96,12 +96,12 @@ def use_gpu_of(array: Any) -> AbstractContextManager[Any]:
     """Return a context in which this thread computes on the GPU that holds `array`. The context has no effect if
     `array` is in host memory.
 
-    New threads need such a context, because by default they compute on GPU 0."""
+    New threads need this context because they compute on GPU 0 by default."""
     return array.device if is_on_gpu(array) else nullcontext()
 
 
 def _describe_visible_gpus() -> str:
-    """Return a description of the GPUs to which the environment restricts this process, or "" if it is not restricted.
+    """If the environment restricts this process to certain GPUs, return a description of them. Otherwise, return "".
     """
     mask = environment.get_visible_gpus()
     return "" if mask is None else f", with CUDA_VISIBLE_DEVICES={mask}"

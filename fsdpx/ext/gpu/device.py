@@ -31,7 +31,7 @@ class CudaDevice(Device):
         list_gpu_pci_addresses()
 
     def require_valid_map(self, device_map: DeviceMap) -> None:
-        """Accept any map, because only the ranks of a host know which GPUs the host has."""
+        """Accept any map because only the ranks on a host know its GPUs."""
 
     def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
         shared = visible_devices.find_ranks_sharing_gpus(visible_devices.assign_and_select_gpus(world, device_map))
@@ -48,8 +48,8 @@ class CudaDevice(Device):
         return f"on GPU {get_gpu_number(array)}"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
-        """Raise DataError unless all arrays are on the same device: either in host memory, from which they can be
-        copied, or on this rank's GPU."""
+        """Raise DataError unless all arrays are in host memory, from which they can be copied, or all are on this
+        rank's GPU."""
         places = [get_device_of_array(array).describe_location(array) for array in arrays]
         own = f"on GPU {get_current_gpu()}"
         if len({*places}) > 1:

@@ -1,4 +1,4 @@
-"""Matrix products by cuBLAS into existing arrays. Products of 16-bit matrices are accumulated in float32.
+"""Matrix products with cuBLAS, written to existing arrays. Products of 16-bit matrices are accumulated in float32.
 
 cuBLAS is column-major, so it sees a row-major matrix as its transpose. Therefore out = a b is computed as out^T = b^T
 a^T: the operands are swapped, and column-major operands are marked as transposed."""
@@ -26,8 +26,8 @@ DEFAULT_ALGORITHM = -1
 class GemmCall(NamedTuple):
     """The arguments of cuBLAS for out = a b, in cuBLAS's order.
 
-    `turned` says whether out is column-major. If so, the operands are a and b, in this order; otherwise, they are b and
-    a. `first` and `second` say whether the first and the second operand are transposed."""
+    `turned` states whether out is column-major. If it is, the operands are a and b, in this order. Otherwise, they are
+    b and a. `first` and `second` state whether the first and the second operand are transposed."""
 
     turned: bool
     first: bool
@@ -48,7 +48,7 @@ def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any
     found = _find_gemm_layout(*out)
     if found is None:
         return None
-    if found[0]:  # out is column-major, so out^T = b^T a^T, its transpose, is row-major
+    if found[0]:  # out is column-major, so its transpose out^T = b^T a^T is row-major
         turned = plan_cublas_gemm(_transpose_layout(out), _transpose_layout(b), _transpose_layout(a))
         return None if turned is None else turned._replace(turned=True)
     first, second = _find_gemm_layout(*b), _find_gemm_layout(*a)
@@ -59,8 +59,8 @@ def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any
 
 
 def _find_gemm_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
-    """Return (whether a matrix is column-major, its leading dimension), where the leading dimension is the stride
-    between its columns or rows. Return None if the matrix is neither row-major nor column-major."""
+    """Return (whether a matrix is column-major, its leading dimension). The leading dimension is the stride between
+    columns or rows. Return None if the matrix is neither row-major nor column-major."""
     (rows, columns), (down, along) = shape, strides
     if columns == 1 or along == 1:
         step = down if rows > 1 else max(columns, 1)
@@ -93,8 +93,8 @@ def run_gemm_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
 
 
 def run_batched_gemm_into(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
-    """Compute out[i] = scale * a[i] @ b[i] for 3-D arrays, or add the product to out[i] if `accumulate`. Dtypes are as
-    in `run_gemm_into`."""
+    """Compute out[i] = scale * a[i] @ b[i] for 3-D arrays, or add the product to out[i] if `accumulate`. The same
+    dtypes as in `run_gemm_into` are supported."""
     wanted = plan_cublas_gemm(*(_get_shape_and_strides(x) for x in (out, a, b)))
     if wanted is None and _find_gemm_layout(*_get_shape_and_strides(out)) is None:
         made = import_cupy().zeros(out.shape, dtype=out.dtype)
@@ -146,8 +146,8 @@ def _import_cublas() -> Any:
 
 
 class CublasLibrary:
-    """The functions of cuBLAS that CuPy wraps, without CuPy's check that refuses these functions while a CUDA graph is
-    recorded. cuBLAS itself supports them."""
+    """The cuBLAS functions that CuPy wraps, without CuPy's check that rejects them while a CUDA graph is recorded.
+    cuBLAS itself supports these functions during recording."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -175,7 +175,7 @@ class CublasLibrary:
 
 def _use_library_on_current_stream(handle: int) -> CublasLibrary:
     """Return the cuBLAS library that CuPy has loaded, and make `handle` issue work on the current stream. `handle` is
-    CuPy's own handle, so that cuBLAS chooses the same algorithms as outside of graphs."""
+    CuPy's own handle, so cuBLAS chooses the same algorithms as outside of graphs."""
     library = _load_cublas_library()
     library.set_stream(handle, import_cupy().cuda.get_current_stream().ptr)
     return library

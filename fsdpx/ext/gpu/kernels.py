@@ -1,7 +1,7 @@
 """CUDA kernels for CuPy arrays, compiled from `kernels.cu` and `attention.cu`.
 
-They implement those kernels of `fsdpx.core.array.kernels` and `fsdpx.optim` that array operations could compute only in
-several passes over memory. `find_gpu_kernel` selects the kernel for a call."""
+They implement the kernels of `fsdpx.core.array.kernels` and `fsdpx.optim` that would take several passes over memory as
+array operations. `find_gpu_kernel` selects the kernel for a call."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ __all__ = ["GPU_KERNELS", "UPDATES", "find_gpu_kernel", "load_kernel_module", "t
 
 THREADS_PER_BLOCK = 256
 MAX_BLOCKS = 1 << 16
-"""Maximum number of blocks of an elementwise kernel. With more elements, each thread processes several."""
+"""Maximum number of blocks in an elementwise kernel. If there are more elements than threads, each thread processes
+several."""
 MAX_PARTS, MIN_PART_ROWS = 128, 64
-"""Maximum number of parts into which a sum over rows is split, and minimum number of rows in each part."""
+"""Maximum number of parts when a sum over rows is split, and minimum number of rows in each part."""
 BLOCK = 1 << 14
 """Number of elements in each partial sum of squares."""
 SUM_LANES = 64
-"""Number of threads that sum a block of `BLOCK` elements. There is one for each of the lanes in which the host sums, so
-that results have the same bits."""
+"""Number of threads that sum a block of `BLOCK` elements. The host sums in the same number of lanes, so results on GPU
+and host are bit-identical."""
 PART_ELEMENTS = 1 << 13
 """Minimum number of elements of a channel that one block sums."""
 PACK_BYTES = 16
-"""Number of bytes in a pack, which some kernels read or write at a time."""
+"""Number of bytes in a pack. Some kernels read or write one pack at a time."""
 OPTIONS = ("--fmad=false", "--std=c++17")
-"""Compiler options. Without fused multiply-adds, updates have the same bits as on the host. For bfloat16, the first
-option is omitted, because no update is computed in bfloat16."""
+"""Compiler options. Without fused multiply-adds, updates are bit-identical to updates on the host. For bfloat16, the
+first option is omitted because no update is computed in bfloat16."""
 
 Body = Callable[..., Any]
 
@@ -60,8 +61,8 @@ def _build_module(source: str, *options: str) -> Any:
 
 
 class KernelLauncher:
-    """Launches kernels for one number format. `wide` is the dtype in which sums are computed, and `pack` is the number
-    of elements that a thread loads at once."""
+    """Launches kernels for one number format. `wide` is the dtype of sums, and `pack` is the number of elements that a
+    thread loads at once."""
 
     def __init__(self, kind: int) -> None:
         self.kind, self.xp = kind, import_cupy()
@@ -85,11 +86,11 @@ class KernelLauncher:
         self(name, (rows,), *given, threads=min(-(-n // (32 * self.pack)) * 32, THREADS_PER_BLOCK))
 
     def compute_partial_sums(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
-        """Launch a kernel that computes partial sums over `rows` rows, and return its `arrays` result arrays, each of
+        """Launch a kernel that computes partial sums over `rows` rows. Return its results, which are `arrays` arrays of
         shape (parts, n).
 
-        `given` contains the kernel's arguments before the result arrays, followed by one tuple with the kernel's
-        arguments after the result arrays."""
+        `given` contains the arguments that precede the result arrays in the kernel's signature, followed by one tuple
+        with the arguments after them."""
         count = max(min(rows // MIN_PART_ROWS, MAX_PARTS), 1)
         some = -(-rows // count)
         count = -(-rows // some)
@@ -98,7 +99,7 @@ class KernelLauncher:
         return made
 
     def sum_parts_into(self, parts: Any, out: Any, add: bool) -> None:
-        """Sum `parts` over dim 0, and write the result to `out`, or add it to `out` if `add`."""
+        """Sum `parts` over dim 0. Write the result to `out`, or add it to `out` if `add`."""
         name = "add_parts_wide" if out.dtype == self.wide else "add_parts"
         self.launch_elements(name, out.size, parts, out, parts.shape[0], out.size, add)
 
@@ -153,14 +154,14 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
 def find_gpu_kernel(name: str, arguments: tuple[Any, ...]) -> Body | None:
     """Return the GPU implementation of the kernel `name` for these arguments, or None if there is none.
 
-    The implementation is called with the array module, followed by the arguments. There is no implementation for dtypes
-    without kernels, nor for arrays that are empty or not contiguous."""
+    The implementation is called with the array module, followed by the arguments. Dtypes without kernels have no
+    implementation, and neither do arrays that are empty or not contiguous."""
     return _find_kernel_for_dtypes(name, tuple(map(_describe_argument, arguments))) if name in GPU_KERNELS else None
 
 
 Sign = tuple[np.dtype[Any], bool, bool] | Literal["", "0", "None"]
-"""Properties of an argument on which the choice of a kernel depends. For an array: its dtype, whether it is contiguous,
-and whether it is empty. For anything else: whether it is None or the number 0."""
+"""Properties of an argument that determine the choice of a kernel. For an array, these are its dtype, whether it is
+contiguous, and whether it is empty. For any other argument, they state whether it is None or the number 0."""
 
 
 def _describe_argument(value: Any) -> Sign:
@@ -169,7 +170,7 @@ def _describe_argument(value: Any) -> Sign:
     return "None" if value is None else "0" if isinstance(value, (bool, int, float)) and not value else ""
 
 
-@functools.lru_cache(1 << 12)  # cached, because every step repeats the same lookups while the GPU waits
+@functools.lru_cache(1 << 12)  # cached because every step repeats the same lookups while the GPU waits
 def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
@@ -357,8 +358,8 @@ def cross_entropy_backward(
 
 
 WARPS, OWN, SUMS, MAX_HEAD_FEATURES, AMPERE = 4, 64, 8, 128, 80
-"""Properties of `attention.cu`: warps in a block, rows that a block owns, sums that a block computes, maximum number of
-features of a head, and the lowest compute capability with matrix products of bfloat16."""
+"""Properties of `attention.cu`: number of warps per block, rows that a block owns, sums that a block computes, maximum
+number of features per head, and the lowest compute capability that supports bfloat16 matrix products."""
 
 
 @register_gpu_kernel("view view view any any any index?")
@@ -399,8 +400,8 @@ def attention_backward(
 def _can_use_attention_kernel(launch: KernelLauncher, *matrices: Any) -> bool:
     """Return whether `attention.cu` supports these arrays (B, H, T, D).
 
-    The arrays must be bfloat16, have rows that consist of whole 16-byte packs, and be on a GPU with matrix instructions
-    for bfloat16."""
+    The arrays must be bfloat16, their rows must consist of whole 16-byte packs, and their GPU must have matrix
+    instructions for bfloat16."""
     if launch.kind != 16 or int(launch.xp.cuda.Device().compute_capability) < AMPERE:
         return False
     d = matrices[0].shape[3]
@@ -425,7 +426,7 @@ def _launch_attention_kernel(name: str, features: int, blocks: int, *given: Any)
 
 
 def _iterate_addresses_and_strides(*matrices: Any) -> Iterator[Any]:
-    """Yield, for each array (B, H, T, D), its address and its strides between samples, heads and rows, in elements."""
+    """Yield the address of each array (B, H, T, D), and its strides between samples, heads and rows, in elements."""
     for x in matrices:
         yield np.uint64(x.data.ptr)
         yield from (stride // 2 for stride in x.strides[:3])
@@ -443,7 +444,7 @@ def _attention_of_each_sample_into(
     window: int,
     segments: Any,
 ) -> None:
-    """Compute attention with cuBLAS one sample at a time, so that memory is needed only for the scores of one sample.
+    """Compute attention with cuBLAS, one sample at a time, so that memory holds the scores of only one sample.
     """
     xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
     scores, p = xp.empty((h, t, n), dtype=launch.wide), xp.empty((h, t, n), dtype=q.dtype)
@@ -484,7 +485,8 @@ def _attention_backward_of_each_sample_into(
 
 
 def _slice_heads_with_distinct_key_heads(heads: int, shared: int) -> list[slice]:
-    """Divide the query heads of grouped-query attention into slices in which no two query heads use the same key head.
+    """Divide the query heads of grouped-query attention into slices so that no two query heads in a slice use the same
+    key head.
 
     `shared` is the number of key heads."""
     group = heads // shared
@@ -532,7 +534,8 @@ def squared_error(launch: KernelLauncher, y: Any, target: Any) -> float:
 def drop(launch: KernelLauncher, x: Any, numbers: Any, p: float) -> tuple[Any, Any]:
     y, keep = launch.xp.empty_like(x), launch.xp.empty(x.shape, dtype=bool)
     capture = get_active_capture()
-    # in a graph, the kernel reads the position of the random numbers from memory, because each step has other numbers
+    # in a graph, the kernel reads the position of the random numbers from memory, because each step uses different
+    # numbers
     at = None if capture is None else capture.make_random_position_on_device(numbers)
     given = x.size, at, int(numbers.start), *numbers.keys, np.float32(p), dropout_scale(p)
     launch.launch_elements("drop", -(-x.size // 4) + 1, x, y, keep, *given)
@@ -549,14 +552,14 @@ def drop_backward(launch: KernelLauncher, dy: Any, keep: Any, p: float) -> Any:
 MAX_COLUMN_ELEMENTS = 1 << 26
 """Maximum number of elements of an im2col matrix, whose columns are the windows of a convolution."""
 LONG_SUM_ELEMENTS = 1 << 13
-"""Minimum length of a sum for which separate matrix products are faster than one batched product (microseconds instead
-of milliseconds)."""
+"""Minimum length of a sum that makes separate matrix products faster than one batched product (microseconds instead of
+milliseconds)."""
 
 
 @register_gpu_kernel("view real real? any any view?")
 def correlate(launch: KernelLauncher, x: Any, weight: Any, bias: Any, strides: Any, sizes: Any, out: Any = None) -> Any:
-    """Compute a convolution (cross-correlation) by im2col, as matrix products with the matrix of all windows
-    (Chellapilla et al. 2006).
+    """Compute a convolution (cross-correlation) with im2col, which multiplies by the matrix of all windows (Chellapilla
+    et al. 2006).
 
     If this matrix is too large, it is built for only some of the windows at a time."""
     made = (x.shape[0], weight.shape[0], *sizes)
@@ -607,8 +610,8 @@ def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: 
 def _sum_matmuls_over_samples(launch: KernelLauncher, a: Any, b: Any) -> Any:
     """Return a @ b, summed over samples, with shape (groups, m, n).
 
-    For a single group, long sums are computed sample by sample, because in a batched product, cuBLAS does not split a
-    sum over several blocks."""
+    For a single group, long sums are computed sample by sample because cuBLAS does not split a sum over several blocks
+    in a batched product."""
     count, groups, m, k = a.shape
     alone = k >= LONG_SUM_ELEMENTS and groups == 1
     made = launch.xp.empty((1 if alone else count, groups, m, b.shape[3]), dtype=launch.wide)
@@ -655,8 +658,8 @@ def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple
 
 
 def _is_pointwise(strides: Any, cells: Any, sizes: Any) -> bool:
-    """Return whether a convolution needs no im2col, because its windows have a single cell and its output has as many
-    cells as its input."""
+    """Return whether a convolution needs no im2col. Its windows must have a single cell, and its output must have as
+    many cells as its input."""
     return {*strides[0], *strides[1]} == {1} and not any(strides[3]) and tuple(cells) == tuple(sizes)
 
 
@@ -692,7 +695,7 @@ def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) ->
 
 
 def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: Any) -> Any:
-    """Return an array with the properties of a window, such as kernel size and stride, in the form that kernels read.
+    """Return an array with the properties of a window, such as kernel size and stride, in the format that kernels read.
     The window moves over `cells` cells and has `sizes` outputs."""
     return _make_window_geometry_array(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
 
@@ -831,8 +834,8 @@ def multiply_along_dim(launch: KernelLauncher, x: Any, dim: int, matrix: Any) ->
 
 MAX_MATRICES_ON_GPU = 1 << 9
 _matrices_on_gpu: dict[tuple[int, Any, int], tuple[Any, tuple[Any, ...]]] = {}
-"""Sparse matrices on GPUs, by (id of an array of the matrix, dtype of the weights, GPU). The matrices on the host are
-kept too, so that their ids stay unique."""
+"""Sparse matrices on GPUs, keyed by (id of an array of the matrix, dtype of the weights, GPU). The host matrices are
+also kept so that their ids stay unique."""
 
 
 def _copy_matrix_to_gpu(launch: KernelLauncher, matrix: Any) -> tuple[Any, ...]:
@@ -888,7 +891,7 @@ UPDATES = ("sgd", "momentum", "adam", "lion", "update_moments", "compute_directi
 def try_run_optimizer_kernel(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
     """Run the GPU version of the optimizer update `name` of `fsdpx.optim` on 1-D arrays of one dtype.
 
-    Return True on success; if there is no kernel for these arguments, do nothing and return False."""
+    Return True on success. If there is no kernel for these arguments, do nothing and return False."""
     kinds = {get_kernel_bits(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):

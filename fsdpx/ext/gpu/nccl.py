@@ -1,9 +1,9 @@
 """NCCL backend: collectives on GPU arrays. Ranks connect through MPI, which also carries host arrays and point-to-point
 messages.
 
-When a call is issued, NCCL's stream first waits for the work that this thread has issued on its own stream. A handle
-is complete when NCCL's stream has reached the event of that handle. The host issues all work of a call at once, so
-ranks that make the same calls in the same order issue work to NCCL in the same order."""
+When a call is issued, NCCL's stream first waits for the work that this thread has issued on its own stream. A handle is
+complete when NCCL's stream has reached the handle's event. The host issues all work of a call at once, so ranks that
+make the same calls in the same order issue work to NCCL in the same order."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def explain_missing_nccl() -> str | None:
 
 
 def _import_nccl() -> Any:
-    import_cupy()  # without CuPy, this raises an error that says what to install
+    import_cupy()  # without CuPy, raises an error that explains what to install
     return import_module("cupy.cuda.nccl")
 
 
@@ -77,11 +77,11 @@ def open_nccl_communicator(request: CommunicatorRequest) -> Communicator:
 
 
 class NcclCommunicator(Backend):
-    """Communicator of the ranks of `carrier`, an MPI communicator, each with its own GPU.
+    """Communicator of the ranks of `carrier`, an MPI communicator. Each rank has its own GPU.
 
     A wait longer than `timeout` seconds aborts NCCL and raises CommTimeout. NCCL itself would round at each step of a
-    float16 or bfloat16 sum. Therefore, the rank that owns a part of the result computes it in float32, in rank order,
-    with scratch memory for n elements."""
+    float16 or bfloat16 sum. Therefore, the rank that owns a part of the result computes this part in float32, in rank
+    order, with scratch memory for n elements."""
 
     def __init__(self, carrier: Communicator, timeout: float) -> None:
         super().__init__(carrier.rank, carrier.size, carrier.progress)
@@ -95,8 +95,8 @@ class NcclCommunicator(Backend):
         self.link: Any = self._create_nccl_communicator() if self.size > 1 else None
 
     def _create_nccl_communicator(self) -> Any:
-        """Create NCCL's communicator of these ranks. Collective, because rank 0 makes the communicator's id, which
-        every rank needs."""
+        """Create NCCL's communicator for these ranks. Collective because every rank needs the communicator's id, which
+        rank 0 creates."""
         name = self.carrier.all_gather_data(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
         self.carrier.barrier(what="NCCL").wait()
         return self.nccl.NcclCommunicator(self.size, name, self.rank)
@@ -105,7 +105,7 @@ class NcclCommunicator(Backend):
         return f"NcclCommunicator(rank={self.rank}, size={self.size})"
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how many seconds a single wait may take from now on."""
+        """Set the maximum time of a single wait, in seconds, from now on."""
         self.timeout = seconds
 
     def start_transfer(self, call: Call) -> Handle:
@@ -129,8 +129,8 @@ class NcclCommunicator(Backend):
         return self._start_on_stream(call, start_exchange)
 
     def _start_on_stream(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
-        """Call `body` on NCCL's stream, and return a handle for the work that it issues. `body` returns its scratch
-        arrays."""
+        """Call `body` on NCCL's stream, and return a handle for the work that it issues. `body` returns the scratch
+        arrays that it uses."""
         try:
             with self.side.issuing_on_stream() as event:
                 scratch = body()
@@ -161,8 +161,8 @@ class NcclCommunicator(Backend):
         return ()
 
     def _broadcast_pieces_from_owners(self, array: Array, partition: FlatPartition) -> None:
-        """Broadcast each part of `array` in place, from the rank that owns the part to all ranks. Together, these
-        broadcasts are an all-gather of parts of different sizes."""
+        """Broadcast each part of `array` in place from its owner to all ranks. Together, these broadcasts are an
+        all-gather of parts of different sizes."""
         with self._grouping_nccl_calls():
             for root in range(self.size):
                 if (part := partition.get_piece(array, root)).size:
@@ -175,7 +175,7 @@ class NcclCommunicator(Backend):
         if is_half(send.dtype):
             return self._send_to_owners_and_add(send, recv, partition, call.op)
         own = partition.get_piece(send, self.rank)
-        # the start of `send` has not been sent yet, so the result must not overwrite it
+        # the start of `send` is still to be sent, so the result must not overwrite it
         target = own if is_in_place(send, recv) else recv
         op = _get_nccl_operation(call.op, send)
         if partition.even and partition.total:
@@ -249,7 +249,7 @@ class NcclCommunicator(Backend):
     def _send_to_owners_and_add(
         self, send: Array, recv: Array, partition: FlatPartition, op: ReduceOp
     ) -> Iterable[Array]:
-        """Reduce-scatter 16-bit arrays: send each part to its owner, which adds the parts in float32, in rank order,
+        """Reduce-scatter 16-bit arrays. Each part is sent to its owner, which adds the parts in float32, in rank order,
         and rounds only once.
 
         Returns the scratch arrays."""
@@ -284,7 +284,7 @@ class NcclCommunicator(Backend):
         return self.carrier.all_gather_object(obj)
 
     def window(self, nbytes: int) -> Window:
-        """Return a shared-memory window in host memory, to which this rank contributes `nbytes` bytes. Collective."""
+        """Return a shared-memory window in host memory. This rank contributes `nbytes` bytes. Collective."""
         return self.carrier.window(nbytes)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -310,7 +310,7 @@ class NcclCommunicator(Backend):
 
 
 class _NcclWork:
-    """Handle for work on NCCL's stream. It keeps the arrays alive, because CuPy reuses unreferenced memory
+    """Handle for work on NCCL's stream. The handle keeps the arrays alive because CuPy reuses unreferenced memory
     immediately."""
 
     __slots__ = ("_arrays", "_comm", "_event", "_where")

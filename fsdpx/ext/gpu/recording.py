@@ -1,4 +1,4 @@
-"""What a recording of a program consists of: parts of units, their calls, and the graphs that replace them."""
+"""The components of a program's recording: parts of units, their calls, and the graphs that replace the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Kept", "PartKey", "RecordedCall", "Recording", "UnitCall", "UnitPart
 
 Arrays = dict[int, Any]
 PartKey = tuple[int, int]
-"""Index of a unit, and number of a part of it."""
+"""Index of a unit, and the number of a part within the unit."""
 
 
 class Kept(list[Any]):
@@ -41,10 +41,10 @@ class UnitCall:
 
     Attributes
     ----------
-    function : function that computes the call; its argument is `saved`
+    function : function that runs the call; its argument is `saved`
     unit : the unit whose layers run
     params, grads : parameters and gradients of each node of the unit
-    values : activation number -> array; inputs before the call, and also outputs after it
+    values : activation number -> array: the inputs before the call, and also the outputs after the call
     saved : values that an earlier call saved for this one, or None
     """
 
@@ -57,7 +57,7 @@ class UnitCall:
 
     @cached_property
     def flags(self) -> list[bytearray]:
-        """The flags of all gradient buffers that the call uses. A flag says whether a gradient is blank, that is, not
+        """The flags of all gradient buffers that the call uses. A flag states whether a gradient is blank, that is, not
         yet written."""
         entries = [entry for node in self.grads for entry in node.entries.values()]
         return list({id(entry.flags): entry.flags for entry in entries}.values())
@@ -77,7 +77,7 @@ class UnitCall:
 
 @dataclass
 class RecordedCall:
-    """A call of a function of a unit (group of layers) that was recorded as a CUDA graph.
+    """A call of a unit's function that was recorded as a CUDA graph. A unit is a group of layers.
 
     Attributes
     ----------
@@ -126,7 +126,7 @@ class UnitPart(NamedTuple):
     ----------
     number : number of the part in the unit
     unit : a unit that consists of these nodes
-    nodes : positions of these nodes in the whole unit
+    nodes : positions of these nodes within the whole unit
     """
 
     number: int
@@ -135,7 +135,7 @@ class UnitPart(NamedTuple):
 
     @property
     def input_numbers(self) -> set[int]:
-        """Numbers of the activations that the part reads and other parts compute."""
+        """Numbers of the activations that the part reads but does not compute."""
         made: set[int] = set()
         needed: set[int] = set()
         for node in self.unit.nodes:
@@ -162,8 +162,8 @@ def _split_unit(unit: Unit, lengths: Iterable[int]) -> list[UnitPart]:
 class Recording:
     """The CUDA graphs of one program (list of actions of a training step) for batches of given shapes.
 
-    If a unit (group of layers) has a layer that cannot be recorded, the unit is recorded again node by node, to find
-    this layer, and then in as few parts as possible.
+    If a unit (group of layers) has a layer that cannot be recorded, the unit is recorded again node by node to find
+    this layer. It is then recorded in as few parts as possible.
 
     Attributes
     ----------
@@ -171,10 +171,10 @@ class Recording:
     runs : number of complete runs so far
     seen : number of calls of the current run
     calls : (name of an action, number of the part) -> its recorded call
-    refusals : parts that are not recorded as graphs
-    kept : id of a list of saved values -> (the list, the call that saved it), during the run that records
-    parts : index of a unit that is split -> its parts
-    splitting : indices of units that are to be split
+    refusals : parts that cannot be recorded as graphs
+    kept : id of a list of saved values -> (the list, the call that saved it); filled only during the recording run
+    parts : index of a split unit -> its parts
+    splitting : indices of units that still have to be split
     """
 
     program: Program
@@ -188,13 +188,13 @@ class Recording:
     splitting: set[int] = field(default_factory=set)
 
     def forget_graphs(self, runs: int) -> None:
-        """Forget all graphs, and continue as after `runs` complete runs."""
+        """Forget all graphs, and continue as if `runs` runs had been completed."""
         self.calls.clear()
         self.runs, self.memory = runs, GraphMemory()
 
     def split_unrecordable_units(self, units: Sequence[Unit]) -> bool:
-        """Split each unit in which a layer could not be recorded into its nodes. Once it is known which nodes can be
-        recorded, join adjacent ones to larger parts. Return whether the parts of any unit have changed."""
+        """If a layer of a unit could not be recorded, split the unit into its nodes. Once the nodes that can be
+        recorded are known, join adjacent ones into larger parts. Return whether the parts of any unit have changed."""
         changed = bool(self.splitting)
         for index in self.parts:
             changed |= self._join_parts(units[index])
@@ -205,7 +205,7 @@ class Recording:
         return changed
 
     def _join_parts(self, unit: Unit) -> bool:
-        """Join adjacent parts that can be recorded, and adjacent parts that cannot. Return whether any parts were
+        """Join adjacent parts that can be recorded, and join adjacent parts that cannot. Return whether any parts were
         joined."""
         runs = groupby(self.parts[unit.index], lambda part: (unit.index, part.number) in self.refusals)
         found = [(refused, sum(len(part.unit.nodes) for part in parts)) for refused, parts in runs]

@@ -1,9 +1,9 @@
-"""Replay of training steps on a GPU: the forward and backward passes of units are recorded as CUDA graphs, and launched
-in later steps, instead of starting each kernel from Python.
+"""Replay of training steps on a GPU. The forward and backward passes of units are recorded as CUDA graphs. Later steps
+launch these graphs instead of launching each kernel from Python.
 
-The first run of a program with given shapes computes as usual, so that kernels are compiled and constants are made. The
-second run records one graph for each unit (group of layers) and microbatch, and launches it. Later runs only launch the
-graphs. What cannot be recorded computes as usual, and a message says why."""
+The first run of a program with given shapes computes as usual, which compiles kernels and creates constants. The second
+run records and launches one graph for each unit (group of layers) and microbatch. Later runs only launch the graphs.
+Work that cannot be recorded runs as usual, and a message gives the reason."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from fsdpx.ext.gpu.recording import Kept, RecordedCall, Recording, UnitCall, Uni
 __all__ = ["MAX_RECORDINGS", "CudaGraphObserver"]
 
 KINDS = frozenset({"step", "accumulate", "local"})
-"""Kinds of programs that are replayed. The results of other programs are arrays, which belong to the caller."""
+"""Kinds of programs that are replayed. Other programs return arrays, which belong to the caller."""
 OPS = frozenset(
     "LOAD SEND RECV F C R B I W LOSS MEAN GATHER FREE REDUCE SETTLE JOIN TIE SCALE NORM COMMIT UPDATE".split()
 )
 """Verbs of the programs that are replayed. Other verbs may keep or move activations between actions."""
 COMPUTE_OPS = frozenset("FCRBIW")
 MAX_RECORDINGS = 4
-"""Maximum number of programs and batch shapes that are recorded, because each recording holds memory."""
+"""Maximum number of recordings, one per program and batch shape. The number is limited because each recording holds
+memory."""
 Arrays = dict[int, Any]
 
 
@@ -44,7 +45,7 @@ class CudaGraphObserver(Observer):
     ----------
     recordings : the recordings of this trainer
     launches : number of graphs launched so far
-    reasons : the reasons why some actions run without a graph, in the order in which they were found
+    reasons : the reasons why some actions run without a graph, in order of discovery
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -61,7 +62,8 @@ class CudaGraphObserver(Observer):
         engine.add_observer(self)
 
     def wrap_unit_functions(self, functions: UnitFunctions) -> UnitFunctions:
-        """Choose the recording of the program that is about to run, or begin one. Return functions that use it."""
+        """Choose the recording of the program that is about to run, or begin a new recording. Return functions that use
+        this recording."""
         self._count_run_or_restart_recording()
         program = self._engine.last_program
         assert program is not None
@@ -103,8 +105,8 @@ class CudaGraphObserver(Observer):
         return ""
 
     def _make_program_key(self, program: Program) -> tuple[Hashable, ...]:
-        """Return everything that determines which work the actions of a program issue. The last item never returns to
-        an earlier value once it has changed."""
+        """Return everything that determines the work that the actions of a program issue. Once the last item has
+        changed, it never returns to an earlier value."""
         state = self._state
         batch = tuple(
             None if one is None else tuple((x.shape, x.dtype, x.strides) for x in (*one.inputs, *one.targets))
@@ -113,8 +115,8 @@ class CudaGraphObserver(Observer):
         return batch, id(program), (state.arena.generation, state.frozen, state.seed)
 
     def _count_run_or_restart_recording(self) -> None:
-        """Count the previous run if it was complete. If it was the run that records, begin to record again if it was
-        incomplete, or if units must be split in another way."""
+        """Count the previous run if it was complete. After the recording run, start recording again if that run was
+        incomplete or if units must be split differently."""
         now = self._now
         if now is None:
             return
@@ -138,7 +140,8 @@ class CudaGraphObserver(Observer):
             self._now.seen += 1
 
     def _get_parts(self, unit: Unit) -> list[UnitPart]:
-        """Return the parts of a unit that are recorded; the unit itself if it is not split."""
+        """Return the parts that a unit is split into for recording. If the unit is not split, return the unit itself as
+        one part."""
         now = self._now
         assert now is not None
         if unit.index in now.parts and self._state.placement.layout.units[unit.index] is unit:
@@ -188,8 +191,8 @@ class CudaGraphObserver(Observer):
     def _iterate_unit_parts_backward(
         self, unit: Unit, saved: Any, dvalues: Arrays
     ) -> Iterator[tuple[UnitPart, Any, Arrays]]:
-        """Yield the parts of a unit, last part first, with what they have saved and the gradients that they need. After
-        each part, put its gradients into `dvalues`."""
+        """Yield each part of a unit, last part first, with its saved values and the gradients that it needs. After each
+        part, put the gradients that the part computed into `dvalues`."""
         parts = self._get_parts(unit)
         if len(parts) == 1:
             yield parts[0], saved, dvalues
@@ -218,7 +221,7 @@ class CudaGraphObserver(Observer):
         return call.function(call.saved)
 
     def _compute_and_watch(self, now: Recording, call: UnitCall, part: UnitPart) -> Any:
-        """Compute a call as usual, and find out whether its layers communicate."""
+        """Run a call as usual, and find out whether its layers communicate."""
         counters = self._engine.placement.axes.counters
         before = counters.total
         result = call.function(call.saved)
@@ -227,13 +230,12 @@ class CudaGraphObserver(Observer):
         return result
 
     def _refuse(self, now: Recording, unit: Unit, number: int, why: str) -> None:
-        """Let part `number` of a unit compute as usual from now on."""
+        """Run part `number` of a unit as usual, without a graph, from now on."""
         now.refusals.add((unit.index, number))
         self._log_why_not_recorded(f"unit {unit.name!r}: {why}")
 
     def _log_why_not_recorded(self, why: str) -> None:
-        """Log once, on the first rank of each pipeline stage, that something is not recorded as a CUDA graph, and
-        why."""
+        """Log once, on the first rank of each pipeline stage, why something is not recorded as a CUDA graph."""
         axes = self._state.placement.axes
         if why not in self.reasons and axes.data.rank == axes.tensor.rank == 0:
             log_line(f"fsdpx: replay: not recorded as a CUDA graph, {why}")
@@ -253,7 +255,7 @@ class CudaGraphObserver(Observer):
         return False
 
     def _record_call(self, now: Recording, call: UnitCall, part: UnitPart) -> Any:
-        """Record a call as a graph and launch it. If that fails, compute the call as usual."""
+        """Record a call as a graph, and launch the graph. If recording fails, run the call as usual."""
         blank, saved, values = call.copy_flags(), call.saved, dict(call.values)
         source = None if saved is None else now.kept.pop(id(saved))[1]
         for number, array in values.items():
@@ -302,14 +304,14 @@ class CudaGraphObserver(Observer):
         return Kept(recorded) if recorded.keeps else None
 
     def _copy_values_to_send(self, values: Arrays) -> None:
-        """Replace the arrays that this rank may send to another pipeline stage by copies, because later graphs may
-        write to the memory of these arrays before they have been sent."""
+        """Replace the arrays that this rank may send to another pipeline stage with copies, because later graphs may
+        overwrite the arrays before they have been sent."""
         for number in self._sent & values.keys():
             values[number] = values[number].copy()
 
 
 def _run_forward(run: Any, unit: Unit, envs: Any, params: Any, values: Arrays, *rest: Any) -> Any:
-    """Run the forward pass of a part. The last argument, for values that an earlier call saved, is None."""
+    """Run the forward pass of a part. The last argument, which is for values saved by an earlier call, is None."""
     return run(unit, envs, params, values, *rest[:-1])
 
 
@@ -325,7 +327,7 @@ def _run_backward_params(run: Any, unit: Unit, envs: Any, grads: Any, kept: Any)
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return the first line of an error. If ending the capture has failed, describe the error that led to it."""
+    """Return the first line of an error. If the capture failed to end, describe the error that caused this failure."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

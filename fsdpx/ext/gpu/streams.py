@@ -1,9 +1,9 @@
-"""GPU streams: the rules of synchronization between computation, copies and NCCL.
+"""GPU streams and the rules for synchronization between computation, copies and NCCL.
 
-Layers compute on the current stream of their thread, on which kernels run one after another. Concurrent work, namely
-copies and NCCL, is issued on a `SideStream`. This work starts after all work that the thread has issued before, and an
-event marks its end. Memory that it uses is passed on to MPI, to a layer or back to a pool only after the host has seen
-this event. Before GPU memory is passed to a library without streams, such as MPI, `synchronize` is called."""
+Layers compute on the current stream of their thread, where kernels run one after another. Copies and NCCL run
+concurrently on a `SideStream`. Their work starts after all work that the thread has issued earlier, and an event marks
+its end. Memory that this work uses is passed to MPI, to a layer or back to a pool only after the host has seen this
+event. Before GPU memory is passed to a library without streams, such as MPI, `synchronize` is called."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SideStream:
 
     @contextmanager
     def issuing_on_stream(self) -> Iterator[Any]:
-        """Context manager in which CuPy issues work on this stream, after all work that this thread has issued so far.
+        """Context manager that makes CuPy issue work on this stream, after all work that this thread has issued so far.
 
         Yields the event that marks the end of the work issued in the block."""
         self.wait_for_current_stream()

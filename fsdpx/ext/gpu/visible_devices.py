@@ -1,7 +1,7 @@
 """The assignment of GPUs to ranks, and detection of GPU-aware MPI.
 
-What the MPI library says about itself is only a hint, so GPU arrays are sent as a test. The test runs in a child job,
-because a library that does not accept GPU arrays crashes the process."""
+The MPI library's claim to be GPU-aware is only a hint, so a test sends GPU arrays. The test runs in a child job because
+a library that does not accept GPU arrays crashes the process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CUDA = 0  # value of MPIX_GPU_SUPPORT_CUDA
 
 class GpuAwareness(NamedTuple):
     """Whether MPI is GPU-aware. If `able`, GPU arrays are passed to MPI; otherwise, they are copied through the host.
-    `evidence` gives the reasons as text."""
+    `evidence` states the reasons as text."""
 
     able: bool
     evidence: tuple[str, ...]
@@ -74,8 +74,8 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
 def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
     """Return whether the MPI library of this process accepts GPU arrays.
 
-    If `wanted` is False, the answer is no, and no test is run. If `wanted` is True, a test decides. If it is None, a
-    test decides, but only if the library claims to accept GPU arrays; otherwise, the answer is no."""
+    If `wanted` is False, return False without a test. If `wanted` is True, run a test. If `wanted` is None, run a test
+    only if the library claims to accept GPU arrays; otherwise, return False."""
     if wanted is False:
         return GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
     claimed = list_gpu_awareness_claims()
@@ -87,13 +87,13 @@ def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
 
 
 def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
-    """Ask the loaded MPI library in several ways whether it accepts GPU arrays, and return each answer as (whether the
+    """Query the loaded MPI library in several ways about support for GPU arrays. Return each answer as (whether the
     answer is yes, text)."""
     from mpi4py import MPI
 
     found, path = list[tuple[bool, str]](), find_mpi_library_path()
     if path is not None:
-        library = ctypes.CDLL(path)  # reopened, because mpi4py loads MPI without global symbols
+        library = ctypes.CDLL(path)  # reopened because mpi4py loads MPI without global symbols
         if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
             found.append((bool(query()), f"MPIX_Query_cuda_support() = {query()}"))
         elif (query := getattr(library, "MPIX_GPU_query_support", None)) is not None:
@@ -117,11 +117,11 @@ def find_mpi_library_path() -> str | None:
 
 
 def probe_gpu_transfer_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
-    """Run a child job that sends and reduces GPU arrays by MPI, and return (whether it succeeded, text that describes
-    the result).
+    """Run a child job that sends and reduces GPU arrays with MPI. Return (whether the job succeeded, text that
+    describes the result).
 
-    `launcher` is the command that starts the job. By default it is mpiexec with two ranks or, if mpiexec is not found,
-    no launcher."""
+    `launcher` is the command that starts the job. By default, this is mpiexec with two ranks, or no launcher if mpiexec
+    is not found."""
     if launcher is None:
         beside = Path(sys.executable).with_name("mpiexec")
         found = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -161,7 +161,7 @@ class RankGpu(NamedTuple):
 class _RankFacts(NamedTuple):
     """Information that a rank sends to the other ranks before GPUs are assigned.
 
-    `known` is the rank's number among all ranks of its host; it is needed only if the communicator lacks some ranks of
+    `known` is the rank's number among all ranks on its host. It is needed only if the communicator lacks some ranks of
     the job. `why` explains why the rank cannot use a GPU."""
 
     host: str
@@ -178,7 +178,7 @@ def assign_and_select_gpus(world: Communicator, device_map: DeviceMap = None) ->
     The GPUs of a host are assigned to its processes in the order of their ranks in `world`, which is MPI's order. If
     `world` has only some of the ranks, the launcher's local ranks are used instead. Ranks that run as threads of a
     process share its GPU. This function also decides how arrays are passed to MPI. Raises ConfigError on all ranks if
-    one has no GPU."""
+    any rank has no GPU."""
     found = gather_rank_gpus(world, device_map)
     devices.select_gpu(found[world.rank].gpu)
     agree_on_gpu_awareness(world)
@@ -199,7 +199,7 @@ def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[
 
 
 def find_ranks_sharing_gpus(rank_gpus: list[RankGpu]) -> list[list[int]]:
-    """Return groups of ranks that share a GPU. The list is empty if each rank has a GPU of its own."""
+    """Return groups of ranks that share a GPU. The list is empty if each rank has its own GPU."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, rank_gpu in enumerate(rank_gpus):
         groups.setdefault((rank_gpu.host, rank_gpu.bus), []).append(rank)
@@ -224,9 +224,9 @@ def _assign_gpu(rank: int, facts: list[_RankFacts]) -> RankGpu:
 
 
 def _find_host_local_rank(size: int) -> int | None:
-    """Return the number of this rank among all ranks of its host, or None if it is unknown or not needed.
+    """Return the number of this rank among all ranks on its host, or None if the number is unknown or not needed.
 
-    It is not needed if the communicator, whose size is `size`, includes all ranks of the job."""
+    The number is not needed if the communicator, which has `size` ranks, includes all ranks of the job."""
     opened = default_communicator.get_default()
     if opened is not None and not opened.of_thread and opened.comm.size > size:
         return opened.local_rank
@@ -238,7 +238,7 @@ def _find_host_local_rank(size: int) -> int | None:
 
 
 def run_transfer_probe() -> int:
-    """Run the test of GPU-aware MPI, as the main function of the child job, and return its exit status.
+    """Run the test of GPU-aware MPI and return its exit status. This is the main function of the child job.
 
     Prints `PROBE_OUTPUT` on success. An MPI library that does not accept GPU arrays may end the process."""
     from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""16-bit arithmetic on CPUs: matrix products, and optimizer updates of parameters stored in bfloat16."""
+"""16-bit arithmetic on CPUs: matrix products, and optimizer updates for parameters stored in bfloat16."""
 
 from fsdpx.ext.half import matmul
 

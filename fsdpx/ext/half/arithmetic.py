@@ -1,4 +1,4 @@
-"""Choice of 16-bit arithmetic on this processor: whether to use it, and which library to use for it."""
+"""Choice of 16-bit arithmetic on this processor: whether to use it, and with which library."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def choose_float16_precision() -> Precision:
 
 def find_matmul_library_and_warn(formats: Precision, model: LayerList, is_warning_rank: bool) -> dict[str, str]:
     """Return the name of the library that multiplies matrices in the compute dtype of `formats`, as a dict
-    {description: name}. All ranks must use the same library, because results depend on it; an error message about a
-    mismatch contains the description.
+    {description: name}. All ranks must use the same library because results depend on it. If ranks differ, the error
+    message contains the description.
 
-    If the library converts 16-bit numbers to float32, so that 16-bit training is slower than float32 training, warn on
-    one rank. There is no warning if other libraries compute all layers of the model."""
+    If the library converts 16-bit numbers to float32, 16-bit training is slower than float32 training, so warn on one
+    rank. Do not warn if other libraries compute all layers of the model."""
     name = parse_dtype(formats.compute).name
     library, able = matmul.get_selected_library(name), matmul.list_half_instructions(name)
     is_computed_elsewhere = all(node.layer.kernel_names is None for node in model.nodes)

@@ -1,7 +1,7 @@
 """Matrix products of 16-bit matrices on CPUs, accumulated in float32.
 
-The products are computed by oneDNN, which uses the processor's 16-bit instructions, or, after conversion to float32, by
-the float32 matrix library."""
+oneDNN computes the products with the processor's 16-bit instructions. Otherwise, operands are converted to float32 and
+multiplied with the float32 matrix library."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ WIDENED = "widened"
 available, and its results are the reference."""
 INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
 NEEDED = ("avx512bw", "avx_ne_convert")
-"""Instructions of which the processor must have at least one for oneDNN to multiply bfloat16."""
+"""Processor instruction sets. oneDNN needs at least one of them to multiply bfloat16."""
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
-"""Sizes (rows, inner dim, columns) of the matrix products with which a library is checked."""
+"""Sizes (rows, inner dim, columns) of the matrix products used to check a library."""
 
 requested_library: str | None = None  # set by `select_library`
 
@@ -124,7 +124,8 @@ def _multiply_widened_into(
 
 
 def _has_supported_strides(a: np.ndarray) -> bool:
-    """Return whether an array has unit stride in one dim, and no negative or overlapping strides in the other."""
+    """Return whether an array has unit stride in one dim and a stride in the other dim that is neither negative nor
+    overlapping."""
     (m, n), (down, across), size = a.shape, a.strides, a.itemsize
     rows, columns = across == size and down >= n * size, down == size and across >= m * size
     return rows or columns
@@ -132,8 +133,8 @@ def _has_supported_strides(a: np.ndarray) -> bool:
 
 @functools.cache
 def _choose_default_library(dtype_name: str) -> str:
-    """Return "onednn" if it is installed and its results are correct, else "widened". If its results are wrong, warn
-    once."""
+    """Return "onednn" if oneDNN is installed and its results are correct, else "widened". If oneDNN's results are
+    wrong, warn once."""
     library = (
         onednn.load_onednn()
         if list_half_instructions(dtype_name) and (dtype_name != "bfloat16" or _has_bfloat16_instructions())

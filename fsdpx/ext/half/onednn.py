@@ -1,8 +1,8 @@
 """ctypes bindings to oneDNN for products of 16-bit matrices, accumulated in float32 with the processor's 16-bit
 instructions.
 
-oneDNN compiles each matrix product as a *primitive* for certain sizes and strides. Each thread keeps its own
-primitives, since they contain the addresses of the operands."""
+oneDNN compiles each matrix product as a *primitive* for certain sizes and strides. Each thread keeps its own primitives
+because they contain the addresses of the operands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU, IN_ORDER = 1, 1  # values of the enums in oneDNN's header dnnl.h
 SOURCE, WEIGHTS, BIAS, RESULT = 1, 33, 41, 17
 DTYPE_CODES = {"float32": 3, "bfloat16": 2, "float16": 1, "int8": 5}
 MAX_PRIMITIVES = 512
-"""Maximum number of primitives that a thread caches. When it is reached, all of them are dropped."""
+"""Maximum number of primitives that a thread caches. When the maximum is reached, the cache is cleared."""
 
 
 class DnnlArgument(ctypes.Structure):

@@ -20,8 +20,8 @@ from fsdpx.optim.segments import ShardSegments
 __all__ = ["RoundedOptimizer"]
 
 BLOCK_ELEMENTS = 1 << 16
-"""Number of elements that are updated at a time. It is so small that the float32 copies of the elements stay in the
-cache."""
+"""Number of elements that are updated at a time. The number is small enough that the float32 copies of the elements
+stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class RoundedOptimizer(WrappedOptimizer):
     """Wraps an optimizer so that parameters and state are stored in bfloat16, and converted to float32 for each
     update.
 
-    Rounding to the nearest bfloat16 would discard every update smaller than half of a parameter's last bit, as most
-    updates are. Stochastic rounding avoids this loss, because it is unbiased (Gupta et al. 2015). The random numbers
-    depend on parameter, element and step, so results are bit-identical however parameters are sharded. With `kahan`
-    (Kahan's summation, 1965), the additional optimizer state "lost" keeps the rounding error of each parameter, and
-    only the state of `inner` is rounded stochastically.
+    Most updates are smaller than half of a parameter's last bit, so rounding to the nearest bfloat16 would discard
+    them. Stochastic rounding avoids this loss because it is unbiased (Gupta et al. 2015). The random numbers depend on
+    parameter, element and step, so results are bit-identical for any sharding of the parameters. With `kahan` (Kahan's
+    summation, 1965), the additional optimizer state "lost" keeps the rounding error of each parameter, and only
+    `inner`'s state is rounded stochastically.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class RoundedOptimizer(WrappedOptimizer):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Update a shard in place, as `Optimizer.update` does. `p` and `slots` are bfloat16, and `g` is float32."""
+        """Update a shard in place, like `Optimizer.update`. `p` and `slots` are bfloat16, and `g` is float32."""
         require_matching_shard(self, p, g, slots, step, segments)
         if not isinstance(unwrap_optimizer(self), Elementwise):
             self._update_block(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)

@@ -1,2 +1,2 @@
-"""Adapters for models of other libraries: PyTorch (`.torch`), JAX (`.jax`) and autograd (`.function_layer`). This file
-imports none of them."""
+"""Adapters for models from other libraries: PyTorch (`.torch`), JAX (`.jax`) and autograd (`.function_layer`). This
+file imports none of them."""

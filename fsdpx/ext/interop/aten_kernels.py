@@ -1,7 +1,7 @@
-"""Replacement of PyTorch operations in exported modules by fsdpx's matmuls and kernels.
+"""Replaces PyTorch operations in exported modules with fsdpx's matmuls and kernels.
 
-The replacements use the fastest library available, and save less memory for the backward pass. PyTorch handles the
-dtypes and devices that they do not support."""
+The replacements use the fastest available library and keep less data for the backward pass. PyTorch handles the dtypes
+and devices that the replacements do not support."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def run_addmm(
     bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """Compute `aten.addmm`, with samples as rows, using fsdpx's matmul if it supports the arguments."""
+    """Compute `aten.addmm` with samples as rows, using fsdpx's matmul if it supports the arguments."""
     if not _can_run_natively(x, weight, bias) or bias.ndim != 1 or beta != 1 or alpha != 1:
         return aten.addmm.default(bias, x, weight, beta=beta, alpha=alpha)
     return _apply_linear(x, weight.t(), bias, None)
@@ -42,7 +42,7 @@ def run_addmm(
 def run_gelu_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str = "none"
 ) -> torch.Tensor:
-    """Compute `aten.gelu` followed by `aten.linear`, fused so that the result of the GELU need not be saved: the
+    """Compute `aten.gelu` followed by `aten.linear`. The two are fused so that the GELU's result need not be saved. The
     backward pass recomputes it."""
     if not _can_run_natively(x, weight, bias):
         return run_linear(aten.gelu.default(x, approximate=approximate), weight, bias)
@@ -53,8 +53,8 @@ def run_norm_linear(
     x: torch.Tensor, shape: Sequence[int], scale: torch.Tensor | None, shift: torch.Tensor | None, eps: float,
     weight: torch.Tensor, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `aten.layer_norm` over the last dim followed by `aten.linear`, fused so that the result of the norm need
-    not be saved: the backward pass recomputes it."""
+    """Compute `aten.layer_norm` over the last dim followed by `aten.linear`. The two are fused so that the norm's
+    result need not be saved. The backward pass recomputes it."""
     if not _can_run_natively(x, weight, bias, scale, shift):
         return run_linear(aten.layer_norm.default(x, shape, scale, shift, eps), weight, bias)
     y = _NormLinear.apply(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight, bias)
@@ -74,18 +74,19 @@ def run_aten_attention_with_own_kernel(
 
 
 NATIVE_KERNELS: dict[Any, Callable[..., Any]] = {aten.linear.default: run_linear, aten.addmm.default: run_addmm}
-"""Operation -> its replacement. Attention is in `REPLACED_OPERATIONS` instead, because its dropout depends on the mode
+"""Operation -> its replacement. Attention is in `REPLACED_OPERATIONS` instead because its dropout depends on the mode
 (training or evaluation)."""
 
 
 RESHAPES: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """Views and the reshapes that replace them. A view is valid only for certain strides of a tensor. PyTorch's exporter
-knows the strides that its own operations produce in one process, but fsdpx's operations and messages may produce
-different strides. Exported graphs never write in place, so a copy is as good as a view."""
+knows the strides that PyTorch's operations produce in a single process, but fsdpx's operations and messages may produce
+other strides. Exported graphs never write in place, so a copy is as good as a view."""
 
 
 def fuse_gelu_and_norm_with_linear(graph: fx.Graph) -> None:
-    """Fuse each GELU or layer norm in a graph with the linear layer that reads its result, if nothing else reads it."""
+    """Fuse each GELU or layer norm in a graph with the linear layer that reads its result, unless another operation
+    also reads the result."""
     for node in graph.nodes:
         source = node.args[0] if node.target is run_linear else None
         if not isinstance(source, fx.Node) or len(source.users) != 1:
@@ -188,7 +189,7 @@ def _as_arrays(*tensors: torch.Tensor | None) -> list[Any]:
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd function for scaled dot-product attention, softmax(scale q k^T) v, in each head."""
+    """Autograd function for scaled dot-product attention, softmax(scale q k^T) v for each head."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Layers over the channels of a field whose parameters have the shapes that PyTorch gives them."""
+"""Layers over the channels of a field. Their parameters have the same shapes as in PyTorch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["ChannelLinear", "ChannelParameter", "ChannelRange", "FixedBatchNorm"
 
 
 class ChannelLinear(OverChannels):
-    """Applies a `Linear` to the channels of each cell of (samples, in_features, *cells), ghost cells included, as
-    PyTorch does after channels have been moved to the last dim.
+    """Applies a `Linear` to the channels of each cell of (samples, in_features, *cells), ghost cells included, like
+    PyTorch after channels have been moved to the last dim.
 
-    The parameters are those of `Linear`: `weight (out_features, in_features)` and `bias (out_features,)`.
+    The parameters are the same as in `Linear`: `weight (out_features, in_features)` and `bias (out_features,)`.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class ChannelRange(Layer):
 
 
 class FixedBatchNorm(BatchNorm):
-    """Batch norm that always uses its running statistics, like a PyTorch module on which `eval()` was called."""
+    """Batch norm that always uses its running statistics, like a PyTorch module after a call of `eval()`."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return super().forward(replace(env, training=False), p, x)

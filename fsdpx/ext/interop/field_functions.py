@@ -1,4 +1,4 @@
-"""The layers of fsdpx that compute the same as a function of PyTorch on fields, which may be split over ranks."""
+"""fsdpx layers that are equivalent to PyTorch functions, for fields that may be split over ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["FieldValue", "FunctionCall", "convert_function"]
 
 @dataclass(frozen=True)
 class FieldValue:
-    """Describes a tensor that a PyTorch module computes in `forward`, as a value in the container of layers to which
-    the module is converted.
+    """Describes a tensor that a PyTorch module computes in `forward` as a value in the container of layers that
+    replaces the module.
 
     Attributes
     ----------
     name : name of the value in the container
     channels_last : whether the tensor has its channels in the last dim, unlike the value
-    mean_of : if the value is the mean of a field over all cells, kept as a field of one cell: the name of that field;
+    mean_of : if the value is the mean of a field over all cells, kept as a field of one cell, the name of that field;
         otherwise ""
     unit_cells : whether the value consists of scalars (samples, n), while the tensor has additional dims of size 1,
         such as (samples, n, 1, 1)
@@ -42,7 +42,7 @@ class FieldValue:
 
 
 class Steps(Protocol):
-    """Protocol for making a container of layers: the steps (calls of layers) that it has so far."""
+    """Protocol for building a container of layers. It holds the steps (calls of layers) added so far."""
 
     def get_value(self, tensor: torch.Tensor) -> FieldValue:
         """Return the description of a tensor as a value. Raises NoTwinError if no layer computes the tensor."""
@@ -56,10 +56,9 @@ class Steps(Protocol):
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call of a function of PyTorch: the function and its name, the arguments, and the result.
+    """A call of a PyTorch function: the function and its name, the arguments, and the result.
 
-    The name of an in-place function (`add_`) or of an operator (`__add__`) is the name of the plain function
-    (`add`)."""
+    For an in-place function (`add_`) or an operator (`__add__`), the name is the name of the plain function (`add`)."""
 
     function: Any
     args: tuple[Any, ...]
@@ -81,7 +80,7 @@ class FunctionCall:
         return tensor
 
     def get_field_argument(self) -> FieldValue:
-        """Return the first argument as a value. Raises NoTwinError unless it has cells, and channels in dim 1."""
+        """Return the first argument as a value. Raises NoTwinError unless it has cells and has channels in dim 1."""
         value = self.steps.get_value(self.x)
         if value.channels_last or value.unit_cells or self.x.ndim < 3:
             raise NoTwinError("it needs a field with channels in dim 1")
@@ -95,8 +94,8 @@ class FunctionCall:
 
 
 def convert_function(call: FunctionCall) -> list[FieldValue]:
-    """Add steps that compute the same as a function of PyTorch, and return its results. Raises NoTwinError if there are
-    no such steps."""
+    """Add steps that are equivalent to a call of a PyTorch function, and return the results of the call. Raises
+    NoTwinError if there are no such steps."""
     if call.name in ("chunk", "split", "split_with_sizes"):
         return _convert_split(call)
     if (activate := _ACTIVATIONS.get(call.name)) is not None:
@@ -161,7 +160,7 @@ def _describe_shapes(a: torch.Tensor, b: torch.Tensor) -> str:
 def _convert_channelwise_operation(
     steps: Steps, name: str, left: tuple[torch.Tensor, FieldValue], right: tuple[torch.Tensor, FieldValue]
 ) -> FieldValue:
-    """Convert a sum or product of a field and one value per sample and channel."""
+    """Convert a sum or product of a field with one value per sample and channel."""
     (x, field), (s, scalars) = (right, left) if left[1].unit_cells else (left, right)
     if math.prod(x.shape[2:]) == 1 and not field.unit_cells and math.prod(s.shape[2:]) > 1:
         (x, field), (s, scalars) = (s, scalars), (x, field)
@@ -176,7 +175,7 @@ def _convert_channelwise_operation(
 
 
 def _convert_one_cell_field_to_scalars(steps: Steps, value: FieldValue) -> FieldValue:
-    """Convert a field of one cell to scalars (samples, n). Return the new value; its tensor still has the dims of a
+    """Convert a field of one cell to scalars (samples, n). Return the new value, whose tensor still has the dims of a
     field."""
     if value.unit_cells:
         return value
@@ -271,8 +270,8 @@ def _convert_reduction(call: FunctionCall) -> FieldValue:
 
 
 def _convert_reshape(call: FunctionCall) -> FieldValue:
-    """Convert a reshape of a mean over all cells to scalars (samples, channels), and of scalars to (samples, n, 1, ...)
-    and back."""
+    """Convert a reshape of a mean over all cells to scalars (samples, channels), or a reshape between scalars (samples,
+    n) and (samples, n, 1, ...)."""
     value, before, after = call.steps.get_value(call.x), tuple(call.x.shape), tuple(call.result.shape)
     if before == after:
         return value
@@ -285,7 +284,7 @@ def _convert_reshape(call: FunctionCall) -> FieldValue:
 
 
 def _convert_expand(call: FunctionCall) -> FieldValue:
-    """Convert the repetition of one value per sample and channel for all cells."""
+    """Convert an expand that repeats one value per sample and channel over all cells."""
     value, before, after = call.steps.get_value(call.x), tuple(call.x.shape), tuple(call.result.shape)
     if before == after:
         return value

@@ -1,7 +1,7 @@
-"""Converts a PyTorch module to layers of fsdpx that compute the same on fields, which may be split over ranks.
+"""Converts a PyTorch module to equivalent fsdpx layers for fields, which may be split over ranks.
 
-The module runs once on tensors without data, of the size of the full field. Each layer and each function that it calls
-becomes a step of a container."""
+The module runs once on tensors without data that have the size of the full field. Each layer and function that the
+module calls becomes a step of a container."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ WRITTEN = "after a write into it or into a part, a view or the data of it; compu
 
 
 class FieldModule(SplitModule):
-    """Container of the layers that compute the same as a PyTorch module, with the module's parameters and their names.
+    """Container of layers that is equivalent to a PyTorch module. Its parameters and their names are the same as in the
+    module.
 
     Parameters
     ----------
@@ -81,14 +82,15 @@ def convert_to_field_layers(module: torch.nn.Module, example: Sequence[Any], gri
 
 def _trace_module(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[_FieldTrace, list[str]]:
     """Run a copy of a module on tensors without data. Return the trace and the names of the outputs."""
-    # a buffer without dims, such as a counter, keeps its value, because `forward` may read it
+    # a buffer without dims, such as a counter, keeps its value because `forward` may read it
     tensors = {id(t): t for t in (*module.parameters(), *(b for b in module.buffers() if b.ndim))}
     trace = _FieldTrace(copy.deepcopy(module, {key: copy_to_meta_device(t) for key, t in tensors.items()}), inputs)
     return trace, trace.trace_and_get_output_names()
 
 
 def _make_comparison_key(value: Any) -> Any:
-    """Return what can be compared with `==` to find whether two layers, or lists of steps, compute the same."""
+    """Return a description that can be compared with `==` to check whether two layers, or lists of steps, are
+    equivalent."""
     if isinstance(value, dict):
         return [(key, _make_comparison_key(one)) for key, one in value.items()]
     if isinstance(value, list | tuple):
@@ -103,7 +105,7 @@ def _make_comparison_key(value: Any) -> Any:
 
 def _make_inputs(module: torch.nn.Module, example: Sequence[Any], grid: Grid, samples: int) -> list[torch.Tensor]:
     """Return input tensors without data for a module: fields of the size of the grid, and scalars (samples, n).
-    Batch norms of one sample with one cell fail, so `samples` is at least 2."""
+    `samples` is at least 2 because a batch norm fails for one sample with one cell."""
     shapes = [tuple(a.shape) for a in example] or [(1, _guess_input_channel_count(module), *grid.shape)]
     fields = sum(len(shape) > 2 for shape in shapes)
     parts = list(grid.input_partitions)
@@ -128,9 +130,9 @@ def _guess_input_channel_count(module: torch.nn.Module) -> int:
 
 
 class _FieldTrace(TorchFunctionMode):
-    """Runs a PyTorch module on tensors without data, and collects steps (calls of layers) that compute the same.
+    """Runs a PyTorch module on tensors without data, and collects equivalent steps (calls of fsdpx layers).
 
-    If no layer computes a result, an error is kept in its place, and raised only if the result is used.
+    If no layer computes a result, an error takes its place and is raised only if the result is used.
 
     Parameters
     ----------
@@ -149,10 +151,11 @@ class _FieldTrace(TorchFunctionMode):
         self.inputs = [f"{name}_input" if name in taken else name for name in names[: len(inputs)]]
         self._names, self._used = taken | set(self.inputs), set[str]()
         self._values: dict[int, FieldValue | ConfigError | NoTwinError] = {}
-        # the counts of writes by PyTorch tell that a tensor has changed since its value was found
+        # PyTorch's write counters show whether a tensor has changed since its value was recorded
         self._versions = {id(t): t._version for t in (*module.parameters(), *module.buffers())}
         self._read_parameters: list[torch.Tensor] = []
-        self._alive: list[Any] = []  # values are found by the ids of their tensors, which must not be reused
+        # values are looked up by tensor id, so tensors are kept alive to prevent the reuse of ids
+        self._alive: list[Any] = []
         self._stack: list[tuple[str, torch.nn.Module]] = []
         self._given, self._is_inside_layer, self._function = inputs, False, ""
 
@@ -198,7 +201,7 @@ class _FieldTrace(TorchFunctionMode):
         if not self._is_inside_layer:
             self._refuse_written(tree_leaves((args, kwargs)))
             if function in (torch.Tensor.data.__get__, torch.Tensor.data.__set__):
-                self._versions[id(args[0])] = -1  # writes into its data are not counted
+                self._versions[id(args[0])] = -1  # PyTorch's counter does not include writes through `.data`
         result = function(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         reads_value = any(id(leaf) in self._values for leaf in tree_leaves((args, kwargs)))
@@ -242,7 +245,7 @@ class _FieldTrace(TorchFunctionMode):
         step = join_path(path, self._function) if name is None else name
         while step in (self._names if name is None else self._used):
             step += "_"
-        if name is not None and step != name:  # a second call of a layer uses the parameters of the first
+        if name is not None and step != name:  # a second call of a layer uses the parameters of the first call
             self.ties |= {join_path(step, local): join_path(name, local) for local in layer.specs()}
         self._names.add(step)
         self._used.add(step)
@@ -254,7 +257,8 @@ class _FieldTrace(TorchFunctionMode):
         self._values[id(tensor)], self._versions[id(tensor)] = value, tensor._version
 
     def _refuse_written(self, leaves: Sequence[Any]) -> None:
-        """Replace the values of tensors that have changed since by an error, which is raised if they are read."""
+        """If a tensor has changed since its value was recorded, replace the value with an error that is raised if the
+        tensor is read."""
         for leaf in leaves:
             if isinstance(self._values.get(id(leaf)), FieldValue) and leaf._version != self._versions[id(leaf)]:
                 self._values[id(leaf)] = NoTwinError(f"reads a tensor {WRITTEN}")
@@ -291,7 +295,7 @@ class _FieldTrace(TorchFunctionMode):
             return self._explain("", str(error))
 
     def _explain(self, what: str, why: str) -> ConfigError:
-        """Return the error that is raised if a result that no layer computes is used. `what` names the function that
+        """Return the error to raise when a result is used that no layer computes. `what` names the function that
         computed the result ("" for a module), and `why` is the reason."""
         what = what and f" calls {what}, which"
         remedy = find_remedy(self._stack[-1][1])
@@ -303,7 +307,7 @@ class _FieldTrace(TorchFunctionMode):
         return f"{path!r} ({kind})" if path else kind
 
     def _remove_unread_steps(self, outputs: Sequence[str]) -> None:
-        """Remove the steps without parameters whose results nothing reads."""
+        """Remove each step that has no parameters and whose result nothing reads."""
         read, kept = set(outputs), list[ChildCall]()
         for step in reversed(self.steps):
             if step.name in read or step.layer.specs():

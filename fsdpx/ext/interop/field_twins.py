@@ -1,5 +1,4 @@
-"""The layer of fsdpx that computes the same as a layer of `torch.nn` with parameters on a field, which may be split
-over ranks."""
+"""fsdpx layers that are equivalent to `torch.nn` layers with parameters, for fields that may be split over ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ __all__ = ["LISTED", "NoTwinError", "find_remedy", "has_twin", "make_dim_layer",
 
 
 class NoTwinError(Exception):
-    """Raised if no layer of fsdpx computes the same as a PyTorch layer or function on a part of a field. The message
-    says why, or what to use instead."""
+    """Raised if a PyTorch layer or function has no equivalent fsdpx layer that runs on a part of a field. The message
+    explains why, or states what to use instead."""
 
 
 LISTED = f"use a layer that {page_hint('fields')} lists"
@@ -38,19 +37,18 @@ _INSTEAD = {name: remedy for names, remedy in INSTEAD.items() for name in names.
 
 
 def find_remedy(module: torch.nn.Module) -> str:
-    """Return advice on what to use instead of a module that has no twin (layer of fsdpx that computes the same)."""
+    """Return advice on what to use instead of a module that has no twin (equivalent fsdpx layer)."""
     return _INSTEAD.get(type(module).__name__, LISTED)
 
 
 def has_twin(module: torch.nn.Module) -> bool:
-    """Return whether a module runs the `forward` of a `torch.nn` layer that has a twin (layer of fsdpx that computes
-    the same)."""
+    """Return whether a module runs the `forward` of a `torch.nn` layer that has a twin (equivalent fsdpx layer)."""
     kind: Any = next(one for one in type(module).__mro__ if one.__module__.startswith("torch.nn.modules."))
     return _get_base_name(kind) in _TWINS and type(module).forward is kind.forward
 
 
 def make_twin(module: Any, x: torch.Tensor, y: torch.Tensor, channels_last: bool) -> Layer:
-    """Return the layer that computes the same as `module`.
+    """Return the fsdpx layer that is equivalent to `module`.
 
     Parameters
     ----------
@@ -60,7 +58,7 @@ def make_twin(module: Any, x: torch.Tensor, y: torch.Tensor, channels_last: bool
 
     Raises
     ------
-    NoTwinError : if no layer computes the same with these arguments of `module`, or for this input
+    NoTwinError : if no fsdpx layer is equivalent to `module` with these arguments, or for this input
     """
     if hasattr(module, "parametrizations"):
         raise NoTwinError("it has a parametrization; call torch.nn.utils.parametrize.remove_parametrizations first")
@@ -137,4 +135,4 @@ _TWINS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Layer]] = {
     "Linear": _make_linear,
     "SyncBatchNorm": _make_batch_norm,
 }
-"""Name of a layer of `torch.nn`, without its number of dims -> function that makes its twin."""
+"""Name of a `torch.nn` layer, without its number of dims -> function that makes its twin."""

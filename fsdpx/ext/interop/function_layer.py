@@ -42,9 +42,9 @@ class DifferentiableLayer(Layer):
 
     @abstractmethod
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
-        """Evaluate the function, and return its result and the arrays to keep for `pull_back_gradients`.
+        """Evaluate the function. Return its result and the arrays to keep for `pull_back_gradients`.
 
-        Arrays may be shape-only, as in a dry run."""
+        In a dry run, arrays are shape-only."""
 
     @abstractmethod
     def pull_back_gradients(
@@ -84,9 +84,9 @@ class AutogradFunction(DifferentiableLayer):
     """A layer that computes a function written with `autograd.numpy`. All of its parameters are gathered and freed
     together.
 
-    The backward pass evaluates the function again, because autograd would keep references to parameters, whose memory
-    is freed between the forward and the backward pass. A dry run evaluates it once, with zeros. Only NumPy arrays are
-    supported.
+    The backward pass evaluates the function again. Otherwise, autograd would keep references to parameters, whose
+    memory is freed between the forward and backward passes. A dry run evaluates the function once, with zeros. Only
+    NumPy arrays are supported.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class AutogradFunction(DifferentiableLayer):
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         super().__init__(function, dict(_iterate_named_leaves(params)), inputs)
-        # nested structure of the parameters, with numbers in place of the arrays
+        # nested structure of the parameters, with arrays replaced by numbers
         self._params = _unflatten_leaves(params, iter(range(len(self.names))))
 
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
@@ -149,7 +149,7 @@ class AutogradFunction(DifferentiableLayer):
 
 
 def _iterate_named_leaves(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, array) of the arrays in nested dicts, lists and tuples, with paths such as "0.w"."""
+    """Yield (path, array) for each array in nested dicts, lists and tuples, with paths such as "0.w"."""
     inner = (
         params.items() if isinstance(params, dict) else enumerate(params) if isinstance(params, list | tuple) else None
     )
@@ -161,7 +161,7 @@ def _iterate_named_leaves(params: Any, path: str = "") -> Iterator[tuple[str, An
 
 
 def _unflatten_leaves(params: Any, leaves: Iterator[Any]) -> Any:
-    """Return the nested structure of `params` with its arrays replaced by `leaves` and its tuples by lists."""
+    """Return the nested structure of `params` with arrays replaced by `leaves` and tuples replaced by lists."""
     if isinstance(params, dict):
         return {key: _unflatten_leaves(value, leaves) for key, value in params.items()}
     if isinstance(params, list | tuple):

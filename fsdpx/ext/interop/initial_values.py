@@ -1,4 +1,4 @@
-"""Initial values of parameters that come from another library, held until the ranks have copied their shards."""
+"""Initial parameter values from another library, kept until the ranks have copied their shards."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Remake = Callable[[], np.ndarray | None]
 class InitialValues:
     """Initial values of parameters by name.
 
-    After `release_reproducible_values`, only the values that `remakers` cannot produce again are kept.
+    After `release_reproducible_values`, only values that `remakers` cannot reproduce are kept.
 
     Parameters
     ----------
     arrays : the values by name
     missing : name of a parameter without values -> message that explains why it has none
-    remakers : name -> function that returns the values again or, once the object that owns them is gone, None
+    remakers : name -> function that returns the values again, or None once the object that owns them is gone
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class InitialValues:
         state: Collection[str] = (),
         norms: Collection[str] = (),
     ) -> dict[str, ParameterSpec]:
-        """Return, by name, the specs of parameters that are initialized with these values."""
+        """Return the specs of the parameters that are initialized with these values, keyed by name."""
         return {
             name: ParameterSpec(
                 shape, _GivenInit(self, name), trainable=name in trained, state=name in state, norm=name in norms
@@ -51,13 +51,13 @@ class InitialValues:
         }
 
     def broadcast_from_rank0(self, comm: Communicator) -> None:
-        """Replace the values with the values of rank 0, because ranks may have drawn different ones. Collective."""
+        """Replace the values with rank 0's values because ranks may have drawn different values. Collective."""
         for name in self._names:
             self._held[name] = array = np.ascontiguousarray(self.get_values(name))
             comm.broadcast(array.reshape(-1), 0, what=f"first values of {name}").wait()
 
     def get_values(self, name: str) -> np.ndarray:
-        """Return the values of one parameter; raise ConfigError if they were released or never existed."""
+        """Return the values of one parameter. Raise ConfigError if they were released or never existed."""
         if name in self.missing:
             raise ConfigError(f"{name!r} {self.missing[name]}")
         array = self._held.get(name)
@@ -71,13 +71,13 @@ class InitialValues:
         return array
 
     def release_reproducible_values(self) -> None:
-        """Free the values that `remakers` can produce again. Call this after all ranks have copied their shards."""
+        """Free the values that `remakers` can reproduce. Call this after all ranks have copied their shards."""
         self._held = {name: array for name, array in self._held.items() if name not in self._remakers}
 
 
 @dataclass(frozen=True, eq=False)
 class _GivenInit:
-    """Initializer of a parameter whose values are held in an `InitialValues`."""
+    """Initializer for a parameter whose values are held in an `InitialValues`."""
 
     values: InitialValues
     name: str

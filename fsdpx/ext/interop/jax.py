@@ -21,16 +21,16 @@ from fsdpx.nn.layer import Array
 
 __all__ = ["JaxFunction"]
 
-_lock = threading.Lock()  # ranks that run as threads share the layer, so only one of them compiles at a time
+_lock = threading.Lock()  # ranks that run as threads share the layer, so only one of them may compile at a time
 
 
 class JaxFunction(DifferentiableLayer):
     """A layer that computes a JAX function of a pytree of parameters. All of its parameters are gathered and freed
     together.
 
-    `jax.jit` compiles the forward and the backward pass (`jax.vjp`) separately, once for each input shape. The forward
-    pass saves the residuals that the backward pass needs, except parameters and inputs. Arrays are passed to JAX
-    without copies where JAX supports this.
+    `jax.jit` compiles the forward and backward passes (`jax.vjp`) separately, once for each input shape. The forward
+    pass saves the residuals for the backward pass, except parameters and inputs. Arrays are passed to JAX without
+    copies if JAX supports zero-copy transfer.
 
     Parameters
     ----------
@@ -87,8 +87,8 @@ class JaxFunction(DifferentiableLayer):
     def _compile_function(self, p: Any, inputs: Any) -> _CompiledFunction:
         """Return the forward and backward functions, compiled by JAX for inputs of these shapes.
 
-        Forward returns the result and the residuals that backward needs, except parameters and inputs: parameters are
-        freed after forward and gathered again for backward."""
+        Forward returns the result and the residuals that backward needs, except parameters and inputs. Parameters are
+        excluded because they are freed after forward and gathered again for backward."""
         inner: list[Any] = []
 
         def evaluate_and_pull(leaves: Any, arrays: Any) -> Any:

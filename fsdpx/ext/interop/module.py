@@ -44,7 +44,7 @@ __all__ = [
 
 
 def make_initial_values_from_tensors(tensors: Mapping[str, torch.Tensor]) -> InitialValues:
-    """Return the current values of a module's tensors as initial values, which hold only weak references to the
+    """Return the current values of a module's tensors as initial values. The result holds only weak references to the
     tensors."""
     missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
     here = {name: t for name, t in tensors.items() if not t.is_meta}
@@ -64,15 +64,15 @@ class AutogradLayer(Layer):
     kernel_names = None
     takes = "given"
     trained: frozenset[str]
-    """Names of the parameters that have a gradient."""
+    """Names of the parameters that have gradients."""
     device = "meta"
     """PyTorch device of dry runs: "meta", or, for modules that need values, "cpu" with arrays of zeros."""
     draws = True
-    """Whether the layer's operations may draw random numbers. If not, no operations are intercepted, because
+    """Whether the layer's operations may draw random numbers. If not, no operations are intercepted because
     interception would import PyTorch's compiler."""
 
     constants: Mapping[str, torch.Tensor]
-    """Buffers and constants by name; they keep their dtype."""
+    """Buffers and constants by name. They keep their dtypes."""
 
     @abstractmethod
     def _make_forward_function(self, env: LayerContext) -> Run:
@@ -118,15 +118,15 @@ class AutogradLayer(Layer):
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
             try:
                 return RecordedForward(env.xp, run, read, p, trained)
-            # meta tensors fail if the module reads values of tensors or makes tensors on the CPU, so retry on the CPU
+            # meta tensors fail if the module reads tensor values or creates tensors on the CPU, so retry on the CPU
             except (RuntimeError, NotImplementedError):
                 self.device = "cpu"
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
 
     @contextmanager
     def _explaining_dtype_errors(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
-        """Context manager that turns a dtype error of PyTorch into a ConfigError if some buffers differ in dtype from
-        the inputs and parameters. The ConfigError names these buffers."""
+        """Context manager that turns a PyTorch dtype error into a ConfigError if any buffers differ in dtype from the
+        inputs and parameters. The ConfigError names these buffers."""
         try:
             yield
         except RuntimeError as error:
@@ -155,23 +155,24 @@ class AutogradLayer(Layer):
 class TorchModule(AutogradLayer):
     """A layer that runs any `torch.nn.Module`. All of its parameters are gathered and freed together.
 
-    Parameters keep PyTorch's names and begin with the module's values. Buffers that PyTorch saves become parameters
-    that are not trained. Batch norms use the global batch, and dropout uses fsdpx's random numbers, so results do not
-    depend on the layout of the ranks. `forward` may do whatever autograd can differentiate, but must not write into
-    inputs, parameters or buffers. Submodules in evaluation mode (`eval()`) stay in it during training, as in PyTorch.
+    Parameters keep PyTorch's names and start with the module's values. Buffers that PyTorch saves become untrained
+    parameters. Batch norms use the global batch, and dropout uses fsdpx's random numbers, so results do not depend on
+    the layout of the ranks. `forward` may contain anything that autograd can differentiate, but must not write to
+    inputs, parameters or buffers. Submodules in evaluation mode (`eval()`) stay in this mode during training, as in
+    PyTorch.
 
     Parameters
     ----------
     module : module to copy, including its modes; later changes to it have no effect
-    inputs : names of those arguments of `forward` that are the layer's inputs; default None: all arguments without a
+    inputs : names of the arguments of `forward` that are the layer's inputs; if None (default), all arguments without a
         default
     output : selects the layer's output if `forward` does not return a single tensor: a key, an attribute or an index;
-        default None: "logits" if there is such an attribute
+        if None (default), "logits" if the result has this attribute
     """
 
     given_values: InitialValues
     split_hint = ""
-    """Text for a warning that tells the user how to split the module. It is "" if the module has fewer than two
+    """Text for a warning that tells the user how to split the module. The text is "" if the module has fewer than two
     submodules with parameters, or if `inputs` or `output` was given."""
 
     def __init__(
@@ -224,7 +225,7 @@ class TorchModule(AutogradLayer):
 
 
 def select_output(result: Any, output: str | int | None, caller: str) -> torch.Tensor:
-    """Return the tensor that `output` selects from the result of a module's `forward`; raise ConfigError if there is
+    """Return the tensor that `output` selects from the result of a module's `forward`. Raise ConfigError if there is
     none.
 
     `caller` is the name of the module, for error messages."""
@@ -246,7 +247,7 @@ def select_output(result: Any, output: str | int | None, caller: str) -> torch.T
 
 
 def _list_output_keys(result: Any) -> list[Any]:
-    """Return the values of `output` that select a part of the result of a module's `forward`."""
+    """Return the possible values of `output` that select a part of the result of a module's `forward`."""
     if isinstance(result, Mapping):
         return list(result)
     if type(result) in (tuple, list):
@@ -304,8 +305,8 @@ class _BareModule:
 def is_norm(module: torch.nn.Module) -> bool:
     """Return whether a module is a normalization layer.
 
-    Norms are recognized by their class names, so that norms of other libraries, such as LlamaRMSNorm, are found as
-    well."""
+    Norms are recognized by their class names so that norms from other libraries, such as LlamaRMSNorm, are also
+    found."""
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
@@ -354,8 +355,8 @@ Run = Callable[[dict[str, torch.Tensor], list[torch.Tensor]], torch.Tensor]
 class InputAndParameterGradients:
     """The gradients that the backward pass of a layer computes.
 
-    `inputs` has one gradient per input, None for integer inputs. `parameters` has the gradients of the parameters that
-    affect the output, by name."""
+    `inputs` has one gradient per input, which is None for integer inputs. `parameters` maps the names of the parameters
+    that affect the output to their gradients."""
 
     inputs: list[torch.Tensor | None]
     parameters: dict[str, torch.Tensor]
@@ -363,7 +364,7 @@ class InputAndParameterGradients:
 
 @dataclass(frozen=True)
 class _SavedTensorSource:
-    """The place of a tensor that autograd saved: the parameter `name`, or array number `number` of the kept arrays."""
+    """Where to find a tensor that autograd saved: the parameter `name`, or array number `number` of the kept arrays."""
 
     name: str | None
     number: int
@@ -377,7 +378,7 @@ class RecordedForward:
     """A forward pass recorded by autograd. The caller holds the arrays that autograd saved, and passes them to
     `backward`.
 
-    The saved arrays are in `kept`. Parameters are left out, because they are gathered again for the backward pass,
+    The saved arrays are in `kept`. Parameters are left out because they are gathered again for the backward pass,
     possibly at other addresses.
 
     Parameters
@@ -415,11 +416,11 @@ class RecordedForward:
     def backward(
         self, given: Arrays, kept: Sequence[Any], dy: Any, inputs: bool, trained: Sequence[str]
     ) -> InputAndParameterGradients:
-        """Return the gradients, given the gradient `dy` of the output. This call frees the graph, so it can be made
+        """Return the gradients, given the gradient `dy` of the output. This method frees the graph, so it can be called
         only once.
 
-        `given` are the current parameters and buffers by name, and `kept` the arrays saved by forward. `inputs` says
-        whether to compute gradients of inputs, and `trained` names the parameters whose gradients are needed."""
+        `given` holds the current parameters and buffers by name, and `kept` holds the arrays saved by forward. `inputs`
+        states whether to compute gradients of inputs, and `trained` names the parameters whose gradients are needed."""
         edges = [edge for edge in self._inlets if inputs and edge is not None]
         leaves = [self._leaves[name] for name in trained]
         if self._outlet is None or not edges + leaves:
@@ -460,8 +461,8 @@ class _Inlet(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, begin: torch.Tensor, x: list[torch.Tensor]) -> torch.Tensor:
-        """Return the input, the only element of the list `x`. It is passed in a list, where autograd does not see it,
-        so that the result does not count as a view of an input."""
+        """Return the input, the only element of the list `x`. The list hides the input from autograd, so the result
+        does not count as a view of an input."""
         if not x[0].is_floating_point():
             ctx.mark_non_differentiable(x[0])
         return x[0]
@@ -472,9 +473,9 @@ class _Inlet(torch.autograd.Function):
 
 
 class _Outlet(torch.autograd.Function):
-    """Autograd function that ends a graph in a scalar, whose gradient is never needed.
+    """Autograd function that ends a graph with a scalar whose gradient is never needed.
 
-    If the graph ended in anything else, a shape check in `autograd.grad` would import a computer algebra system."""
+    If the graph ended with anything else, a shape check in `autograd.grad` would import a computer algebra system."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, dy: list[torch.Tensor]) -> torch.Tensor:
@@ -493,7 +494,7 @@ def _get_storage_id(tensor: torch.Tensor) -> int:
 
 
 def _as_arrays(xp: Any, held: Sequence[torch.Tensor], inputs: Sequence[tuple[torch.Tensor, Any]]) -> tuple[Any, ...]:
-    """Return tensors as arrays. In a dry run, tensors that share memory become one array, so that their memory is
+    """Return tensors as arrays. In a dry run, tensors that share memory become one array so that their memory is
     counted only once."""
     if not getattr(xp, "holds_no_data", False):
         return tuple(to_array(xp, tensor) for tensor in held)

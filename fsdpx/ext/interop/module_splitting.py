@@ -1,8 +1,8 @@
-"""Splits a PyTorch module into layers that can be gathered, freed and placed on pipeline stages separately.
+"""Splits a PyTorch module into layers that can be separately gathered, freed and placed on pipeline stages.
 
-A child process lets PyTorch export the module's `forward` as a graph, and returns a description of the resulting
-layers. The operations of each unit (a submodule) become one layer. Operations without parameters that lie between
-units, such as masks and positions, are repeated in every layer that reads them."""
+In a child process, PyTorch exports the module's `forward` as a graph. The child returns a description of the resulting
+layers. The operations of each unit (a submodule) become one layer. Operations between units that have no parameters,
+such as masks and positions, are repeated in every layer that reads them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
 
 
 class OperationNumber(int):
-    """Number of an earlier operation in a graph. As an argument, it stands for the result of that operation."""
+    """Number of an earlier operation in a graph. As an argument, this number stands for the result of that
+    operation."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class OperationGraph:
-    """An fx graph as plain data: its operations in order, inputs first, and the subgraphs that they call (`inner`), by
-    name.
+    """An fx graph as plain data: its operations in order, inputs first, and the subgraphs that they call (`inner`),
+    keyed by name.
 
     Graphs with the same operations have the same repr."""
 
@@ -108,8 +109,8 @@ class OperationGraph:
 class TensorValue:
     """Shape and dtype of a tensor in PyTorch's export.
 
-    `sizes` has one entry per dim: the size of the dim if the module fixes it, else a symbol. Equal symbols within a
-    module stand for equal sizes. `kind` is the name of the NumPy dtype."""
+    `sizes` has one entry per dim: the size of the dim if the module fixes it, otherwise a symbol. Equal symbols within
+    a module stand for equal sizes. `kind` is the name of the NumPy dtype."""
 
     sizes: Sequence[int | str]
     kind: str
@@ -129,9 +130,9 @@ class UnitShapes:
     result: TensorValue
 
     def find_result_shape_and_dtype(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
-        """Return (shape, dtype) of the output for given inputs, or None if only PyTorch can determine them.
+        """Return (shape, dtype) of the output for the given inputs, or None if only PyTorch can determine them.
 
-        This is the case if the dtypes or shapes of the inputs do not match the export."""
+        The result is None, for example, if the dtypes or shapes of the inputs do not match the export."""
         known = dict[str, int]()
         for array, value in zip(given, self.reads, strict=True):
             alike = array.dtype.name == value.kind or (array.dtype.kind in "iu" and "int" in value.kind)
@@ -147,7 +148,7 @@ class UnitShapes:
 
 @dataclass(frozen=True)
 class ModuleUnit:
-    """Description of one of the layers into which a module is split.
+    """Description of one layer of a split module.
 
     Attributes
     ----------
@@ -177,7 +178,7 @@ class ModuleLayout:
     ----------
     units : the layers, in the order in which they run
     inputs, result : names of the module's inputs, and name of its result
-    borrowed : parameters that a unit reads but that belong to another unit: name in the unit -> names in the module
+    borrowed : parameters that a unit reads but another unit owns: name in the unit -> names in the module
     """
 
     units: Sequence[ModuleUnit]
@@ -198,8 +199,8 @@ def convert_to_operation_graph(
     ----------
     nodes : nodes of the graph, in order
     number : node -> its number; several nodes may have the same number
-    target_of : function that returns, for a node, the function to call in place of the node's target; views always
-        become reshapes
+    target_of : function that maps a node to the function to call in place of the node's target; views always become
+        reshapes
     owner : module whose attributes are the subgraphs
     """
     inner, made = dict[str, OperationGraph](), list[Operation]()
@@ -238,7 +239,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump_layout(layout: ModuleLayout) -> bytes:
-    """Pickle a layout for `load_layout`. Raises an exception of the pickle module if some part cannot be pickled."""
+    """Pickle a layout for `load_layout`. Raises an exception of the pickle module if any part cannot be pickled."""
     into = io.BytesIO()
     _Pickler(into, pickle.HIGHEST_PROTOCOL).dump(layout)
     return into.getvalue()
@@ -250,16 +251,17 @@ def load_layout(text: bytes) -> ModuleLayout:
 
 
 EXPORT_TIMEOUT_SECONDS = 600.0
-"""Time limit for the child process, after which this process exports the module itself."""
+"""Time limit for the child process. If the limit is exceeded, this process exports the module itself."""
 HARMLESS_THREADS = {"fsdpx watchdog", TIMER_NAME}
-"""Names of threads that hold no locks that PyTorch needs, so that forking is safe while they run."""
+"""Names of threads that hold no locks needed by PyTorch. Forking is safe while these threads run."""
 COMPLETE_MARK = b"."  # the last byte that the child sends; without it, the result is incomplete
 
 
 def run_in_child_or_here(work: Callable[[], ModuleLayout]) -> ModuleLayout:
     """Run `work` in a child process if forking is safe, and return its result.
 
-    If the child returns no result, for whatever reason, this process runs `work` itself, so any error is raised here.
+    If, for whatever reason, the child returns no result, this process runs `work` itself, so any error is raised in
+    this process.
     """
     return _try_in_child(work) or work()
 
@@ -267,7 +269,7 @@ def run_in_child_or_here(work: Callable[[], ModuleLayout]) -> ModuleLayout:
 def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     others = {thread.name for thread in threading.enumerate() if thread is not threading.current_thread()}
     if not hasattr(os, "fork") or others - HARMLESS_THREADS or torch.cuda.is_initialized():
-        return None  # a forked child cannot use CUDA, and would wait forever for locks that other threads hold
+        return None  # a forked child cannot use CUDA, and it would wait forever for locks held by other threads
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # ignore Python's warning about native threads: they belong to libraries that the child does not use
@@ -351,9 +353,9 @@ class UnitFunction(AutogradLayer):
         return f"UnitFunction({self.name})"
 
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
-        """Return a shape-only output, without running the operations.
+        """Return a shape-only output without running the operations.
 
-        The shape is taken from the export if possible, because letting PyTorch compute it imports as many modules as
+        The shape is taken from the export if possible. Computing the shape with PyTorch would import as many modules as
         the exporter does."""
         found = None
         if self._known is not None and all(p[name].dtype.name == kind for name, kind in self._kinds.items()):
@@ -438,7 +440,7 @@ def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> SplitModule:
 @dataclass
 class _ExportSegment:
     """The part of an exported graph that belongs to the unit `name`. `nodes` are its operations, in order. `results`
-    are those of its operations whose results other units read."""
+    are the unit's operations whose results are read by other units."""
 
     name: str
     nodes: list[fx.Node] = field(default_factory=list)
@@ -457,8 +459,7 @@ class _ExportSegment:
 class _ExportPlan:
     """Assignment of the operations of an exported graph to layers.
 
-    `borrowed` maps the parameters that a unit reads but that belong to another unit: name in the unit -> names in the
-    module."""
+    `borrowed` maps the parameters that a unit reads but another unit owns: name in the unit -> names in the module."""
 
     def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units) -> None:
         self.borrowed: dict[str, list[str]] = {}
@@ -480,14 +481,14 @@ class _ExportPlan:
         self._segments: dict[str, _ExportSegment] = {}
 
     def group_operations_by_unit(self) -> list[_ExportSegment]:
-        """Group the operations by unit, and return the groups with their results, in the order in which they run."""
+        """Group the operations by unit. Return the groups with their results, in order of execution."""
         found = self._segments
         for node in self._program.graph.nodes:
             name = self._find_unit(node) if node.op in ("call_function", "get_attr") else None
             if name is not None and "assert" not in str(node.target):
                 self._of[node] = found.setdefault(name, _ExportSegment(name))
                 self._of[node].nodes.append(node)
-        if self.result not in self._of:  # the result is in no unit if the last operations have no parameters
+        if self.result not in self._of:  # if the last operations have no parameters, the result is in no unit
             last = self._of[self.result] = found[""] = _ExportSegment("")
             last.nodes.append(self.result)
         for segment in found.values():
@@ -504,7 +505,7 @@ class _ExportPlan:
         needed = self._list_nodes_with_dependencies(segment)
         reads = [node for node in needed if self._is_foreign_input(node, segment)]
         if not reads:
-            reads = self.inputs[:1]  # a layer needs at least one input, from which it takes the number of samples
+            reads = self.inputs[:1]  # a layer needs at least one input to determine the number of samples
         parameters = [n for n in needed if n in self._parameters]
         constants = [n for n in needed if n in self._constants]
         graph = self._make_unit_operation_graph(segment, needed, [*reads, *parameters, *constants], reads)
@@ -530,7 +531,7 @@ class _ExportPlan:
         )
 
     def _list_nodes_with_dependencies(self, segment: _ExportSegment) -> list[fx.Node]:
-        """Return the operations of a unit, and all operations without parameters on which they depend, in order.
+        """Return the operations of a unit and all parameter-free operations that they depend on, in order.
 
         If an operation needs the size of a tensor, the size is read from a tensor that is already an input."""
         needed, waiting = set[fx.Node](), [segment.result]
@@ -551,14 +552,15 @@ class _ExportPlan:
         return [node for node in self._program.graph.nodes if node in needed]
 
     def _is_foreign_input(self, node: fx.Node, segment: _ExportSegment) -> bool:
-        """Return whether a node comes from outside a unit, as an input of the module or the result of another unit."""
+        """Return whether a node comes from outside a unit: from an input of the module, or from the result of another
+        unit."""
         return node in self.inputs or (_is_tensor(node) and self._of.get(node, segment) is not segment)
 
     def _find_unit(self, node: fx.Node) -> str | None:
-        """Return the name of the unit to which an operation belongs, or None if it belongs to no unit.
+        """Return the name of the unit that an operation belongs to, or None if it belongs to no unit.
 
-        Among the modules that contain the operation, the unit is the outermost one that was selected as a unit or has
-        parameters of its own.
+        The unit is the outermost module that contains the operation and that was selected as a unit or has its own
+        parameters.
         """
         path = _get_module_path(node)
         names = path.split(".") if path else []
@@ -569,12 +571,12 @@ class _ExportPlan:
         return self._name_layer_of_outside_operation(node)
 
     def _name_layer_of_outside_operation(self, node: fx.Node) -> str | None:
-        """Return the name of the layer for an operation that reads parameters but is outside of all units, such as a
-        matmul with the weight of an embedding. Return None if the operation reads no parameters.
+        """Return the layer name for an operation that reads parameters but is outside all units, such as a matmul with
+        the weight of an embedding. Return None if the operation reads no parameters.
 
-        If an operation reads only parameters (such as a slice of position embeddings), each unit that reads its
-        result repeats the operation. If it is the first operation that reads a parameter of the root module, the
-        layer is named after that parameter."""
+        If an operation reads only parameters (such as a slice of position embeddings), each unit that reads its result
+        repeats the operation. If this operation is the first to read a parameter of the root module, the layer is named
+        after that parameter."""
         sources = [source for source in node.all_input_nodes if _is_tensor(source)]
         reads = [name for source in sources for name in self._read.get(source, ())]
         if not reads:
@@ -609,8 +611,8 @@ class _ExportPlan:
         return False
 
     def _resolve_local_parameter_name(self, segment: str, node: fx.Node) -> str:
-        """Return the name of a parameter within a unit. If the parameter belongs to another unit, record all its names
-        in `borrowed`."""
+        """Return the name of a parameter within a unit. If the parameter belongs to another unit, record all of its
+        names in `borrowed`."""
         full = self._parameters[node]
         tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
@@ -651,7 +653,7 @@ def _export_module(module: torch.nn.Module, example: Sequence[Any], output: str 
 
 
 class _SelectOutput(torch.nn.Module):
-    """A module that wraps another module and returns only one tensor of its output."""
+    """A module that wraps another module and returns a single tensor of its output."""
 
     def __init__(self, module: torch.nn.Module, output: str | int | None) -> None:
         super().__init__()
@@ -678,7 +680,7 @@ def _matches_pattern(pattern: str, path: str, module: torch.nn.Module) -> bool:
 
 
 def find_tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Return a dict of additional name -> first name, for the parameters that a module holds under several names."""
+    """Return a dict of additional name -> first name for the parameters that a module holds under several names."""
     first: dict[int, str] = {}
     return {
         name: first[id(p)]
@@ -710,8 +712,8 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _find_size_source(node: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
-    """Return (tensor, dim) such that `node` returns the size of that dim, where the tensor is one of `reads`. Return
-    None if there is no such tensor."""
+    """Return (tensor, dim) such that `tensor` is one of `reads` and `node` returns the size of its dim `dim`. Return
+    None if there is no match."""
     wanted = str(node.meta["val"])
     for read in reads:
         for dim, size in enumerate(getattr(read.meta.get("val"), "shape", ())):
@@ -728,8 +730,8 @@ def _make_size_node(
 
 
 def _choose_replacement(unit: str, node: fx.Node) -> Any:
-    """Return the function to call for an exported operation: its replacement or, if there is none, the operation
-    itself. Raise ConfigError if the operation is not supported."""
+    """Return the function to call for an exported operation: its replacement, or the operation itself if there is none.
+    Raise ConfigError if the operation is not supported."""
     if node.target not in REPLACED_OPERATIONS and any(word in str(node.target) for word in ("batch_norm", "dropout")):
         raise ConfigError(f"{unit!r}: {node.target} is not known inside a unit; choose smaller units")
     return REPLACED_OPERATIONS.get(node.target, node.target)

@@ -1,4 +1,4 @@
-"""PyTorch modules and losses in fsdpx: the adapters through which `distribute` accepts them.
+"""Adapters that let `distribute` accept PyTorch modules and losses.
 
 trainer = fsdpx.distribute(net, loss=torch.nn.CrossEntropyLoss(), optimizer=fsdpx.optim.AdamW(lr=1e-3))"""
 
@@ -27,7 +27,7 @@ __all__ = ["TorchLoss", "TorchModule", "adapt_torch", "from_torch", "to_array", 
 
 def adapt_torch(model: Any, loss: Any, domain: Any = None) -> tuple[Any, Any]:
     """Return the model and the loss, with a PyTorch module converted to a layer and a PyTorch loss to a `TorchLoss`.
-    Anything else is returned unchanged. If `domain` is a grid, the module is converted to layers that run over this
+    Anything else is returned unchanged. If `domain` is a grid, the module is converted to layers that run on this
     grid."""
     is_module = isinstance(model, torch.nn.Module)
     layer = from_torch(model, domain=domain if _is_grid_domain(domain) else None) if is_module else model
@@ -37,7 +37,7 @@ def adapt_torch(model: Any, loss: Any, domain: Any = None) -> tuple[Any, Any]:
 def _is_grid_domain(domain: Any) -> bool:
     if domain is None:
         return False
-    from fsdpx.ext.fields.grid import Grid  # only with a domain, because other jobs need no fields
+    from fsdpx.ext.fields.grid import Grid  # imported only with a domain because other jobs do not need fields
 
     return isinstance(domain, Grid)
 
@@ -52,24 +52,24 @@ def from_torch(
     """Convert a PyTorch module to a layer, or to a container of layers that can be gathered and freed separately.
 
     Parameters keep their names, and shared parameters are tied. Without an example, a `torch.nn.Sequential` becomes a
-    `Sequential` of its children, and any other module becomes one `TorchModule`. With an example, the module is split:
+    `Sequential` of its children, and any other module becomes one `TorchModule`. With an example, the module is split.
     PyTorch exports it (`torch.export`), and every unit (a submodule) becomes a layer that is gathered, computed and
-    freed on its own, and can be placed on a pipeline stage. Units are exported in the dtype of the module.
+    freed on its own, and that can be placed on a pipeline stage. Units are exported in the dtype of the module.
 
-    With `domain`, each layer and function that the module calls becomes the layer of fsdpx that computes the same on a
-    field split over ranks. The module runs once for this, on tensors without data of the size of the full field.
+    With `domain`, each layer and function that the module calls becomes the equivalent fsdpx layer for a field split
+    over ranks. To find these layers, the module runs once on tensors without data that have the size of the full field.
 
     Parameters
     ----------
     module : any module that autograd can differentiate
     example : example inputs of the module, arrays or tensors with at least 2 samples; later inputs may have other sizes
     units : patterns (fnmatch) of classes or paths, such as "LlamaDecoderLayer", or a function of (path, module) that
-        returns whether the module is a unit; default None: the elements of each `torch.nn.ModuleList`. Other modules
-        with parameters become units of their own
+        returns whether the module is a unit; if None (default), the elements of each `torch.nn.ModuleList`. Other
+        modules with parameters become separate units
     output : selects the output from the result of `forward`, as in `TorchModule`; default None
-    domain : grid over which the module is to run; default None. The examples then only state the number of inputs and
+    domain : grid over which the module is to run; default None. The examples then only define the number of inputs and
         their channels, as fields (samples, channels, *cells) or scalars (samples, n). Without an example, the module
-        has one input, with the channels of its first layer
+        has one input, with as many channels as its first layer expects
 
     Returns
     -------
@@ -78,7 +78,7 @@ def from_torch(
     Raises
     ------
     ConfigError : for a module that PyTorch cannot export, a pattern that matches nothing, or a unit that returns
-        several tensors; with `domain`, for a layer or function that no layer of fsdpx computes on a part of a field
+        several tensors; with `domain`, for a layer or function that has no equivalent fsdpx layer for a part of a field
     """
     if domain is not None:
         if not _is_grid_domain(domain):
@@ -134,18 +134,18 @@ SAME_SHAPE_FUNCTIONS = {
         "multilabel_margin_loss", "multilabel_soft_margin_loss",
     )
 }  # fmt: skip
-"""Losses that need output and target of the same shape. PyTorch would broadcast a target of another shape, and so
-compare each output with the targets of all samples."""
+"""Losses whose output and target must have the same shape. PyTorch would broadcast a target of another shape, and would
+thus compare each output with the targets of all samples."""
 
 
 class TorchLoss(Loss):
     """Wraps a PyTorch loss, or a function of (output, target) that returns the mean over the samples, for use as an
     fsdpx loss.
 
-    The losses of all shards of a batch are summed, and the sum is divided as PyTorch would divide it for the full
-    batch: by the number of elements or, in classification, by the total weight of the targets that are not ignored. For
-    any other function, the means of the shards are averaged, weighted by the number of samples in each shard. 16-bit
-    outputs are first converted to float32, as under `torch.autocast`.
+    The losses of all shards of a batch are summed. As in PyTorch, the sum is divided by the number of elements in the
+    full batch or, in classification, by the total weight of the targets that are not ignored. For any other function,
+    the means of the shards are averaged, weighted by the number of samples in each shard. 16-bit outputs are first
+    converted to float32, as under `torch.autocast`.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ class TorchLoss(Loss):
 
     def _require_labels(self, output: tuple[int, ...], target: Array) -> None:
         """Raise DataError unless the target has class probabilities in the output's shape, or valid integer labels. Dim
-        1 of the output is the dim of classes."""
+        1 of the output is the class dim."""
         whole = np.dtype(target.dtype).kind in "iu"
         wanted = (output[:1] + output[2:]) if whole else output
         if np.dtype(target.dtype).kind == "b" or tuple(target.shape) != wanted:

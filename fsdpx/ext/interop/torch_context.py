@@ -1,4 +1,4 @@
-"""Random numbers and batch norms of PyTorch modules, made independent of how the batch is split over ranks."""
+"""Random numbers and batch norms of PyTorch modules, independent of the way the batch is split over ranks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ aten: Any = torch.ops.aten
 
 @contextmanager
 def torch_module_context(env: LayerContext, samples: int, intercept: bool) -> Iterator[None]:
-    """Context manager in which PyTorch modules of this thread draw random numbers from `env`, for `samples` samples.
+    """Context manager that makes this thread's PyTorch modules draw random numbers from `env`, for `samples` samples.
 
-    `intercept` says whether to intercept operations that draw random numbers; False if there are none. Raises
-    ConfigError if an operation nevertheless draws from PyTorch's generator, because its numbers would depend on the
-    layout of the ranks."""
+    `intercept` states whether to intercept operations that draw random numbers. It is False if there are none. Raises
+    ConfigError if an operation still draws from PyTorch's generator, because the numbers would depend on the layout of
+    the ranks."""
     _now.env = env
     before = torch.default_generator.get_state()
     try:
@@ -101,7 +101,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
 class GlobalNorm(torch.nn.Module):
     """Batch norm over the global batch. It replaces PyTorch's batch norm, which would see only this rank's samples.
 
-    Its parameters, running statistics and results are those of `fsdpx.nn.BatchNorm`."""
+    Its parameters, running statistics and results are the same as in `fsdpx.nn.BatchNorm`."""
 
     def __init__(self, norm: Any, path: str) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class GlobalNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         env = _now.env
-        # this norm uses its running statistics, because the user has called eval() on it
+        # this norm uses its running statistics because the user has called eval() on it
         if not self.training and env.training:
             env = replace(env, training=False)
         affine = (self.weight, self.bias) if self.layer.affine else ()
@@ -185,8 +185,8 @@ REPLACED_OPERATIONS: dict[Any, Callable[..., Any]] = {
     torch._higher_order_ops.wrap_with_set_grad_enabled: _call_with_grad_mode,
     **NATIVE_KERNELS,
 }
-"""Operation of a module that was exported in training mode -> its replacement. Some replacements depend on whether the
-layer is training."""
+"""Operation in a module that was exported in training mode -> its replacement. Some replacements depend on whether the
+layer is in training mode."""
 
 
 DROPOUT_ARGUMENT = {_apply_dropout: 1, _apply_native_dropout: 1, _apply_attention: 4}
@@ -194,7 +194,7 @@ DROPOUT_ARGUMENT = {_apply_dropout: 1, _apply_native_dropout: 1, _apply_attentio
 
 
 def may_draw_random_numbers(graph: fx.GraphModule) -> bool:
-    """Return whether an operation of an fx graph may draw random numbers in training."""
+    """Return whether any operation in an fx graph may draw random numbers in training."""
     return any(_may_draw(node) for module in graph.modules() for node in getattr(module, "graph", fx.Graph()).nodes)
 
 

@@ -1,4 +1,4 @@
-"""Saving, loading and merging of LoRA adapters, in the file format of PEFT."""
+"""Saves, loads and merges LoRA adapters in PEFT's file format."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SUPPORTED_CONFIG = {
 def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str = "") -> None:
     """Save the LoRA adapters, without the other parameters, in the format of PEFT. Collective.
 
-    Writes `adapter_config.json` and `adapter_model.safetensors`. For a model loaded by `fsdpx.models.from_pretrained`,
-    layers are named as in the folder of the model, so that PEFT can load the adapters together with that model. For
-    other models, layers are named as in the model.
+    Writes `adapter_config.json` and `adapter_model.safetensors`. If the model was loaded by
+    `fsdpx.models.from_pretrained`, layers have the same names as in the model's folder, so PEFT can load the adapters
+    together with the model. Otherwise, layers have the same names as in the model.
 
     Parameters
     ----------
     trainer : trainer of a model returned by `nn.add_lora`
-    folder : path of the folder, which is created if it does not exist; existing files of these names are replaced
+    folder : path of the folder, which is created if it does not exist; existing files with these names are replaced
     base_model : value of `base_model_name_or_path` in `adapter_config.json`
     """
     adapted = _find_adapted_layers(trainer, "save_adapter")
@@ -61,8 +61,8 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
 def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = False) -> None:
     """Load LoRA adapters that `save_adapter` or PEFT wrote for layers with the same names. Collective.
 
-    Raises CheckpointError on all ranks, before anything changes, if the files differ from the model in layers, rank or
-    alpha.
+    If the files differ from the model in layers, rank or alpha, raises CheckpointError on all ranks before anything
+    changes.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
 
 
 def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Gather the model's parameters, with the adapters merged into the weights: W becomes `W + alpha / rank * B @ A`.
+    """Gather the model's parameters with the adapters merged into the weights. W becomes `W + alpha / rank * B @ A`.
     Collective.
 
     Parameters
@@ -110,7 +110,7 @@ def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 def _find_adapted_layers(trainer: Trainer, call: str) -> dict[str, LoRALinear]:
-    """Return {path: layer} for the layers that have adapters. Raise ConfigError if no layer has an adapter; `call` is
+    """Return {path: layer} for the layers that have adapters. Raise ConfigError if no layer has an adapter. `call` is
     the name of the calling function, for the error message."""
     found = {
         path: low
@@ -149,7 +149,7 @@ def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear])
 def _make_peft_rank_and_alpha(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
     """Return the rank and alpha of the adapters as a dict whose keys are PEFT's names.
 
-    Both are read from the first layer, because `nn.add_lora` gives all layers the same rank and alpha."""
+    Both are read from the first layer because `nn.add_lora` gives all layers the same rank and alpha."""
     layer = next(iter(adapted.values()))
     return {"r": layer.rank, "lora_alpha": layer.alpha}
 
@@ -174,7 +174,7 @@ def _write_adapter_files(
 
 
 def _get_layer_name(name: str) -> str:
-    """Return the name of the layer to which a tensor in an adapter file belongs."""
+    """Return the name of the layer that a tensor in an adapter file belongs to."""
     return name.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
 
 

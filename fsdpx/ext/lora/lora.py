@@ -40,16 +40,16 @@ class LoRALinear(Linear):
 
     Computes `y = x @ weight.T + bias + alpha / rank * dropout(x) @ A.T @ B.T`.
 
-    `weight` and `bias` have the names and shapes of `Linear`. `lora_A.weight (rank, in)` is initialized from Kaiming's
-    uniform distribution for a = sqrt(5), which is U(-k, k) with k = 1/sqrt(in). `lora_B.weight (out, rank)` is
-    initialized with zeros, so the initial output equals the output of the Linear. Only x is saved; the backward pass
+    `weight` and `bias` have the same names and shapes as in `Linear`. `lora_A.weight (rank, in)` is initialized with
+    the Kaiming uniform distribution for a = sqrt(5), which is U(-k, k) with k = 1/sqrt(in). `lora_B.weight (out, rank)`
+    is initialized to zeros, so the initial output equals the output of the Linear. Only x is saved; the backward pass
     recomputes the dropout mask and `dropout(x) @ A.T`.
 
     Parameters
     ----------
     linear : the layer to adapt; its parameters are frozen
     rank, alpha, dropout : as in `add_lora`
-    path : path of the layer in the model, from which the random numbers of its dropout are derived
+    path : path of the layer in the model; seeds the random numbers of its dropout
     """
 
     def __init__(self, linear: Linear, rank: int, alpha: float, dropout: float = 0.0, path: str = "") -> None:
@@ -207,11 +207,11 @@ def add_lora(
     ----------
     model : any model that contains Linear layers; it is not changed
     rank : inner dim of the matrix product B A
-    alpha : the output of adapters is scaled by alpha / rank
+    alpha : the output of each adapter is multiplied by alpha / rank
     dropout : probability that an element of an adapter's input is dropped
     targets : names of the Linear layers to adapt: full names, their last parts ("attn.qkv", as in PEFT's
-        `target_modules`), or patterns. For a model loaded by `fsdpx.models.from_pretrained`, names in its folder
-        ("q_proj") also match
+        `target_modules`), or patterns. For a model loaded by `fsdpx.models.from_pretrained`, layer names from its
+        weight files ("q_proj") also match
     """
     adapting = _LoRAWalk(rank, alpha, dropout, (targets,) if isinstance(targets, str) else tuple(targets), model)
     new = adapting.adapt_layer(require_layer("add_lora", "model", model), "")
@@ -226,7 +226,7 @@ class _LoRAWalk:
     ----------
     found : target -> whether it matched a Linear
     names : paths of all Linear layers that were visited
-    file_names : name of a parameter -> its name in the files from which it is read
+    file_names : parameter name -> name in the files that it is read from
     """
 
     def __init__(self, rank: int, alpha: float, dropout: float, targets: tuple[str, ...], model: Layer) -> None:
@@ -268,8 +268,8 @@ class _ShardedLoRA(ShardedLinear):
     Attributes
     ----------
     low : the `LoRALinear` before sharding, without its dropout
-    partial : the adapter matrix (A or B) that every rank holds in full, but for which each rank computes only a partial
-        gradient
+    partial : the adapter matrix (A or B) that every rank holds in full. Each rank computes only a partial gradient for
+        it
     """
 
     low: LoRALinear

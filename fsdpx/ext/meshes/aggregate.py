@@ -14,12 +14,12 @@ __all__ = ["Aggregate", "AggregateSenders", "EdgeFeatures", "GatherNodes"]
 
 
 class GatherNodes(GraphLayer):
-    """Copies to each edge the value of its sender or of its receiver: (samples, nodes, features) -> (samples, edges,
+    """Copies the value of its sender or receiver to each edge: (samples, nodes, features) -> (samples, edges,
     features).
 
     Parameters
     ----------
-    end : the node of an edge whose value is copied, "sender" or "receiver"
+    end : the node whose value is copied to the edge: "sender" or "receiver"
     """
 
     gives = "edges"
@@ -51,7 +51,7 @@ class GatherNodes(GraphLayer):
 
 
 class EdgeFeatures(GraphLayer):
-    """Returns the edge features of the `Partition`, including those computed from positions: (samples, nodes, n) ->
+    """Returns the edge features of the `Partition`, including features computed from positions: (samples, nodes, n) ->
     (samples, edges, features). Only the number of samples is taken from the input.
 
     Parameters
@@ -89,10 +89,10 @@ class Aggregate(GraphLayer):
 
     Parameters
     ----------
-    how : "sum"; "mean"; "max", where the gradient goes to the first of several equal maxima; or "softmax", for each
-        feature the sum of values weighted by softmax(temperature * value) over the node's edges (Li et al. 2020,
+    how : "sum"; "mean"; "max", where the gradient goes to the first of several equal maxima; or "softmax", which sums
+        the values of each feature, weighted by softmax(temperature * value) over the node's edges (Li et al. 2020,
         `SoftmaxAggregation` in PyTorch Geometric)
-    temperature : factor by which values are multiplied in the softmax; default 1
+    temperature : factor that multiplies the values in the softmax; default 1
     """
 
     reads = ("edges",)

@@ -1,4 +1,4 @@
-"""Checks of the arguments that ranks pass to `Partition`. An error on one rank is raised on all ranks, so that no rank
+"""Checks the arguments that ranks pass to `Partition`. An error on one rank is raised on all ranks, so that no rank
 waits forever for another."""
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = [
 
 T = TypeVar("T")
 UNKNOWN = (0, 0)
-"""Shape of an array that a rank without nodes or edges passes as [], so that its number of columns is unknown."""
+"""Shape of an array that a rank passes as [] because it has no nodes or edges. The number of columns is unknown."""
 
 
 def parse_or_raise_on_all_ranks(comm: Any, parse: Callable[[], T]) -> T:
     """Return the result of `parse`, which checks this rank's arguments without communication. If it fails on any rank,
-    raise ConfigError on all ranks, with the error from the first such rank. Collective."""
+    raise ConfigError on all ranks, with the error from the first rank that failed. Collective."""
     found: list[T] = []
     failure: Exception | None = None
     try:
         found.append(parse())
-    except Exception as error:  # any error must be sent to the other ranks, which would otherwise wait for this one
+    except Exception as error:  # any error must be sent to the other ranks, which would otherwise wait for this rank
         failure = error
     text = "" if failure is None else str(failure)
     if failure is not None and not isinstance(failure, FsdpxError):
@@ -45,8 +45,7 @@ def parse_or_raise_on_all_ranks(comm: Any, parse: Callable[[], T]) -> T:
 
 
 def parse_count(name: str, given: Any, of: str) -> int:
-    """Return the count `given`, which must be an integer of at least 0. `of` is the name of the counted things, for
-    error messages."""
+    """Return the count `given`, which must be a nonnegative integer. `of` names the counted items in error messages."""
     try:
         count = operator.index(given)
     except TypeError:
@@ -57,8 +56,8 @@ def parse_count(name: str, given: Any, of: str) -> int:
 
 
 def as_integer_array(name: str, given: Any, dims: int) -> np.ndarray:
-    """Return `given`, which must contain integers >= 0, as an int64 array with `dims` dims. [] stands for an array
-    without elements."""
+    """Return `given` as an int64 array with `dims` dims. Its elements must be nonnegative integers. [] stands for an
+    empty array."""
     array = to_array(name, given)
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.int64)
@@ -117,8 +116,8 @@ def parse_whole_graph(
     ranks: int, nodes: Any, edges: Any, parts: Any, method: str, positions: Any, edge_features: Any,
     undirected: bool | None,
 ) -> tuple[GraphArguments, np.ndarray]:  # fmt: skip
-    """Return, for a graph that every rank has in full, the arguments as `GraphArguments`, and the rank that owns each
-    node."""
+    """Parse the arguments for a graph that every rank has in full. Return them as `GraphArguments`, and the rank that
+    owns each node."""
     count = parse_count("nodes", nodes, "nodes of the whole graph")
     numbers = np.arange(count)
     given = parse_graph(numbers, numbers >= 0, edges, positions, edge_features, undirected)
@@ -131,8 +130,8 @@ def parse_whole_graph(
 
 
 def require_same_argument_kinds(comm: Any, given: GraphArguments) -> GraphArguments:
-    """Return this rank's arguments, in which empty arrays get the number of columns that the other ranks have. Raise
-    ConfigError on all ranks unless all of them pass the same kinds of arguments. Collective."""
+    """Return this rank's arguments, with empty arrays reshaped to the number of columns on the other ranks. Raise
+    ConfigError on all ranks unless every rank passes the same kinds of arguments. Collective."""
     widths = {
         name: None if a is None else a.shape[1] if a.shape != UNKNOWN else -1
         for name, a in (("positions", given.positions), ("edge_features", given.edge_features))
@@ -151,7 +150,7 @@ def require_same_argument_kinds(comm: Any, given: GraphArguments) -> GraphArgume
 
 
 def require_same_graph(comm: Any, given: GraphArguments, parts: np.ndarray) -> None:
-    """Raise ConfigError on all ranks unless all of them pass the same graph and the same `parts`. Collective."""
+    """Raise ConfigError on all ranks unless every rank passes the same graph and the same `parts`. Collective."""
     arrays = {"edges": given.edges, "parts": parts, "positions": given.positions, "edge_features": given.edge_features}
     sums = {name: 0 if a is None else zlib.crc32(np.ascontiguousarray(a).tobytes()) for name, a in arrays.items()}
     everyone = all_gather_plain_data(comm, list(sums.values()))
@@ -162,7 +161,7 @@ def require_same_graph(comm: Any, given: GraphArguments, parts: np.ndarray) -> N
 
 
 def _convert_features_to_array(name: str, given: Any, rows: set[int]) -> np.ndarray | None:
-    """Return `given` as a float64 array, or None if it is None. Its number of rows must be one of `rows`."""
+    """Return `given` as a float64 array, or None if it is None. The number of its rows must be in `rows`."""
     if given is None:
         return None
     array = to_array(name, given)

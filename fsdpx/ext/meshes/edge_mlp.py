@@ -25,10 +25,10 @@ __all__ = ["EdgeLinear", "EdgeMLP", "NodeMLP", "RecomputedMLP"]
 
 
 class _SplitWeight:
-    """Base class for linear layers of several inputs, each of which is multiplied by its own columns of `weight`."""
+    """Base class for linear layers with several inputs. Each input is multiplied by its own columns of `weight`."""
 
     columns: tuple[int, ...]
-    """The number of features of each input, in the order of their columns."""
+    """The number of features of each input, in the order of the columns of `weight`."""
     out_features: int
 
     def specs(self) -> dict[str, ParameterSpec]:
@@ -103,8 +103,8 @@ class EdgeLinear(_SplitWeight, GraphLayer):
         return y, own.reshape(samples, graph.nodes, out)
 
     def _add_products(self, env: LayerContext, y: Array, of_receivers: Array, of_senders: Array) -> Array:
-        """Return, for each edge, `y` (the product of the weight with the edge's own features) plus the products for its
-        receiver and for its sender. May overwrite `y`."""
+        """Return the sum of `y` (the product of the weight with each edge's own features) and the products for the
+        edge's receiver and sender. May overwrite `y`."""
         if has_no_data(env):
             return y
         senders, receivers = (self.graph.get_on_device(env, name) for name in ("senders", "receivers"))
@@ -134,12 +134,12 @@ class EdgeLinear(_SplitWeight, GraphLayer):
 
 class RecomputedMLP(Composite):
     """Base class for the MLPs of a graph network. With `recompute_hidden`, the forward pass keeps the input and the
-    output of the first layer, and the input of the last `LayerNorm`. The backward pass runs the layers between them
-    again (Chen et al. 2016).
+    output of the first layer, and the input of the last `LayerNorm`. The backward pass recomputes the layers between
+    the first and the last `Linear` (Chen et al. 2016).
 
     The output of the first layer is kept because its matrix product is the largest in the MLP, and because recomputing
-    it would require another exchange of ghosts. The input of the `LayerNorm` is kept because the last `Linear`, which
-    returns it, then need not run again."""
+    it would require another exchange of ghosts. The input of the `LayerNorm` is kept so that the last `Linear`, which
+    computes this input, need not run again."""
 
     unit = fixed = True
     recompute_hidden: bool = False
@@ -164,8 +164,7 @@ class RecomputedMLP(Composite):
         return super().backward_input(env, p, self._get_saved(env, p, saved), dy)
 
     def _get_saved(self, env: LayerContext, p: Params, saved: Any) -> Any:
-        """Return the values that the `forward` of each layer would have saved, given the values that the `forward` of
-        this MLP saved."""
+        """Return what each layer's `forward` would have saved, given what this MLP's `forward` saved."""
         if not self.recompute_hidden:
             return saved
         held, value, *last = saved
@@ -247,7 +246,7 @@ class PairLinear(_SplitWeight, Layer):
 
 
 class NodeMLP(RecomputedMLP):
-    """MLP that is applied to the aggregated values that each node received and to its own features: (samples, nodes,
+    """MLP that is applied to the aggregated values at each node and to the node's own features: (samples, nodes,
     received) and (samples, nodes, features) -> (samples, nodes, out_features).
 
     Parameters

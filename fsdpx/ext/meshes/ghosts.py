@@ -1,4 +1,4 @@
-"""Exchange of ghosts: each rank receives the values of those nodes on other ranks that its edges read."""
+"""Exchange of ghosts: each rank receives the values of other ranks' nodes that its own edges read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ExchangeGhosts(GraphLayer):
 
     Layers that read the senders of edges exchange ghosts automatically. If several such layers read the same values,
     put this layer before them so that the values are sent only once. Each rank receives ghosts x features numbers per
-    sample, and sends back as many gradients in the backward pass."""
+    sample, and sends back the same number of gradients in the backward pass."""
 
     gives = "ghosts"
 
@@ -56,8 +56,8 @@ def append_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Array) -> A
 
 
 def start_appending_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: Array) -> Callable[[], Array]:
-    """Start the messages of `append_ghosts`, and return a function that waits for them and returns what `append_ghosts`
-    returns."""
+    """Start the messages of `append_ghosts`. Return a function that waits for them and returns the result of
+    `append_ghosts`."""
     require_node_features(layer, x, graph.nodes)
     if not graph.sends and not graph.receives:
         return lambda: x
@@ -82,8 +82,8 @@ def start_appending_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: 
 
 
 def start_appending_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Array) -> Callable[[], Array]:
-    """Start the messages of `append_ghosts_backward`, and return a function that waits for them and returns what
-    `append_ghosts_backward` returns."""
+    """Start the messages of `append_ghosts_backward`. Return a function that waits for them and returns the result of
+    `append_ghosts_backward`."""
     if not graph.sends and not graph.receives:
         return lambda: dy
     xp, (samples, _, features), what, nodes = env.xp, dy.shape, env.random.path, graph.nodes
@@ -110,14 +110,14 @@ def start_appending_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Ar
 
 
 def _pack_rows(env: LayerContext, x: Array, rows: Array) -> Array:
-    """Return the rows `rows` of x (samples, nodes, features) as a flat array, to be sent as a message."""
+    """Pack the rows `rows` of x (samples, nodes, features) into a flat array to send as one message."""
     if has_no_data(env):
         return env.xp.empty((x.shape[0] * rows.size * x.shape[2],), dtype=x.dtype)
     return env.xp.ascontiguousarray(x[:, rows]).reshape(-1)
 
 
 def _list_sends(env: LayerContext, graph: LocalGraph) -> list[tuple[int, Array]]:
-    """Return (receiving rank, owned rows) of each message to send. The rows are arrays on the device of `env`."""
+    """Return (receiving rank, owned rows) for each message to send. The rows are arrays on the device of `env`."""
     if env.xp is np or has_no_data(env):
         return list(graph.sends)
     key = "sends of a graph", id(graph)

@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 NEARLY_ALL = 0.1
-"""Fraction of edges without a reverse edge below which the graph is assumed to be undirected."""
+"""If less than this fraction of the edges lacks a reverse edge, the graph is assumed to be undirected."""
 TOLERANCE = 1e-6
 """Maximum allowed difference between the values that two ranks pass for the same node or edge, relative to the largest
 coordinate of all nodes or the largest value of the feature, respectively."""
@@ -36,12 +36,12 @@ class GraphArguments(NamedTuple):
     Attributes
     ----------
     numbers : global number of each row
-    owned : whether the rank owns the node of each row; None: a node is owned by the lowest rank that has it
+    owned : whether the rank owns the node in each row; if None, the lowest rank that has a node owns it
     edges : rows of senders and receivers, (2, edges)
-    positions : coordinates of each row, (rows, dims), or only of each owned row; None: not given
-    edge_features : features of each edge, (edges, features); None: not given
-    undirected : whether each edge stands for both directions; None: edges are taken as given, but checked
-    owners : the rank that the caller expects to own each row, to be checked; None: not given
+    positions : coordinates of all rows, (rows, dims), or of the owned rows only; None if not given
+    edge_features : features of each edge, (edges, features); None if not given
+    undirected : whether each edge stands for both directions; if None, edges are used as given, but checked
+    owners : the rank that the caller expects to own each row, which is checked; None if not given
     """
 
     numbers: Table
@@ -69,7 +69,7 @@ class EdgeRoutes(NamedTuple):
 
     Attributes
     ----------
-    sent : for each rank, the indices of those edges passed by this rank that are sent to that rank
+    sent : for each destination rank, the indices of the edges that this rank passed and sends there
     taken : for each edge of this rank's graph, its index among all edges that this rank received, in rank order
     """
 
@@ -164,8 +164,8 @@ def find_rows(numbers: Table, wanted: Table) -> Table:
 
 
 def exchange_wanted_rows(comm: Any, numbers: Table, wanted: Sequence[Table]) -> list[Table]:
-    """Tell each rank which of its nodes this rank wants. Return, for each rank r, the rows of this rank's nodes that
-    rank r wants.
+    """Tell each rank which of its nodes this rank wants. Return the rows of this rank's nodes that each other rank
+    wants, in rank order.
 
     wanted[r] holds the global numbers of the nodes that this rank wants from rank r, their owner. `numbers` are the
     global numbers of this rank's own nodes."""
@@ -174,7 +174,7 @@ def exchange_wanted_rows(comm: Any, numbers: Table, wanted: Sequence[Table]) -> 
 
 
 def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Table:
-    """Return the rank that owns each row. The ranks look up owners in a directory that is distributed over them."""
+    """Return the rank that owns each row. The ranks look up owners in a distributed directory."""
     numbers = given.numbers
     claims = np.zeros(numbers.size, np.int64) if given.owned is None else given.owned.astype(np.int64)
     home = numbers % size
@@ -201,14 +201,14 @@ def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Tabl
 
 def _look_up_node_owners_for_ranks(found: Sequence[Table], shared: bool) -> tuple[list[Table], str]:
     """Return the owners of the nodes that each rank asked about, as one array per rank, and an error message. The
-    message is "" unless a node has several owners or none.
+    message is "" if every node has exactly one owner.
 
-    found[r] has rows (node number, whether rank r owns the node). If `shared`, a node is instead owned by the lowest
-    rank that has it."""
+    Each row of found[r] holds a node number and whether rank r owns the node. If `shared` is True, the lowest rank that
+    has a node owns it."""
     everyone = np.concatenate(found)
     source = np.repeat(np.arange(len(found)), [len(table) for table in found])
     claimed = np.ones(len(everyone), bool) if shared else everyone[:, 1] > 0
-    known, first = np.unique(everyone[claimed, 0], return_index=True)  # the first row is that of the lowest rank
+    known, first = np.unique(everyone[claimed, 0], return_index=True)  # the first row comes from the lowest rank
     owners = source[claimed][first]
     error = ""
     if not shared and known.size < claimed.sum():
@@ -227,8 +227,8 @@ def _look_up_node_owners_for_ranks(found: Sequence[Table], shared: bool) -> tupl
 
 
 def _explain_wrong_owner(given: GraphArguments, owners: Table) -> str:
-    """Return an error message about the first row whose owner differs from the one that the caller passed, or "" if
-    there is none."""
+    """Return an error message about the first row whose owner differs from the owner that the caller expects. Return ""
+    if all owners match."""
     if given.owners is None:
         return ""
     wrong = np.flatnonzero(owners != given.owners)
@@ -239,7 +239,7 @@ def _explain_wrong_owner(given: GraphArguments, owners: Table) -> str:
 
 
 def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArguments, owners: Table) -> None:
-    """Raise ConfigError if the coordinates that any rank passes for a node differ from those that the node's owner
+    """Raise ConfigError if any rank passes coordinates for a node that differ from the coordinates that its owner
     passes."""
     positions, numbers, mine, text = given.positions, given.numbers, np.flatnonzero(owners == rank), ""
     assert positions is not None
@@ -290,11 +290,11 @@ def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners
 
 
 def _require_equal_edge_features(comm: Any, edges: _Edges, rows: Table, first: Table, source: Table) -> None:
-    """Raise ConfigError on all ranks if ranks pass different features for the same edge. Features are compared with
-    those of the lowest rank that passes the edge.
+    """Raise ConfigError on all ranks if ranks pass different features for the same edge. The features are compared with
+    the features from the lowest rank that passes the edge.
 
-    Rows rows[i] and first[i] of `edges` hold the same edge. Rank source[first[i]] is the lowest rank that passes the
-    edge, and rank source[rows[i]] may be another one."""
+    The indices rows[i] and first[i] refer to the same edge in `edges`. source[first[i]] is the lowest rank that passes
+    the edge, and source[rows[i]] may be a different rank."""
     values, text = edges.features, ""
     spans = np.max(all_gather_plain_data(comm, np.abs(values).max(axis=0, initial=0.0)), axis=0)
     wrong = np.flatnonzero((np.abs(values[rows] - values[first]) > TOLERANCE * spans).any(axis=1))
@@ -310,7 +310,7 @@ def _require_equal_edge_features(comm: Any, edges: _Edges, rows: Table, first: T
 
 
 def _count_earlier_duplicate_edges(senders: Table, receivers: Table) -> Table:
-    """Return, for each edge, how many earlier edges have the same sender and receiver."""
+    """Count the earlier edges that have the same sender and receiver as each edge."""
     order = np.lexsort((senders, receivers))
     a, b = senders[order], receivers[order]
     is_first = np.ones(a.size, bool)
@@ -344,6 +344,6 @@ def _require_no_lost_reverse_edges(comm: Any, size: int, edges: _Edges, total: i
 
 
 def _find_offsets(sorted_rows: Table, count: int) -> Table:
-    """Return the index at which each of the rows 0 to count - 1 begins in the sorted array `sorted_rows`, followed by
-    the length of this array."""
+    """Return the index where each of the rows 0 to count - 1 begins in the sorted array `sorted_rows`, followed by the
+    length of the array."""
     return np.searchsorted(sorted_rows, np.arange(count + 1)).astype(np.int64)

@@ -23,7 +23,7 @@ class LevelLink(NamedTuple):
     Attributes
     ----------
     graph : a graph whose nodes are the coarse nodes. It has one edge per fine node, whose sender is the coarse node to
-        which the fine node belongs; these edges have no receivers
+        which the fine node belongs. The edges have no receivers
     fine, coarse : how node values of the two meshes are distributed over the ranks
     """
 
@@ -37,7 +37,7 @@ class LinkedMeshes(Protocol):
 
     Attributes
     ----------
-    fine, coarse : the two meshes, which error messages name
+    fine, coarse : the two meshes, named in error messages
     shares : 1 / (number of fine nodes that belong to the coarse node), for each coarse node of this rank
     """
 
@@ -73,12 +73,12 @@ class _BetweenLevels(Layer, TakesRows):
         return self.link
 
     def _sum_to_coarse(self, env: LayerContext, fine: Array) -> Array:
-        """Return, for each coarse node, the sum of the values of the fine nodes that belong to it."""
+        """Sum the values of the fine nodes that belong to each coarse node."""
         link = self._get_link()
         return append_ghosts_backward(env, link, link.sum_at_senders(env, fine))
 
     def _copy_to_fine(self, env: LayerContext, coarse: Array) -> Array:
-        """Return, for each fine node, the value of the coarse node to which it belongs."""
+        """Copy each coarse node's value to the fine nodes that belong to it."""
         link = self._get_link()
         return link.gather_senders(env, append_ghosts(env, link, self, coarse))
 
@@ -117,7 +117,7 @@ class Restrict(_BetweenLevels):
 
 class Prolong(_BetweenLevels):
     """Prolongation from a coarser mesh: (samples, coarse nodes, features) -> (samples, fine nodes, features). A node
-    gets the value of the coarse node to which it belongs.
+    gets the value of the coarse node that it belongs to.
 
     Parameters
     ----------

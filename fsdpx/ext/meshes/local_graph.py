@@ -26,9 +26,9 @@ class PartSizes(NamedTuple):
 
     Attributes
     ----------
-    nodes, ghosts, edges : how many owned nodes, ghosts and edges the rank has
-    sends : (receiving rank, number of rows) of each message with values of nodes that are ghosts on that rank
-    receives : (sending rank, number of rows) of each message with values of this rank's ghosts
+    nodes, ghosts, edges : number of owned nodes, ghosts and edges on the rank
+    sends : (receiving rank, number of rows) for each message that sends a rank the values of its ghosts
+    receives : (sending rank, number of rows) for each message with values of this rank's ghosts
     """
 
     nodes: int
@@ -49,23 +49,24 @@ class LocalGraph:
     """One rank's part of a graph: the nodes that it owns, its ghosts (copies of other ranks' nodes), and all edges
     whose receivers it owns.
 
-    Arrays of node values have the rows of the owned nodes, followed by the rows of the ghosts. Edges are sorted by
-    receiver, and edges with the same receiver by the global number of the sender, so that edge values are summed in the
-    same order on any partition.
+    Arrays of node values hold the rows of owned nodes first, followed by the rows of ghosts. Edges are sorted by
+    receiver, then by the global number of the sender, so that edge values are summed in the same order for any
+    partition.
 
     Attributes
     ----------
-    nodes, ghosts, edges : how many owned nodes, ghosts and edges the rank has
+    nodes, ghosts, edges : number of owned nodes, ghosts and edges on the rank
     numbers : global number of each row, (nodes + ghosts,)
     senders, receivers : row of the sender and of the receiver of each edge, (edges,)
-    offsets : node i has the incoming edges from offsets[i] up to, but not including, offsets[i + 1]
-    sender_order, sender_offsets : indices of the edges, sorted by sender; and where the outgoing edges of each row
-        begin in this order, as in `offsets`
+    offsets : the incoming edges of node i are the edges offsets[i] to offsets[i + 1] - 1
+    sender_order, sender_offsets : indices of the edges, sorted by sender; and the offsets in this order at which each
+        row's outgoing edges begin
     sorted_receivers : the receivers of the edges in `sender_order`
     edge_features : features of the edges, the same for all samples, (edges, features) in float64
-    sends : (receiving rank, owned rows) of each message with values of nodes that are ghosts on that rank
-    receives : (sending rank, first, stop) of each message with values of this rank's ghosts, which are numbered from 0
-    slots : largest number of incoming edges of any node of the whole graph
+    sends : (receiving rank, owned rows) for each message that sends a rank the values of its ghosts
+    receives : (sending rank, first, stop) for each message with the values of ghosts first to stop - 1. Ghosts are
+        numbered from 0
+    slots : largest number of incoming edges of any node in the whole graph
     replacement_count : how many times the graph has been replaced
     """
 
@@ -95,7 +96,7 @@ class LocalGraph:
         return cls(*part[:3], none, none, none, none, none, none, none, features, sends, receives)
 
     def copy_attributes_from(self, other: LocalGraph) -> None:
-        """Take over all attributes of another graph, so that the layers that hold this one compute on that graph."""
+        """Copy all attributes of `other` to this graph, so that layers that reference this graph use the new data."""
         count = self.replacement_count + 1
         vars(self).clear()
         vars(self).update((one.name, getattr(other, one.name)) for one in fields(other))
@@ -115,8 +116,8 @@ class LocalGraph:
 
     @cached_property
     def edge_slots(self) -> np.ndarray:
-        """A number for each edge, which does not depend on the partition: the global number of the edge's receiver
-        times `slots`, plus the position of the edge among the incoming edges of this receiver."""
+        """A number for each edge that does not depend on the partition: the global number of the edge's receiver times
+        `slots`, plus the edge's position among the receiver's incoming edges."""
         inside = np.arange(self.receivers.size) - self.offsets[self.receivers]
         return self.numbers[self.receivers] * self.slots + inside
 
@@ -131,52 +132,55 @@ class LocalGraph:
         return int(np.diff(self.sender_offsets).max(initial=0))
 
     def gather_senders(self, env: LayerContext, x: Array) -> Array:
-        """Return, for each edge, its sender's row of x (samples, rows, features), as (samples, edges, features)."""
+        """Gather the row of x (samples, rows, features) at each edge's sender, and return (samples, edges,
+        features)."""
         return self._gather(env, x, "senders")
 
     def gather_receivers(self, env: LayerContext, x: Array) -> Array:
-        """Return, for each edge, its receiver's row of x (samples, rows, features), as (samples, edges, features)."""
+        """Gather the row of x (samples, rows, features) at each edge's receiver, and return (samples, edges,
+        features)."""
         return self._gather(env, x, "receivers")
 
     def sum_at_receivers(self, env: LayerContext, values: Array) -> Array:
-        """Return, for each node, the sum of edge values (samples, edges, features) over its incoming edges, as
-        (samples, nodes, features)."""
+        """Sum edge values (samples, edges, features) over each node's incoming edges, and return (samples, nodes,
+        features)."""
         if has_no_data(env):
             return env.xp.empty((values.shape[0], self.nodes, *values.shape[2:]), dtype=values.dtype)
         return segment_sum(env.xp, values, self.get_on_device(env, "offsets"), None, self.max_in_degree)
 
     def sum_at_senders(self, env: LayerContext, values: Array) -> Array:
-        """Return, for each row, the sum of edge values (samples, edges, features) over its outgoing edges, as (samples,
-        rows, features)."""
+        """Sum edge values (samples, edges, features) over each row's outgoing edges, and return (samples, rows,
+        features)."""
         if has_no_data(env):
             return env.xp.empty((values.shape[0], self.row_count, *values.shape[2:]), dtype=values.dtype)
         order = self.get_on_device(env, "sender_order")
         return segment_sum(env.xp, values, self.get_on_device(env, "sender_offsets"), order, self.max_out_degree)
 
     def sum_features_of_senders(self, env: LayerContext, x: Array) -> Array:
-        """Return, for each node, the sum of x (samples, rows, features) over the senders of its incoming edges."""
+        """Return the sum of x (samples, rows, features) over the senders of each node's incoming edges."""
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.nodes, x.shape[2]), dtype=x.dtype)
         senders = self.get_on_device(env, "senders")
         return segment_sum(env.xp, x, self.get_on_device(env, "offsets"), senders, self.max_in_degree)
 
     def sum_receiver_values_per_sender(self, env: LayerContext, x: Array) -> Array:
-        """Return, for each row, the sum of x (samples, nodes, features) over the receivers of its outgoing edges. This
-        is the adjoint of `sum_features_of_senders`."""
+        """Return the sum of x (samples, nodes, features) over the receivers of each row's outgoing edges. This is the
+        adjoint of `sum_features_of_senders`."""
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.row_count, x.shape[2]), dtype=x.dtype)
         offsets = self.get_on_device(env, "sender_offsets")
         return segment_sum(env.xp, x, offsets, self.get_on_device(env, "sorted_receivers"), self.max_out_degree)
 
     def compute_inverse_in_degrees(self, env: LayerContext, dtype: Any) -> Array:
-        """Return, as (nodes, 1), 1 / (number of incoming edges) for each node, or 0 for a node that has none."""
+        """Return 1 / (number of incoming edges) for each node, or 0 for a node without incoming edges. The result has
+        shape (nodes, 1)."""
         offsets = self.get_on_device(env, "offsets")
         count = (offsets[1:] - offsets[:-1])[:, None]
         return env.xp.where(count > 0, 1.0 / env.xp.maximum(count, 1), 0.0).astype(dtype)
 
     def get_on_device(self, env: LayerContext, name: str, dtype: Any = None) -> Array:
-        """Return the array that is the attribute `name`, copied to the device of `env` and cast to `dtype` if given.
-        Copies are cached."""
+        """Return the array attribute `name`, copied to the device of `env` and cast to `dtype` if given. Copies are
+        cached."""
         array = getattr(self, name)
         if env.xp is np and dtype in (None, array.dtype):
             return array
@@ -201,8 +205,8 @@ class MeshPartition(FieldPartition):
     Parameters
     ----------
     graph : this rank's part of the mesh
-    kind : what the rows are: "nodes": the nodes that each rank owns; "ghosts": these nodes, followed by the rank's
-        ghosts; "edges": the rank's edges
+    kind : what the rows are: "nodes" (the nodes that each rank owns), "ghosts" (owned nodes, followed by ghosts) or
+        "edges" (the rank's edges)
     """
 
     graph: LocalGraph = NO_GRAPH
@@ -215,7 +219,7 @@ class MeshPartition(FieldPartition):
         return f"{self.PHRASES[self.kind]} of a part of a mesh of {self.shape[0]} nodes"
 
     def of_kind(self, kind: str) -> MeshPartition:
-        """Return the partition, on the same mesh, of an array whose rows are of `kind`: "nodes", "ghosts" or
+        """Return the partition of an array on the same mesh whose rows are of another kind: "nodes", "ghosts" or
         "edges"."""
         return replace(self, kind=kind)
 
@@ -240,8 +244,8 @@ class MeshPartition(FieldPartition):
         return bind_loss_to_local_nodes(loss, self.cuts)
 
     def partition_model(self, model: Layer) -> PartitionedModel:
-        """Return the model that each rank runs on its part of the mesh. This object describes how node values are
-        distributed."""
+        """Return the model that each rank runs on its part of the mesh. This `MeshPartition` describes how node values
+        are distributed."""
         return partition_mesh_model(model, self)
 
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:

@@ -42,16 +42,16 @@ class MeshGraphNet(Composite):
     Parameters
     ----------
     node_features, out_features : number of node features in the input and in the result
-    edge_features : number of edge features from the `Partition`; d + 1 if it computes them from positions with d
-        coordinates. May be 0 with `edge_inputs`
+    edge_features : number of edge features from the `Partition`; d + 1 if the `Partition` computes them from positions
+        with d coordinates. May be 0 with `edge_inputs`
     hidden : size of all hidden features; default 128
     message_passing_steps : number of message-passing steps; default 15
     hidden_layers : number of hidden layers in each MLP; default 2
     activation : name of the activation function; default "relu"
     residual : what each node sums: "messages" (default), the outputs of the edge MLPs, as in the code of Pfaff et al.;
         or "edges", the updated edge features, as in PhysicsNeMo
-    how : how nodes combine the values that they receive, as the argument `how` of `Aggregate`; default "sum"
-    edge_inputs : number of edge features in the second input; default 0: there is no second input
+    how : how nodes combine the values that they receive, as in the argument `how` of `Aggregate`; default "sum"
+    edge_inputs : number of edge features in the second input; if 0 (default), there is no second input
     recompute_hidden : whether the backward pass recomputes the hidden layers of the edge MLPs, except in the last
         step, instead of keeping their activations. This takes about 5 % more time and, with the defaults, 17 % less
         memory; default True
@@ -82,7 +82,7 @@ class MeshGraphNet(Composite):
         self.node_encoder = FeatureMLP(node_features, hidden, *mlp, True)
         options: dict[str, Any] = {"activation": activation}
         for i in range(message_passing_steps):
-            # not in the last step, where the backward pass begins: recomputing would increase the peak memory there
+            # not in the last step: the backward pass begins there, and recomputing would increase peak memory
             recomputes = recompute_hidden and i < message_passing_steps - 1
             edge_mlp = EdgeMLP(hidden, hidden, hidden, hidden, hidden_layers, recompute_hidden=recomputes, **options)
             setattr(self, f"edge_{i}", edge_mlp)

@@ -25,13 +25,13 @@ class MeshLevel:
     """Links a mesh to a coarser one: each node of the finer mesh belongs to one node of the coarser mesh. Collective.
 
     `nn.Restrict` and `nn.Prolong` move values between the two meshes; layers between them work on the coarse mesh. A
-    node and the coarse node to which it belongs may be on different ranks.
+    node and the coarse node that it belongs to may be on different ranks.
 
     Parameters
     ----------
     fine : the finer mesh, which is the trainer's `domain` or the coarse mesh of another level
     coarse : the coarser mesh, on the same ranks; its nodes have their own global numbers
-    numbers : for each node of `fine` that this rank owns, the global number of the node of `coarse` to which it belongs
+    numbers : for each node of `fine` that this rank owns, the global number of the node of `coarse` that it belongs to
 
     Raises
     ------
@@ -65,17 +65,18 @@ class MeshLevel:
         return f"MeshLevel({self.fine}, {self.coarse})"
 
     def find_node_map(self, kind: Kind) -> LevelLink:
-        """Return the map between the two meshes for node values that are distributed as `kind`, a partition of one of
-        the meshes. In a dry run, the map has only sizes. If `kind` belongs to neither mesh, return this rank's map.
+        """Return the map between the two meshes for node values with the distribution `kind`. In a dry run, the map has
+        only sizes. If `kind` is not a partition of either mesh, return this rank's map.
 
-        Communicates nothing."""
+        Does not communicate."""
         known = next((link for link in self._links if kind in (link.fine, link.coarse)), None)
         if known is not None or not isinstance(kind, MeshPartition) or kind.graph.numbers.size:
             return known or self._links[0]
         if kind.shape != (self.fine.total_nodes,) or kind.kind != "nodes":
             return self._links[0]
         if kind.is_on_one_rank:
-            # a copy of the coarse mesh, since partitions are found by their graph, and `kind` may be that of a copy
+            # a copy of the coarse mesh, because partitions are looked up by their graph, and `kind` may come from a
+            # copy
             (coarse,) = self.coarse.as_rank(0).joined_partition
             sizes = PartSizes(self.coarse.total_nodes, 0, kind.shape[0])
         else:
@@ -110,7 +111,8 @@ def _build_link(comm: Any, rank: int, size: int, coarse: Partition, fine: Partit
 
 
 def _exchange_fine_node_counts(comm: Any, size: int, link: LocalGraph) -> np.ndarray:
-    """Return, as (nodes,), the number of fine nodes that belong to each coarse node of this rank. Collective."""
+    """Return the number of fine nodes that belong to each coarse node of this rank, as an array (nodes,).
+    Collective."""
     here = np.diff(link.sender_offsets)
     pieces = [here[:0, None]] * size
     for rank, first, stop in link.receives:

@@ -17,7 +17,7 @@ __all__ = ["NodeLoss", "bind_loss_to_local_nodes"]
 
 def bind_loss_to_local_nodes(loss: Loss, cuts: tuple[Cuts, ...]) -> Loss:
     """Return `loss`, adapted to this rank's nodes. `cuts` describes how the nodes are divided over the ranks. A loss
-    for fields, or one with weights, sees features as channels, and nodes as the cells of a field."""
+    for fields, or a loss with weights, treats features as channels, and nodes as the cells of a field."""
     if isinstance(loss, LossSum):
         return LossSum([(factor, bind_loss_to_local_nodes(term, cuts)) for factor, term in loss.terms])
     if isinstance(loss, PhysicsLoss) or (isinstance(loss, FieldLoss) and loss.needs_grid):

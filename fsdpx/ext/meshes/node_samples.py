@@ -108,9 +108,9 @@ class NodeSamples(SplitSamples):
 
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
         """Return a target, prediction or gradient in the model's layout: (samples, nodes, features), scalars (samples,
-        n), or (samples, nodes) for integer labels that the caller passes as (nodes,) or (samples, nodes). Integers with
-        two dims are taken as labels if the caller's arrays have a sample dim; sizes alone cannot decide this, because
-        there may be as many samples as nodes."""
+        n), or (samples, nodes) for integer labels that the caller passes as (nodes,) or (samples, nodes). An integer
+        array with two dims is taken as labels if the caller's arrays have a sample dim; the shape alone is ambiguous,
+        because the number of samples may equal the number of nodes."""
         kind = self.output_kinds[index]
         if not isinstance(kind, MeshPartition):
             return self.convert_caller_scalars_for_model(array, name, batched)
@@ -149,8 +149,8 @@ class NodeSamples(SplitSamples):
         return self._take_owned_rows(whole if whole.ndim == 3 else whole[None], kind)
 
     def _get_row_counts_without_and_with_ghosts(self, kind: MeshPartition) -> tuple[int, int]:
-        """Return the numbers of rows that an array may have without and with ghosts. Arrays of edges, and of the nodes
-        of a coarser mesh, have no rows for ghosts."""
+        """Return the number of rows that an array has without ghosts, and the number with ghosts. Arrays of edge
+        values, and arrays of node values on a coarser mesh, have no rows for ghosts."""
         if kind.graph is self.partition.graph and kind.kind == "nodes":
             return self.partition.row_counts
         rows = kind.graph.edges if kind.kind == "edges" else kind.graph.nodes

@@ -48,7 +48,7 @@ class WhereType(Layer):
 
     Parameters
     ----------
-    types : the types of the nodes that get a
+    types : node types where the result is `a`
     """
 
     acts_on = "position"

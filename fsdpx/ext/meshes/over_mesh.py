@@ -29,10 +29,10 @@ class TakesRows:
 
 def partition_mesh_model(model: Layer, nodes: Any) -> PartitionedModel:
     """Convert a model of a whole mesh to the model that each rank runs on its part. `nodes` is the `MeshPartition` of
-    node values. Communicates nothing.
+    node values. Does not communicate.
 
-    Outputs may also be values of the nodes of a coarser mesh. Raises ConfigError with the path of the first layer that
-    cannot run on a part, or if an output is neither values of nodes nor scalars."""
+    Outputs may also be node values of a coarser mesh. Raises ConfigError if a layer cannot run on a part (the message
+    names the path of the first such layer), or if an output contains neither node values nor scalars."""
     inputs = _find_input_distributions(model, nodes)
     walk = ShardingWalk(1, None, {}, (require_all_fields_or_all_scalars, _plan_ghost_drops))
     made, outputs = walk.shard_layer(model, "", inputs)
@@ -46,8 +46,8 @@ class DropGhosts(Layer):
     """Removes the rows of ghosts: (samples, nodes + ghosts, features) -> (samples, nodes, features)."""
 
     parts: Any = None
-    """The `MeshPartition` of the input. It is not an argument of the constructor, because ranks compare the repr of
-    layers, which shows these arguments."""
+    """The `MeshPartition` of the input. It is not an argument of the constructor, because the repr of a layer shows the
+    constructor's arguments, and ranks compare the reprs."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return env.xp.ascontiguousarray(x[:, : self.parts.graph.nodes]), ()
@@ -59,8 +59,9 @@ class DropGhosts(Layer):
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistribution | None]:
-    """Return, for each input of `reader`, the redistribution that drops its ghosts, or None if it has no ghosts or may
-    keep them. Ghosts are dropped if a layer such as a sum reads some node values with ghosts and others without."""
+    """Return the redistribution that drops the ghosts of each input of `reader`, or None for an input that has no
+    ghosts or may keep them. Ghosts are dropped if a layer such as a sum reads some node values with ghosts and others
+    without."""
     takes = isinstance(reader, TakesRows) or (isinstance(reader, Container) and not reader.fixed)
     rows = [getattr(kind, "kind", "") for kind in kinds]
     if takes or "nodes" not in rows:
@@ -75,9 +76,9 @@ def _find_input_distributions(model: Layer, nodes: Any) -> list[Kind]:
     """Return how each input of a model is distributed. `nodes` describes how node values are distributed.
 
     The inputs and outputs of a layer are of the same kind, unless the layer changes the kind, as `Aggregate` does.
-    Values whose kind remains unknown are taken as node values. If all inputs would be scalars according to these rules,
-    they are all taken as node values instead; sharding the model then raises an error that names the layer that cannot
-    run on a part."""
+    Values whose kind remains unknown are treated as node values. If all inputs would be scalars under these rules, they
+    are all treated as node values; sharding the model then raises an error that names the layer that cannot run on a
+    part."""
     values = _Values()
     inputs = [values.add() for _ in list_input_names(model)]
     values.record_kinds_of_layer(model, inputs, nodes)
@@ -95,7 +96,7 @@ class _Values:
         self._kinds: dict[int, str] = {}
 
     def add(self, kind: str = "") -> int:
-        """Add a new value, of kind `kind` if known, and return its number."""
+        """Add a new value and return its number. `kind` is the kind of the value, or "" if it is unknown."""
         self._parents.append(len(self._parents))
         self.set_kind(self._parents[-1], kind)
         return self._parents[-1]

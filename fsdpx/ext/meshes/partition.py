@@ -57,15 +57,15 @@ from fsdpx.nn.shard_specs import FieldPartition, Kind
 __all__ = ["Partition"]
 
 WholeGraph = tuple[Any, ...]
-"""The arguments of `parse_whole_graph` after the number of ranks."""
+"""The arguments of `parse_whole_graph` that follow the number of ranks."""
 
 
 class Partition(Domain):
     """A mesh or graph that is partitioned over ranks, as in finite-element and finite-volume codes. Collective.
 
     Each node has one owner. A rank passes the nodes that it owns, the global numbers of its ghosts (copies of nodes of
-    other ranks), and its edges. It computes on all edges whose receivers it owns; edges that only other ranks passed
-    are fetched once. Results do not depend on how the mesh is partitioned.
+    other ranks), and its edges. The rank computes on all edges whose receivers it owns; edges that only other ranks
+    passed are fetched once. Results do not depend on how the mesh is partitioned.
 
     The trainer's `step` and `predict` take arrays (nodes, features) or (samples, nodes, features), with a row for each
     owned node, or for each owned node and ghost, in the caller's order. Ghost rows may hold any values, because layers
@@ -78,18 +78,20 @@ class Partition(Domain):
     owned : number of nodes that this rank owns. Nodes are numbered in rank order: the nodes of rank 0 are 0, 1, ...
     ghosts : global numbers of this rank's ghosts, in the order of their rows after the owned nodes; default: none
     owners : the expected owner of each ghost, to be checked; default: no check
-    edges : integers (2, edges): row of the sender and row of the receiver of each edge, like `edge_index` in PyTorch
-        Geometric. Any rank may pass any edge, and several ranks may pass the same one
+    edges : integers (2, edges): the rows of each edge's sender and receiver, like `edge_index` in PyTorch Geometric.
+        Any rank may pass any edge, and several ranks may pass the same edge
     positions : coordinates (rows, dims) of owned nodes and ghosts, or of owned nodes only. If given, the coordinates of
         each edge's sender relative to its receiver, and their norm, are appended to the features of the edge
     edge_features : features (edges, features) of the edges, the same for all samples; default: none
-    undirected : True: each edge counts in both directions; False: edges are directed. Default: directed, but an error
-        is raised if nearly all edges have a reverse edge and some do not, because the missing ones were probably lost
+    undirected : if True, each edge counts in both directions; if False, edges are directed. By default, edges are
+        directed, but an error is raised if nearly all edges, but not all, have a reverse edge, because the missing ones
+        were probably lost
 
     Raises
     ------
-    ConfigError : on all ranks, also by the other constructors, if arguments have wrong shapes, a node has several
-        owners or none, the coordinates of a ghost differ from those that its owner passes, or edges seem to be missing
+    ConfigError : on all ranks, if arguments have wrong shapes, a node has several owners or none, the coordinates of a
+        ghost differ from the owner's coordinates, or edges seem to be missing. The other constructors also raise this
+        error
     """
 
     def __init__(
@@ -148,13 +150,13 @@ class Partition(Domain):
         Parameters
         ----------
         comm, positions : as in `Partition`
-        cells : integers (cells, nodes of a cell): the nodes of each of this rank's cells, as rows or, without
+        cells : integers (cells, nodes per cell): the nodes of each of this rank's cells, as row indices or, without
             `numbers`, as global numbers. Without `numbers`, arrays have one row for each node of the rank's cells,
             sorted by global number
         numbers : global number of the node in each row; default: see `cells`
         owned_mask : as in `from_numbers`
-        pairs : which nodes of a cell are joined, such as ((0, 1), (1, 2), (2, 3), (3, 0)) for quadrilaterals whose
-            nodes are listed in order around the cell. Default: all pairs, as in triangles and tetrahedra
+        pairs : pairs of nodes of a cell that are joined, such as ((0, 1), (1, 2), (2, 3), (3, 0)) for quadrilaterals
+            whose nodes are listed in order around the cell. Default: all pairs, as in triangles and tetrahedra
         """
 
         def parse() -> GraphArguments:
@@ -183,8 +185,9 @@ class Partition(Domain):
 
         Parameters
         ----------
-        V : the space, continuous or of degree 0: scalar or blocked, such as ("Lagrange", 2, (3,)), but not a subspace
-        pairs : which dofs of a cell are joined, as indices into a row of `V.dofmap.list`. Default: all pairs
+        V : a function space that is continuous or of degree 0. It may be scalar or blocked, such as ("Lagrange", 2,
+            (3,)), but not a subspace
+        pairs : pairs of dofs of a cell that are joined, as indices into a row of `V.dofmap.list`. Default: all pairs
         positions : as in `Partition`, such as scaled coordinates. Default: the coordinates of the dofs
 
         Raises
@@ -246,8 +249,8 @@ class Partition(Domain):
         edges : integers (2, edges): node numbers of the sender and receiver of each edge, the same on all ranks
         nodes : number of nodes of the graph
         parts : the rank that owns each node, (nodes,); default: chosen by `method`
-        method : "coordinates" (default): recursive bisection of `positions`; "metis": cuts few edges, and requires
-            pymetis
+        method : "coordinates" (default), which bisects `positions` recursively, or "metis", which cuts few edges and
+            requires pymetis
         positions : coordinates (nodes, dims) of all nodes, used as in `Partition`
         edge_features : features (edges, features) of all edges; default: none
 
@@ -272,8 +275,8 @@ class Partition(Domain):
         ----------
         comm, parts, method : as in `split`
         mesh : result of `meshio.read`, the same on all ranks
-        positions : as in `split`, such as scaled coordinates. Default: the coordinates of the points, without those
-            that are the same for all points
+        positions : as in `split`, such as scaled coordinates. Default: the coordinates of the points, without dims in
+            which all points have the same coordinate
 
         Raises
         ------
@@ -288,7 +291,8 @@ class Partition(Domain):
 
     @classmethod
     def _partition_replicated_graph(cls, comm: Any, read: Callable[[], WholeGraph]) -> Partition:
-        """Partition the graph that `read` returns, in the form of arguments of `parse_whole_graph`. Collective."""
+        """Partition the graph that `read` returns. `read` returns the graph as arguments of `parse_whole_graph`.
+        Collective."""
         comm = _as_communicator(comm)
         rank, size = get_rank_and_size(comm)
         given, chosen = parse_or_raise_on_all_ranks(comm, lambda: parse_whole_graph(size, *read()))
@@ -319,8 +323,8 @@ class Partition(Domain):
         cls, edges: Any, nodes: int, ranks: int, rank: int = 0, *, parts: Any = None, method: str = "coordinates",
         positions: Any = None, edge_features: Any = None, undirected: bool | None = None,
     ) -> Partition:  # fmt: skip
-        """Return the partition of a graph over hypothetical ranks, for `fsdpx.plan` and `fsdpx.dry_run(domain=)`.
-        Communicates nothing.
+        """Return the partition of a graph over hypothetical ranks, for `fsdpx.plan` and `fsdpx.dry_run(domain=)`. Does
+        not communicate.
 
         Parameters
         ----------
@@ -342,15 +346,14 @@ class Partition(Domain):
     def from_sizes(
         cls, nodes: Sequence[int], edges: Sequence[int], ghosts: Sequence[int], rank: int = 0, *, edge_features: int = 0
     ) -> Partition:
-        """Return a partition over hypothetical ranks for a mesh whose sizes alone are known, for `fsdpx.plan` and
-        `fsdpx.dry_run(domain=)`. Communicates nothing.
+        """Return a partition over hypothetical ranks when only the sizes of the mesh are known, for `fsdpx.plan` and
+        `fsdpx.dry_run(domain=)`. Does not communicate.
 
         All ghosts of a rank are assumed to belong to the next rank.
 
         Parameters
         ----------
-        nodes, edges, ghosts : for each rank, the number of its nodes, the number of incoming edges of these nodes, and
-            the number of its ghosts
+        nodes, edges, ghosts : number of nodes, of their incoming edges and of ghosts on each rank
         rank : the rank whose part is described; default 0
         edge_features : number of features of each edge; default 0
 
@@ -376,9 +379,9 @@ class Partition(Domain):
         return made
 
     def _build(self, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> None:
-        """Finish the construction of the partition from this rank's arguments, which `parse` returns.
+        """Finish constructing the partition from this rank's arguments, which `parse` returns.
 
-        The caller's arrays have only the first `rows` of the rows in these arguments. If `rows` is None, they have all
+        The caller's arrays have only the first `rows` rows of these arguments. If `rows` is None, the arrays have all
         rows."""
         rank, size = get_rank_and_size(comm)
         given = require_same_argument_kinds(comm, parse_or_raise_on_all_ranks(comm, parse))
@@ -407,12 +410,12 @@ class Partition(Domain):
         self, edges: Any, *, positions: Any = None, edge_features: Any = None, undirected: bool | None = None
     ) -> None:
         """Replace all edges, for graphs that change from step to step. Nodes and their owners remain the same. Trainers
-        that were made with this partition use the new edges from their next call on. Collective over `comm`.
+        that were made with this partition use the new edges from the next call on. Collective over `comm`.
 
         Parameters
         ----------
         edges : integers (2, edges): global numbers of the sender and receiver of each edge. Any rank may pass any edge,
-            and several ranks may pass the same one
+            and several ranks may pass the same edge
         positions : coordinates (nodes, dims) of the nodes that this rank owns, used as in `Partition`
         edge_features, undirected : as in `Partition`
 
@@ -458,7 +461,7 @@ class Partition(Domain):
 
     @property
     def total_nodes(self) -> int:
-        """Number of nodes of the whole mesh."""
+        """Number of nodes in the whole mesh."""
         return self.partition.shape[0]
 
     @property
@@ -491,7 +494,7 @@ class Partition(Domain):
 
     @property
     def edge_feature_count(self) -> int:
-        """Number of features of each edge, including those computed from positions."""
+        """Number of features of each edge, including features computed from positions."""
         return int(self.graph.edge_features.shape[1])
 
     @property
@@ -595,8 +598,8 @@ class Partition(Domain):
         return array[:, rows]
 
     def update_ghosts(self, array: np.ndarray) -> np.ndarray:
-        """Overwrite the values of ghosts, in place, with the values that the owners of these nodes have. Collective
-        over `comm`.
+        """Overwrite the values of ghosts in place with the values from the ranks that own these nodes. Collective over
+        `comm`.
 
         Parameters
         ----------
@@ -610,8 +613,8 @@ class Partition(Domain):
 
         Raises
         ------
-        DataError : on all ranks, if the array of a rank does not have these rows, or if the arrays of ranks differ in
-            dtype or in other dims
+        DataError : on all ranks, if any rank's array does not have these rows, or if the ranks' arrays differ in dtype
+            or in the sizes of the other dims
         """
         error = ""
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
@@ -627,7 +630,7 @@ class Partition(Domain):
 
     def exchange_edges(self, array: Any) -> np.ndarray:
         """Send edge values from the ranks that passed the edges to the ranks that compute on them, and return the
-        values for this rank's edges, in the order in which models read them. Collective over `comm`.
+        values for this rank's edges, in the order that models expect. Collective over `comm`.
 
         If several ranks passed an edge, the value from the lowest rank is used.
 
@@ -639,12 +642,13 @@ class Partition(Domain):
         Returns
         -------
         numpy.ndarray
-            of the same shape as the input, except for the number of edges: it has the edges of this rank
+            same shape as the input, but with one row for each edge of this rank
 
         Raises
         ------
-        DataError : on all ranks, if the array of a rank does not have its edges, or if the partition is undirected,
-            because each edge then counts in both directions: use `edges` to compute values for each direction
+        DataError : on all ranks, if any rank's array does not have one row per edge that the rank passed, or if the
+            partition is undirected. Each edge of an undirected partition counts in both directions: use `edges` to
+            compute values for each direction
         """
         array, error = np.asarray(array), ""
         if self._passed_edges < 0:
@@ -658,7 +662,7 @@ class Partition(Domain):
         return np.ascontiguousarray(np.moveaxis(found[self._routes.taken].reshape(-1, *others), 0, -2))
 
     def take_local(self, array: Any) -> Any:
-        """Select the rows of this rank's nodes from an array for the whole mesh. Communicates nothing.
+        """Select the rows of this rank's nodes from an array for the whole mesh. Does not communicate.
 
         Parameters
         ----------
@@ -668,7 +672,7 @@ class Partition(Domain):
         Returns
         -------
         array
-            of the same shape as the input, except for the number of nodes: it has the nodes that this rank owns
+            same shape as the input, but with one row for each node that this rank owns
 
         Raises
         ------
@@ -695,8 +699,8 @@ class Partition(Domain):
 
         Raises
         ------
-        DataError : on all ranks, if the array of a rank does not have the rows of its nodes, or if the arrays of ranks
-            differ in dtype or in other dims
+        DataError : on all ranks, if any rank's array does not have the rows of that rank's nodes, or if the ranks'
+            arrays differ in dtype or in the sizes of the other dims
         """
         array = np.asarray(array)
         dim = max(array.ndim - 2, 0)
@@ -713,8 +717,8 @@ class Partition(Domain):
         return whole
 
     def _all_gather_or_raise(self, method: str, error: str, kind: Any, value: Any = None) -> list[Any]:
-        """All-gather `value`. Raise DataError on all ranks if any rank passes a nonempty `error` (the message is the
-        first one), or if ranks pass different values of `kind`, the result of `_describe`."""
+        """All-gather `value`. Raise DataError on all ranks if any rank passes a nonempty `error` (the first such
+        `error` becomes the message), or if ranks pass different values of `kind`, the result of `_describe`."""
         everyone = all_gather_plain_data(self.comm, (error, kind, value))
         for rank, (text, *_) in enumerate(everyone):
             if text:
@@ -735,7 +739,7 @@ def _as_communicator(comm: Any) -> Any:
 
 
 def _describe(array: np.ndarray, dim: int) -> str:
-    """Return a description of an array's dtype and shape that leaves out the number of rows (the size of `dim`)."""
+    """Describe an array's dtype and shape, except for the number of rows (the size of dim `dim`)."""
     sizes = [str(n) for n in array.shape]
     sizes[dim] = "rows"
     return f"{array.dtype} of shape ({', '.join(sizes)})"

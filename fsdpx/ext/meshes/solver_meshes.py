@@ -31,7 +31,7 @@ CELL_EDGES = {
     "wedge": [*_list_ring(0, 3), *_list_ring(3, 3), *((i, i + 3) for i in range(3))],
     "hexahedron": [*_list_ring(0, 4), *_list_ring(4, 4), *((i, i + 4) for i in range(4))],
 }
-"""For meshio's types of cells in which not all nodes are joined, the pairs of nodes that share an edge."""
+"""Pairs of nodes that share an edge, for the meshio cell types in which not all nodes are joined."""
 
 
 class SolverMesh(NamedTuple):
@@ -41,7 +41,7 @@ class SolverMesh(NamedTuple):
     ----------
     comm : the solver's communicator
     numbers : global number of each row
-    owned : whether the rank owns the node of each row
+    owned : whether the rank owns the node in each row
     positions : coordinates (rows, dims) of all rows, or of the owned rows only
     edges : rows of the two nodes of each edge, (2, edges); None if `facets` is given
     facets : for each facet of an owned cell, the row of the cell and the global number of the facet, (2, facets of
@@ -116,7 +116,7 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
 
 
 def get_meshio_points_and_edges(mesh: Any) -> tuple[Table, Table]:
-    """Return the points of a meshio mesh, (points, dims), and its edges, (2, edges), as rows of points. Dims in which
+    """Return the points of a meshio mesh, (points, dims), and its edges, (2, edges), as point indices. Dims in which
     all points have the same coordinate are left out."""
     points = np.asarray(mesh.points, np.float64)
     edges = [np.zeros((2, 0), np.int64)]
@@ -139,11 +139,11 @@ def list_edges_of_cells(cells: Table, pairs: Any) -> Table:
 
 
 def exchange_facets_and_list_cell_edges(comm: Any, size: int, mesh: SolverMesh) -> tuple[Table, Table]:
-    """Return the edges (2, edges) between cells that share a facet, as rows, and the global number of each row.
-    Collective.
+    """Return the edges (2, edges) between cells that share a facet, as pairs of row indices, and the global number of
+    each row. Collective.
 
-    The rows of `mesh` come first, followed by the neighboring cells that this rank lacks. It lacks them if the solver
-    has no ghost cells. Each edge is returned on only one rank, which owns one of its two cells."""
+    The rows of `mesh` come first, followed by the neighboring cells that this rank lacks. A rank lacks neighboring
+    cells if the solver has no ghost cells. Each edge is returned on only one rank, which owns one of its two cells."""
     assert mesh.facets is not None
     rows, shared = mesh.facets
     home = shared % size
@@ -153,7 +153,8 @@ def exchange_facets_and_list_cell_edges(comm: Any, size: int, mesh: SolverMesh) 
     order = np.argsort(everyone[:, 0], kind="stable")
     facets, cells, source = everyone[order, 0], everyone[order, 1], source[order]
     first, second = [order[:0]], [order[:0]]
-    for apart in range(1, facets.size):  # a facet has two cells, or more where surfaces branch; this finds all pairs
+    # a facet has two cells, or more where surfaces branch; this loop finds all pairs of cells
+    for apart in range(1, facets.size):
         same = np.flatnonzero(facets[apart:] == facets[:-apart])
         if not same.size:
             break

@@ -16,7 +16,7 @@ METHODS = ("coordinates", "metis")
 
 
 def assign_parts(method: str, parts: int, nodes: int, edges: np.ndarray, positions: np.ndarray | None) -> np.ndarray:
-    """Return the part to which each node is assigned, from 0 to parts - 1.
+    """Assign each node to a part, and return the part numbers, from 0 to parts - 1.
 
     `edges` is (2, edges). `positions`, (nodes, dims), is required by the method "coordinates"."""
     if method not in METHODS:
@@ -54,7 +54,7 @@ def count_part_sizes(ranks: int, parts: np.ndarray, edges: np.ndarray, undirecte
 
 def _bisect(found: np.ndarray, nodes: np.ndarray, positions: np.ndarray, first: int, parts: int) -> None:
     """Assign `nodes` to the parts from `first` to first + parts - 1, and write the results to found[nodes]. Uses
-    recursive coordinate bisection (Berger and Bokhari 1987): nodes are divided along the dim of their largest extent,
+    recursive coordinate bisection (Berger and Bokhari 1987): nodes are divided along the dim with the largest extent,
     and then each half is divided in the same way."""
     if parts == 1 or nodes.size == 0:
         found[nodes] = first
@@ -69,7 +69,7 @@ def _bisect(found: np.ndarray, nodes: np.ndarray, positions: np.ndarray, first: 
 
 
 def _split_with_metis(parts: int, nodes: int, edges: np.ndarray) -> np.ndarray:
-    """Return the part of each node, chosen by METIS to cut few edges (Karypis and Kumar 1998)."""
+    """Assign each node to a part with METIS, which cuts few edges (Karypis and Kumar 1998)."""
     try:
         metis: Any = import_module("pymetis")
     except ImportError as error:

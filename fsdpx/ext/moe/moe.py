@@ -65,10 +65,10 @@ class MoE(Layer):
     experts : number of experts
     active : number of experts chosen for each token
     balance : weight of the load-balancing loss (Fedus et al. 2022), which is `experts` times the sum of f_e * P_e over
-        all experts e. Here f_e is the mean number of choices of e per token, and P_e is the mean over tokens of the
-        softmax probability of e among all experts. The loss is computed over the tokens of one microbatch, and acts
+        all experts e. Here f_e is the mean number of times that a token chooses e, and P_e is the softmax probability
+        of e among all experts, averaged over tokens. The loss is computed over the tokens of one microbatch, and acts
         only in the backward pass, so reported losses do not include it
-    init, out_init : initializer of `router`, `gate` and `up`, and initializer of `down`; None: N(0, 0.02)
+    init, out_init : initializer of `router`, `gate` and `up`, and initializer of `down`; if None, N(0, 0.02)
     """
 
     acts_on = "position"
@@ -108,7 +108,8 @@ class MoE(Layer):
         }
 
     def needs_all_positions(self) -> bool:
-        return self.balance > 0  # the balancing loss averages over all tokens, which couples those of different ranks
+        # the balancing loss averages over all tokens, so it couples the tokens of different ranks
+        return self.balance > 0
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind, context = request.kinds[0], request.sequence in ("ulysses", "ring")
@@ -169,7 +170,7 @@ class MoE(Layer):
         return counts if getattr(env.xp, "holds_no_data", False) else total.tolist()
 
     def _group_choices_by_expert(self, xp: Any, chosen: Array) -> list[Array]:
-        """Return, for each expert, the positions in the flattened array `chosen` at which this expert occurs.
+        """Return the positions at which each expert occurs in the flattened array `chosen`.
 
         On shape-only arrays, all experts get the same number of positions."""
         places = chosen.reshape(-1)
@@ -202,7 +203,7 @@ def require_valid_input(layer: Layer, x: Array, d_model: int, balance: float) ->
 
 
 def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoice:
-    """Choose, for each row (token), the `active` experts with the largest logits. The logits are `rows @ weight.T`."""
+    """Choose the `active` experts with the largest logits for each row (token). The logits are `rows @ weight.T`."""
     logits = linear_forward(xp, rows, weight, None)
     best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
     picked = xp.take_along_axis(logits, best, axis=1).astype(accumulation_dtype(rows.dtype), copy=False)
@@ -210,8 +211,7 @@ def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoic
 
 
 def compute_balance_gradients(balance: float, counts: Sequence[int], active: int) -> list[float]:
-    """Return, for each expert, the derivative of the balancing loss with respect to the expert's probability for one
-    token.
+    """Return the derivative of the balancing loss with respect to each expert's probability for one token.
 
     The derivative is multiplied by the number of tokens, because other losses are sums over tokens."""
     factor = balance * len(counts) / max(sum(counts) / active, 1)
@@ -238,10 +238,9 @@ def compute_router_logits_gradient(
 
 
 def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array, Array]]) -> tuple[Array, list[Any]]:
-    """Return, for each row, the weighted sum of the outputs of its experts on this rank, and the values saved for the
-    backward pass.
+    """Return the weighted sum of each row's expert outputs on this rank, and the values saved for the backward pass.
 
-    `routes` gives, for each local expert, the indices of its rows, and the routing weights of these rows."""
+    `routes` has one entry per local expert: (indices of its rows, routing weights of these rows)."""
     y, held = xp.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype)), []
     for e, (mine, weights) in enumerate(routes):
         a, b = (linear_forward(xp, rows[mine], p[name][e], None) for name in ("gate", "up"))
@@ -302,8 +301,8 @@ class ShardedMoE(Layer):
     Parameters
     ----------
     d_model, d_hidden, experts, active, balance, init, out_init : arguments of the full layer, as in `MoE`
-    sequence : whether input and result are sharded, along either dim 0 or dim 1; False (default): every rank has them
-        in full
+    sequence : whether input and result are sharded, along either dim 0 or dim 1; if False (default), every rank has
+        them in full
     """
 
     acts_on = "position"
@@ -401,7 +400,8 @@ class ShardedMoE(Layer):
         return [stop - start for start, stop in (shard_bounds(rows, e, self.experts) for e in range(self.experts))]
 
     def _all_gather_routing(self, env: LayerContext, chosen: Array) -> _RowRouting:
-        """All-gather how many rows each rank sends to each expert, and return the routing between ranks. Collective.
+        """All-gather the number of rows that each rank sends to each expert, and return the routing between ranks.
+        Collective.
 
         On shape-only arrays, rows are distributed evenly."""
         xp, comm, choices = env.xp, env.mesh.tensor, chosen.reshape(-1)
@@ -438,7 +438,7 @@ class ShardedMoE(Layer):
         )
 
     def _sum_results_of_choices(self, xp: Any, routing: _RowRouting, found: Array, dtype: Any) -> Array:
-        """Return, for each row that this rank routed, the sum of the results of its chosen experts."""
+        """Return the sum of the chosen experts' results for each row that this rank routed."""
         each = xp.empty(found.shape, dtype=found.dtype)
         each[routing.order] = found
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
@@ -451,12 +451,12 @@ class ShardedMoE(Layer):
 
 
 class _RowRouting(NamedTuple):
-    """The routing of rows between ranks: which rows are sent to which rank, and which experts compute them.
+    """The routing of rows between ranks: which rows are sent to which rank, and which experts process them.
 
     Attributes
     ----------
     order : indices into the flattened (row, expert) choices of this rank's rows, sorted by expert
-    counts : [rank][expert], how often rows of the rank chose the expert
+    counts : counts[rank][expert] is the number of times that rows of the rank chose the expert
     send_counts, recv_counts : number of rows sent to, and received from, each rank
     places : for each local expert, the indices of its rows among the received rows
     """

@@ -1,5 +1,5 @@
-"""A disk cache of machine code, by function and argument types, and a loader of this code. Loading needs neither Numba
-nor LLVM."""
+"""A disk cache of machine code, keyed by function and argument types, and a loader for this code. Loading needs neither
+Numba nor LLVM."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MachineCode(NamedTuple):
     ----------
     start : offset of the entry point, in bytes
     inside : offsets of the words to which the loader adds the address of the code itself
-    outside : (offset, name) of the words to which the loader adds the address of the named object
+    outside : (offset, name) for each word to which the loader adds the address of the named object
     """
 
     data: bytes
@@ -79,7 +79,7 @@ def can_store_machine_code() -> bool:
 
 def load_code(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
     """Load the stored machine code of a function for these kinds (types) of arguments, and return it as a callable.
-    Return None if none is stored."""
+    Return None if no code is stored."""
     file = _get_code_path(function, fastmath, kinds)
     code = read_with_digest(file)
     return None if code is None else _load_machine_code_from_bytes(function, *marshal.loads(code))
@@ -101,7 +101,7 @@ def store_and_load_code(
 
 
 def write_with_digest(file: Path, content: bytes) -> None:
-    """Write a digest and then `content` to a file. With the digest, readers detect damage.
+    """Write a digest and then `content` to a file. Readers use the digest to detect damage.
 
     The digest also covers the name of the file, so that no file can be passed off as another."""
     safe_files.write_file(file, _compute_digest(file, content) + content, safe_files.READABLE)
@@ -128,10 +128,10 @@ def _compute_digest(file: Path, content: bytes) -> bytes:
 
 @contextmanager
 def holding_compilation_lock(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...]) -> Iterator[None]:
-    """Context manager that keeps other processes of this host from compiling the same code.
+    """Context manager that keeps other processes on this host from compiling the same code.
 
-    The ranks of a job need the same kernels at the same time, and load what the first of them has compiled. If the
-    disk is not writable, or its file system has no locks, each process compiles on its own."""
+    The ranks of a job need the same kernels at the same time, and load the code that the first of them compiled. If the
+    disk is not writable, or its file system does not support locks, each process compiles on its own."""
     file = _get_code_path(function, fastmath, kinds).with_suffix(".lock")
     try:
         safe_files.make_folder(file.parent, private=False)
@@ -174,8 +174,8 @@ def _unlock_and_close_file(descriptor: int) -> None:
 def _load_machine_code_from_bytes(
     function: Any, data: bytes, start: int, inside: Any, outside: Any
 ) -> Callable[..., Any] | None:
-    """Load machine code into memory, and return it as a builtin function of Python. Return None if a symbol that the
-    code needs does not exist."""
+    """Load machine code into memory, and return it as a Python builtin function. Return None if a symbol that the code
+    needs does not exist."""
     found = {name: _find_symbol_address(name) for _, name in outside}
     if None in found.values():
         return None
@@ -197,8 +197,8 @@ def _load_machine_code_from_bytes(
 
 @functools.cache
 def _find_symbol_address(name: str) -> int | None:
-    """Return the address of a Python object, such as "builtins.int" or "dtype.float32", or of a C function; None if
-    there is no such function."""
+    """Return the address of a Python object, such as "builtins.int" or "dtype.float32", or of a C function. Return None
+    if there is no such function."""
     module, _, rest = name.partition(".")
     if module == "dtype":
         return id(np.dtype(rest))
@@ -224,7 +224,7 @@ def _get_code_path(function: Callable[..., Any], fastmath: Any, kinds: tuple[str
 
 @functools.cache
 def hash_function_sources(function: Callable[..., Any]) -> str:
-    """Return a hash of all sources from which a function's machine code is compiled. The hash does not depend on where
+    """Return a hash of all sources that a function's machine code is compiled from. The hash does not depend on where
     the sources are installed."""
     return lazy_numba.hash_function(function)
 
@@ -249,8 +249,8 @@ def _find_package_folder(library: str) -> Path:
 
 @functools.cache
 def _describe_code_dependencies() -> tuple[str, ...]:
-    """Return descriptions of what machine code depends on in addition to its sources: the processor, and the versions
-    of the compiler and of the libraries."""
+    """Describe what machine code depends on besides its sources: the processor, and the versions of the compiler and
+    the libraries."""
     versions = []
     for library in ("numba", "llvmlite"):
         version = _find_package_folder(library) / "_version.py"

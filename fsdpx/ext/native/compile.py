@@ -2,9 +2,9 @@
 call.
 
 The entry point takes the arguments of a Python call. It checks the type of each argument, and returns NotImplemented if
-one is not as expected. Otherwise it reads numbers and array pointers, releases the GIL, and calls the code that Numba
-has compiled. The compiler's object files are ELF for x86-64 in the large code model. Where entry points are not
-supported, Numba's own disk cache is used."""
+an argument has an unexpected type. Otherwise it reads numbers and array pointers, releases the GIL, and calls the code
+that Numba has compiled. The compiler's object files are ELF for x86-64 in the large code model. Where entry points are
+not supported, Numba's own disk cache is used."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Symbol(NamedTuple):
 
 
 class _Relocation(NamedTuple):
-    """A place in the code into which the linker writes the address of a symbol."""
+    """A place in the code where the linker writes the address of a symbol."""
 
     at: int
     kind: int
@@ -158,7 +158,7 @@ def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: A
     """Let a Numba dispatcher cache compiled code on disk. `function` is the kernel; the dispatcher may compile a copy
     of it.
 
-    `bare` says whether the code lacks an entry point for Python."""
+    If `bare` is True, the code has no entry point for Python."""
     try:
         dispatcher._cache = KernelCache(dispatcher.py_func, function, fastmath, bare)
     except RuntimeError as error:
@@ -177,7 +177,7 @@ class KernelCache(FunctionCache):
         super().__init__(copy)
         self.made_as = hash_function_sources(function), format_fastmath_for_file_name(fastmath), bare
         self.objects: dict[Any, bytes] = {}
-        """Loaded object code by signature. It is kept here, because Numba does not keep it."""
+        """Loaded object code by signature, which Numba does not keep."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """Return Numba's cache key without the function's closure.
@@ -347,7 +347,7 @@ no:
 """
 """The runtime functions that Numba's code calls, in LLVM assembly. An allocation has a header of 48 bytes, with the
 reference count in the first word and the address of the data in the fourth word. The last function computes the strides
-of a contiguous array after a change of its shape."""
+of a contiguous array after its shape has changed."""
 
 
 def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineCode | None:
@@ -369,8 +369,8 @@ def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineC
 
 
 def compile_dispatcher(dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
-    """Return the Numba dispatcher `dispatcher`. If `kinds` are given, it is first compiled for arguments of these kinds
-    (types).
+    """Return the Numba dispatcher `dispatcher`. If `kinds` are given, the dispatcher is first compiled for arguments of
+    these kinds (types).
 
     If the kinds say which arrays are read (" r") or written (" w"), the dispatcher accepts no other types."""
     if kinds is not None:
@@ -476,8 +476,8 @@ def _emit_load_and_type_check(n: int, kind: str) -> str:
 
 
 def _emit_number_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
-    """Argument n of a Python call is a number. Return LLVM assembly that checks its type, LLVM assembly that reads its
-    value, and the list of arguments to pass to the function that Numba compiled."""
+    """Return code for the numeric argument n of a Python call: LLVM assembly that checks its type, LLVM assembly that
+    reads its value, and the list of arguments to pass to the function that Numba compiled."""
     check = _emit_load_and_type_check(n, kind) + f"  %fits{n} = and i1 %is{n}, true\n"
     if kind == "bool":
         return check, f"  %v{n} = icmp eq ptr %a{n}, @builtins.True\n", [f"i1 %v{n}"]
@@ -488,8 +488,8 @@ def _emit_number_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
 
 
 def _emit_array_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
-    """Argument n of a Python call is an array. Return LLVM assembly that checks its type, LLVM assembly that reads its
-    fields, and the list of arguments to pass to the function that Numba compiled.
+    """Return code for the array argument n of a Python call: LLVM assembly that checks its type, LLVM assembly that
+    reads its fields, and the list of arguments to pass to the function that Numba compiled.
 
     Numba passes an array as two owners (null here), size, item size, data pointer, shape and strides."""
     dtype, ndim, layout, *mode = kind.split()

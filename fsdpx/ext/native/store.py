@@ -21,15 +21,16 @@ class DiskCodeStore:
         return known or self._load_or_build_code(function, kinds)
 
     def _load_or_build_code(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
-        """Return the compiled function for these kinds (types) of arguments: load it if another process has just stored
-        it; otherwise compile and store it.
+        """Load the compiled function for these kinds (types) of arguments if another process has just stored it.
+        Otherwise, compile and store it.
 
         Returns None if the code cannot be stored."""
         name = function.function, function.fastmath, kinds
         with holding_compilation_lock(*name):
             if known := load_code(*name):
                 return known
-            from fsdpx.ext.native import compile  # not imported at the top, because it imports Numba, which is slow
+            # not imported at the top, because `compile` imports Numba, which is slow
+            from fsdpx.ext.native import compile
 
             made = compile.compile_to_machine_code(function.get_dispatcher_without_python_entry(), kinds)
             return None if made is None else store_and_load_code(*name, made)

@@ -1,7 +1,7 @@
 """Trace files for Perfetto and chrome://tracing: one gzipped file of JSON events per rank, and one file that merges
 them.
 
-The format is Google's "Trace Event Format", with times in microseconds. Data for which this format has no place are
+The format is Google's "Trace Event Format", with times in microseconds. Data that this format cannot represent is
 stored under the key "fsdpx", which viewers ignore."""
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class TraceGroups:
         return cls(axes.world.rank, {**groups, "world": together})
 
     def make_transfer_key(self, record: ProgramRecord, action: Action, time: int) -> Hashable:
-        """Return a key that identifies a transfer: it is the same on all ranks that take part in the transfer. Return
-        None if no other rank takes part.
+        """Return a key that identifies a transfer and is the same on all ranks that take part. Return None if no other
+        rank takes part.
 
-        `time` is the number of the action's occurrence in its program, counted from 1."""
+        `time` counts the occurrences of the action in its program, starting at 1."""
         verb = VERBS[action.op]
         if verb.lane not in self.groups:
             return None
@@ -123,15 +123,15 @@ files."""
 MERGED = "trace.json.gz"
 SIMULATED, SIMULATED_PID_OFFSET = "simulated.json.gz", 1_000_000
 """Name of the file with a simulated step, which `merge_traces` adds to the measured traces, and the offset that keeps
-its process numbers distinct from those of the measured traces."""
+its process numbers distinct from the process numbers in the measured traces."""
 MAX_UNPACKED_BYTES = 1 << 30
 """Maximum size in bytes of a trace file after decompression."""
 MAX_NAMED_FILES = 10
 """Maximum number of missing files that an error message lists."""
 MICROSECONDS_PER_SECOND = 1e6
 COMPUTE_THREAD, FIRST_TRANSFER_THREAD = 0, 2
-"""Thread numbers in the trace: the thread that shows actions that occupy the rank, and the first of the threads that
-show transfers that overlap these actions."""
+"""Thread numbers in the trace: the thread for actions that occupy the rank, and the first thread for transfers that
+overlap these actions."""
 STEPS_THREAD = 1
 LAYER = "layer"
 """Category of the slices of layers, which are nested in slices of actions."""
@@ -148,9 +148,9 @@ class TraceHeader:
     mesh, host : the mesh of ranks as text, and the name of the machine
     place : mesh axis -> coordinate of the rank
     origin : the time on the rank's clock, in seconds, that corresponds to time 0 in the file
-    clock : offsets of this clock from rank 0's clock, measured at the beginning and at the end of the run
+    clock : offsets of the rank's clock from rank 0's clock, measured at the beginning and at the end of the run
     shown : number of the representative run of a program, whose timeline is shown in reports; None if there is none
-    simulated : (action, start, end) of each action of the rank, from a simulation of the representative run in which
+    simulated : (action, start, end) of each action of the rank in a simulation of the representative run in which
         messages take no time
     alive : pairs (time in seconds, bytes of activations from that time on) for the representative run
     memory : kind of memory -> bytes that the rank holds in addition to activations
@@ -217,7 +217,8 @@ def write_trace(
 
 
 def write_simulated_trace(path: Path, ranks: Sequence[tuple[TraceHeader, ProgramRecord, TraceGroups]]) -> None:
-    """Write the simulated timelines of several ranks in one step to one file, in the format of a recorded trace."""
+    """Write the simulated timelines of one step on several ranks to a single file, in the format of a recorded
+    trace."""
     events = [
         {**event, "pid": event["pid"] + SIMULATED_PID_OFFSET}
         for one in ranks
@@ -258,7 +259,7 @@ class _TraceLanes:
     def __init__(self, header: TraceHeader) -> None:
         self.header = header
         self.found: list[JSON] = []
-        self._free: dict[str, list[float]] = {}  # lane -> for each of its threads, the time at which it becomes free
+        self._free: dict[str, list[float]] = {}  # lane -> the times at which its threads become free
         self._threads: dict[tuple[str, int], int] = {}
 
     def iterate_name_metadata(self) -> Iterator[JSON]:
@@ -342,7 +343,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
     """Read the trace files of all ranks in a folder, in rank order. Raises ConfigError if any is missing or damaged.
 
     Because of errors in the measured clock offsets, a message can seem to arrive before it was sent. In that case, the
-    times of the receiving rank's events are increased, by at most the error of the offsets."""
+    receiving rank's events are moved later, by at most the error of the offsets."""
     paths = sorted(folder.glob("rank-*.json.gz"))
     if not paths:
         raise ConfigError(
@@ -361,8 +362,8 @@ def read_traces(folder: Path) -> list[RankTrace]:
 
 
 def _find_clock_delays(ranks: Sequence[RankTrace]) -> list[float]:
-    """Return, for each rank, the smallest number of seconds by which its times must be moved later so that no message
-    arrives before it is sent.
+    """Return the smallest delay, in seconds, that must be added to each rank's times so that no message arrives before
+    it is sent.
 
     These delays are the longest paths in the graph whose edges lead from senders to receivers (the Bellman-Ford
     algorithm). If clocks drift, the constraints may contradict each other in a cycle, so the search ends after as many
@@ -407,8 +408,8 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
     """Merge the trace files of all ranks in a folder into one file, with all times on the clock of rank 0.
 
     Returns the path of the file, an upper bound in seconds on the clock error between any two ranks, and the number of
-    messages for which both ends are present. If the folder contains a simulated step, this step is added, shifted so
-    that it begins at the same time as the representative measured step."""
+    messages whose send and receive are both present. If the folder contains a simulated step, it is added, shifted to
+    begin at the same time as the representative measured step."""
     ranks = read_traces(folder)
     zero = min(one.to_rank0_clock(0.0) for one in ranks)
     events = [dict(event) for one in ranks for event in _convert_to_rank0_clock(one, zero)]

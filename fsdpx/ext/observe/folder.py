@@ -1,7 +1,7 @@
 """The folder of a run, which holds its configuration, environment, metrics, log, traces, report, checkpoints and
 trained model.
 
-It is read by `fsdpx runs` and `fsdpx report`, and when a run is resumed."""
+The folder is read by `fsdpx runs` and `fsdpx report`, and also when a run is resumed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RunFolder:
     @property
     def has_steps(self) -> bool:
         """True if the run has metrics or a checkpoint, so that it can be resumed or inspected; False if it failed
-        before that."""
+        before it wrote either."""
         return bool(self.read_metrics()) or find_newest_checkpoint(self.checkpoint_folder) is not None
 
     def belongs_to_one_of(self, jobs: Sequence[str]) -> bool:
@@ -237,12 +237,12 @@ def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
-    """Choose the folder of a run on rank 0. On all ranks, return this folder, and the arguments with which the run was
-    last started ({} for a new run). Collective.
+    """Choose the folder of a run on rank 0. On all ranks, return this folder, and the arguments that the run was last
+    started with ({} for a new run). Collective.
 
     `given` is the path of the folder. If it is None, a new folder is named after the current time; with `resume`, the
-    folder of the latest run with this name that has made steps is used instead. A restarted job resumes the run that it
-    began earlier, if there is one."""
+    folder of the latest run with this name that completed a step is used instead. A restarted job resumes the run that
+    it began earlier, if there is one."""
 
     def choose_on_rank0() -> tuple[RunFolder, dict[str, Any]]:
         job, known = (

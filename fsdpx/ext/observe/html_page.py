@@ -31,8 +31,8 @@ class RankSpans:
     ----------
     whole : total time of the steps
     computing : time spent in computations
-    transferring : time for which this rank was blocked in transfers that all participating ranks had entered, so that
-        data was moving
+    transferring : time that this rank was blocked in transfers while data was moving, after all participating ranks had
+        entered the transfer
     """
 
     whole: float
@@ -122,7 +122,8 @@ MAX_SHOWN_ROWS = 10
 
 
 def write_report_page(folder: RunFolder) -> str:
-    """Write report.html for the folder of a run, or for a folder with traces only, and return the report as text.
+    """Write report.html for the folder of a run, or for a folder that contains only traces, and return the report as
+    text.
 
     Raises ConfigError if the folder is neither of these. Without Matplotlib, the page has no plots."""
     traces = read_traces(folder.trace_folder) if folder.trace_folder.exists() else []
@@ -240,7 +241,7 @@ def _list_representative_step_events(traces: Sequence[RankTrace]) -> list[Action
 
 
 def _list_simulated_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
-    """Return the events of a simulation of the representative step in which messages take no time. Times are in
+    """Return the events of the representative step, simulated with messages that take no time. Times are in
     milliseconds."""
     return [
         ActionEvent(n, parse_actions(name)[0], 1e3 * start, 1e3 * end)

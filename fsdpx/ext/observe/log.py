@@ -121,7 +121,7 @@ class TrainingLog:
             safe_files.write_file(self.folder / "log.txt", "", safe_files.READABLE)
 
     def _open_files(self, trainer: Any, history: FitHistory) -> None:
-        """Open the log files for appending. In elastic training, this runs again on another rank if rank 0 leaves."""
+        """Open the log files for appending. In elastic training, another rank reopens the files if rank 0 leaves."""
         with ExitStack() as opened:
             table, lines, text = (
                 opened.enter_context(os.fdopen(safe_files.open_for_append(self.folder / name), "a", 1, newline=newline))

@@ -1,5 +1,5 @@
-"""Timing across ranks: clock offsets, the timeline of a real step, and measured durations from which other schedules
-can be simulated."""
+"""Timing across ranks: clock offsets, the timeline of a real step, and measured durations for simulating other
+schedules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["ClockReading", "MeasuredStep", "interpolate_offset", "make_action_ti
            "measure_timeline_of_fastest_step"]  # fmt: skip
 
 Timeline = list[tuple[Action, float, float]]
-"""For each action of a rank, (action, start, end), with times in seconds."""
+"""(action, start, end) for each action of a rank, with times in seconds."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MeasuredStep:
     events : events of the fastest step, with times in seconds since its first action
     programs : the program (list of actions) of each pipeline rank
     machine : the duration of each action in this step. In simulations, an action that did not occur in this step gets
-        the median duration of those with the same verb and unit (group of layers)
+        the median duration of the actions with the same verb and unit (group of layers)
     """
 
     events: list[ActionEvent]
@@ -73,8 +73,8 @@ class MeasuredStep:
         return StageCosts(mean_seconds("FC"), mean_seconds("RBI"), mean_seconds("W"))
 
     def simulate_again(self) -> list[ActionEvent]:
-        """Return the events of a simulation of the measured programs, with the measured durations of computations, but
-        with messages that take no time."""
+        """Simulate the measured programs, and return the events. Computations take as long as measured, and messages
+        take no time."""
         return simulate_programs(self.programs, self.machine)
 
 
@@ -91,7 +91,7 @@ def measure_timeline_of_fastest_step(engine: Engine, step: Callable[[], object],
     try:
         for _ in range(steps):
             axes.world.barrier(what="measure").wait()
-            origin = perf_counter()  # times are relative to this one, because hosts' clocks start at different times
+            origin = perf_counter()  # times are relative to this origin, because hosts' clocks start at different times
             step()
             acted = recording.records[-1].actions
             timelines.append([(one.action, one.ready - origin, one.end - origin) for one in acted])

@@ -63,11 +63,11 @@ class StepLanes:
     title : title above the panel
     events : events of the step; their `rank` is the number of a row
     names : name of each row
-    held : for each row, kind of memory -> pairs (time, bytes from that time on). No memory is drawn for a row with {};
-        with the default (), no memory is drawn at all
+    held : for each row, kind of memory -> pairs (time, bytes from that time on). No memory is drawn for a row with an
+        empty dict; with the default (), no memory is drawn at all
     numbered : which number the boxes show: "mb" (default) for the microbatch, or "unit" for the unit (group of layers)
-    second : number of time units in a second; default 0: the times have no unit
-    limit : bytes of available memory; default None: unknown
+    second : number of time units in a second; if 0 (default), the times have no unit
+    limit : bytes of available memory; None (default) if unknown
     """
 
     title: str
@@ -117,8 +117,8 @@ class StepLanes:
 
 
 def _is_transfer(event: ActionEvent) -> bool:
-    """Return whether an event is drawn as a transfer. Barriers and receives are not, because they only wait for other
-    ranks."""
+    """Return whether an event is drawn as a transfer. Barriers and receives are not drawn as transfers, because they
+    only wait for other ranks."""
     verb = VERBS[event.action.op]
     return bool(verb.moves) and not verb.is_synchronizing and not verb.is_receive and event.end > event.start
 
@@ -160,9 +160,9 @@ def require_writable_picture(option: str, path: str | Path) -> None:
 def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "") -> Path:
     """Save a figure with the timeline of one or more steps, with one row per rank.
 
-    A box in a row is a computation, with the number of its microbatch if the box is wide enough. Transfers are drawn
-    below the boxes. Where a rank waited, an arrow leads from the transfer that ended the wait to the end of the wait.
-    If a rank has several stages, later ones are darker.
+    Each box in a row is a computation, labeled with its microbatch number if the box is wide enough. Transfers are
+    drawn below the boxes. Where a rank waited, an arrow leads from the transfer that ended the wait to the end of the
+    wait. If a rank has several stages, later ones are darker.
 
     Parameters
     ----------
@@ -263,7 +263,7 @@ def _draw_legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
 
 
 def _iterate_idle_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
-    """Yield (row, start, end) of each gap between two consecutive computations of a row."""
+    """Yield (row, start, end) for each gap between two consecutive computations of a row."""
     for row in range(len(panel.names)):
         own = sorted((e.start, e.end) for e in panel.events if e.rank == row and _is_compute(e))
         free = 0.0
@@ -291,7 +291,7 @@ def _stack_memory(
 
 
 FAR_LIMIT_FACTOR = 3
-"""If the memory limit is more than this many times the peak, it is not drawn to scale."""
+"""If the memory limit is more than this many times the peak, the limit is not drawn to scale."""
 LIMIT_COLOR = "limit"
 """Id of the line that shows the memory limit in a figure, and of its label."""
 
@@ -490,8 +490,8 @@ def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: 
 
 
 def _choose_time_unit(longest: float, second: float) -> tuple[str, float]:
-    """Choose a readable unit for times up to `longest`. Return its suffix, such as " ms", and its length in the unit in
-    which times are given."""
+    """Choose a readable unit for times up to `longest`. Return the unit's suffix, such as " ms", and the unit's length,
+    measured in the unit of `longest`."""
     if not second:
         return "", 1.0
     units = ((" s", 1.0), (" ms", 1e-3), (" µs", 1e-6))

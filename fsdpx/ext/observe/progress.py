@@ -74,8 +74,8 @@ class ProgressBar:
         return f"epoch {number}" if self.epochs is None else f"epoch {min(number, self.epochs)}/{self.epochs}"
 
     def _format_values(self, trainer: Any, history: FitHistory) -> str:
-        """Return loss, throughput, learning rate and gradient norm as text, leaving out those that are unknown. The
-        throughput of the first step is also left out, because the time of this step includes the startup."""
+        """Return loss, throughput, learning rate and gradient norm as text, leaving out unknown values. The throughput
+        of the first step is also left out, because its time includes the startup."""
         last, rate = trainer.inspect.last_update, self._rate.measure_rate(history)
         words = [f"loss {history.losses[-1]:.4f}"]
         words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []

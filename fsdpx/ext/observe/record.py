@@ -41,8 +41,8 @@ FULL_KINDS = frozenset({"shard", "full", "slots", "total", "tied", "act", "dact"
 """Kinds whose values do not depend on how the batch is split over ranks. Other kinds are compared only between runs
 with the same split."""
 WAITING_KINDS = ("shard", "replica")
-"""Lanes (mesh axes) on which the recorder may wait for each transfer immediately, because the ranks of such a lane run
-the same actions in the same order."""
+"""Lanes (mesh axes) on which the recorder may wait for each transfer immediately, because all ranks of the lane run the
+same actions in the same order."""
 
 
 class WrittenTensor(NamedTuple):
@@ -54,7 +54,7 @@ class WrittenTensor(NamedTuple):
     action, about : the action as text, such as "REDUCE3", and its unit or page (flat parameter buffer) as text
     kind : kind of value, a key of `KIND_NAMES`
     tensor : name of the tensor
-    is_split_independent : whether the values are the same, up to rounding, however the batch is split over ranks
+    is_split_independent : whether the values are the same, up to rounding, for any split of the batch over ranks
     shape : shape of the full tensor; for activations, the shape for the global batch
     runs : ranges [start, stop) of elements of the full tensor, in C order
     values : the elements of all ranges, concatenated
@@ -102,7 +102,7 @@ class RankRecord:
 class ValueRecorder(Observer):
     """Records the tensors that the next `steps` training programs write, and saves them to `folder` if one is given.
 
-    Either all ranks of a trainer or none of them must have such a recorder."""
+    Either all ranks of a trainer or none must have a `ValueRecorder`."""
 
     def __init__(self, engine: Engine, steps: int, folder: Path | None = None) -> None:
         self.engine, self.most, self.folder = engine, steps, folder

@@ -33,7 +33,8 @@ __all__ = [
 
 
 class ActionSpan(NamedTuple):
-    """The times at which an action began, its inputs were available, and it ended, in seconds on the rank's clock.
+    """The times when an action began, when its inputs were available, and when it ended, in seconds on the rank's
+    clock.
 
     `nbytes` is the number of bytes that this rank sent or received in the action, and `alive` is the number of bytes of
     activations after the action."""
@@ -47,7 +48,7 @@ class ActionSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """The times at which a transfer was issued by `action` and was complete, in seconds on the rank's clock."""
+    """The times when `action` issued a transfer and when the transfer was complete, in seconds on the rank's clock."""
 
     action: Action
     issued: float
@@ -55,8 +56,8 @@ class TransferSpan(NamedTuple):
 
 
 class LayerSpan(NamedTuple):
-    """The times at which a method of a layer was called and returned. `what` is "forward" or the name of the backward
-    method."""
+    """The times when a method of a layer was called and when it returned. `what` is "forward" or the name of the
+    backward method."""
 
     path: str
     what: str
@@ -84,8 +85,8 @@ class OutsideSpan(NamedTuple):
 
 
 MAX_OUTSIDE_SPANS = 1000
-"""Maximum number of spans that are kept between two training programs. Without a limit, many predictions would fill the
-memory, since each adds a span when it agrees on a batch."""
+"""Maximum number of spans that are kept between two training programs. Without a limit, a long series of predictions
+would fill up memory, because each one adds a span for agreeing on a batch."""
 
 
 @dataclass

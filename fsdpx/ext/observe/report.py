@@ -93,8 +93,8 @@ class ReportSummary:
         return [report.times.get(verb, NO_TIMINGS) for report in self.reports]
 
     def compute_bandwidth(self, verb: str) -> float | None:
-        """Return the bandwidth of one kind of transfer, averaged over the ranks and over the time in which such
-        transfers are pending.
+        """Return the bandwidth of one kind of transfer, averaged over the ranks and over the time when these transfers
+        are pending.
 
         Parameters
         ----------
@@ -110,8 +110,8 @@ class ReportSummary:
         return moved / seconds if moved and seconds else None
 
     def compute_hidden_share(self, verb: str) -> float | None:
-        """Return how much of one kind of transfer is hidden: the share of the time with pending transfers of this kind
-        in which computation runs at the same time.
+        """Return the hidden share of one kind of transfer: of the time when such transfers are pending, the share that
+        overlaps with computation.
 
         Parameters
         ----------
@@ -249,7 +249,7 @@ class TrafficReport:
     routing : path of a mixture-of-experts layer -> load of its experts, counted for this rank's tokens
     planned : text that names the strategy chosen by strategy="auto", and gives the reason
     gathers_whole_model : whether parameters are sharded but all layers of the model are gathered at once
-    shared_parameters : bytes of full parameters of which several ranks of the host share one copy, and the number of
+    shared_parameters : bytes of full parameters that several ranks of the host share as one copy, and the number of
         these ranks
     """
 
@@ -497,7 +497,8 @@ def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
 
 
 def get_sizes_for_traffic_prediction(engine: Engine) -> TrafficSizes:
-    """Return the sizes of pages, messages and mesh axes that are needed to predict this rank's traffic."""
+    """Return the sizes of pages (flat parameter buffers), messages and mesh axes that are needed to predict this rank's
+    traffic."""
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {
@@ -534,7 +535,7 @@ def _list_outer_gradient_transfers(place: Placement, page: int) -> Transfers:
 
 
 def _iterate_tied_gradient_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[str, str, int]]:
-    """Yield (axis, collective, elements) of each transfer that sums the gradients of tied parameters."""
+    """Yield (axis, collective, elements) for each transfer that sums the gradients of tied parameters."""
     here = [p for p in tie.pages if p in place.pages]
     n = place.pages[here[0]].own_range.size
     if tie.partial:

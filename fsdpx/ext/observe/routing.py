@@ -29,9 +29,9 @@ class ExpertLoad:
 
     Attributes
     ----------
-    chosen : for each expert, how often the router chose it for tokens of this rank; in a sum over ranks, for tokens of
-        all ranks
-    computed : for each rank that has the layer, how many (token, expert) choices its experts computed
+    chosen : number of times that the router chose each expert for this rank's tokens or, in a sum over ranks, for all
+        ranks' tokens
+    computed : number of (token, expert) choices that were computed on each rank that has the layer
     """
 
     chosen: tuple[int, ...]
@@ -39,8 +39,8 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> float:
-        """Load of the most chosen expert, divided by the mean load. It is 1 if the load is even, and never more than
-        the number of experts."""
+        """Load of the most chosen expert, divided by the mean load. It is 1 if the load is even, and at most the number
+        of experts."""
         return max(self.chosen) / self._mean_choices if self._mean_choices else nan
 
     @property
@@ -69,7 +69,7 @@ class ExpertLoad:
 
         Parameters
         ----------
-        earlier : the earlier reading; None: count from the beginning
+        earlier : the earlier reading; if None, count from the beginning
 
         Returns
         -------
@@ -87,7 +87,7 @@ class ExpertLoad:
 
 
 def summarize_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
-    """Return, for each layer path, the load of the layer's experts on one rank.
+    """Return a dict from layer path to the load of the layer's experts on one rank.
 
     `tallies` maps the path of a layer to its counters: how often each expert was chosen, then how many choices were
     computed."""
@@ -95,7 +95,7 @@ def summarize_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, Exp
 
 
 def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, ExpertLoad]:
-    """Return, for each layer path, the load of the layer's experts, summed over all ranks."""
+    """Return a dict from layer path to the load of the layer's experts, summed over all ranks."""
     found: dict[str, ExpertLoad] = {}
     for each in ranks:
         for path, one in each.items():
@@ -126,7 +126,7 @@ class ExpertLoadMetrics:
 def format_expert_load(routing: Mapping[str, ExpertLoad], all_ranks: bool) -> list[str]:
     """Return a table of expert load, as a list with one string. The list is empty if there are no experts.
 
-    `all_ranks` says whether the load covers all ranks; dropped choices are known only if it does."""
+    `all_ranks` is True if the load covers all ranks; if it is False, the number of dropped choices is unknown."""
     if not routing:
         return []
     ends = ("dropped", "busiest rank/mean") if all_ranks else ("computed here",)

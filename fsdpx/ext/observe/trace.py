@@ -90,7 +90,7 @@ class TraceWriter(Observer):
         return header
 
     def _agree_on_representative_step(self, records: list[ProgramRecord]) -> ProgramRecord | None:
-        """Return the step whose timeline represents all others in reports: the step of median duration. Collective.
+        """Return the step of median duration, whose timeline represents all other steps in reports. Collective.
 
         Only steps that all ranks have recorded completely are considered. Returns None if there is no such step, or if
         ranks train asynchronously."""
@@ -103,7 +103,7 @@ class TraceWriter(Observer):
 
 
 def _print_if_trace_lost(recording: TimelineRecorder, folder: Path) -> None:
-    """Print a warning if the trainer is garbage-collected or the process ends before the recorded steps were written.
+    """Print a warning if the trainer is garbage-collected or the process ends before the recorded steps are written.
 
     At that point it is too late to write them, because a trace file needs the clocks of all ranks."""
     if recording.records and not recording.written:

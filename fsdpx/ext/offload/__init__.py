@@ -1,1 +1,1 @@
-"""Offload of optimizer state, parameters, gradients and activations to disk."""
+"""Offloading of optimizer state, parameters, gradients and activations to disk."""

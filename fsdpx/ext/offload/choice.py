@@ -1,5 +1,5 @@
-"""`OffloadConfig`, the option `offload`: which state is stored on disk between uses, and at which points of a program
-this state is read and written."""
+"""`OffloadConfig`, the option `offload`: which state is stored on disk between uses, and where in a program it is read
+and written."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ STATE = ("slot", "average")
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class OffloadConfig(StorageLevelChoice):
-    """Offload of state to disk between uses, into one file per rank.
+    """Offload state to disk when it is not in use. Each rank writes one file.
 
     Parameters
     ----------
     folder : path of an existing folder on a fast local disk. No other job or trainer may use the folder at the same
         time
-    what : one or several of "optimizer" (optimizer state, including averages; the default), "parameters" (the master
+    what : one or more of "optimizer" (optimizer state, including averages; the default), "parameters" (the master
         shard), "activations" (from the forward to the backward pass) and "gradients" (until the update)
-    direct : whether to bypass the system's page cache (O_DIRECT). None (default): bypass it if the file system supports
-        this
+    direct : whether to bypass the system's page cache (O_DIRECT). If None (default), bypass it if the file system
+        supports this
 
     Raises
     ------

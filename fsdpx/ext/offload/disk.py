@@ -102,10 +102,10 @@ def _measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates:
 
 
 ALIGN_BYTES = mmap.ALLOCATIONGRANULARITY
-"""Alignment in bytes that direct I/O and mmap require, both of offsets in the file and of the memory into which it is
-read."""
+"""Alignment in bytes that direct I/O and mmap require, both for file offsets and for the memory that data is read
+into."""
 PIECE_BYTES = 8 << 20
-"""Number of bytes of one read or write. It is large enough for the full bandwidth of a disk
+"""Number of bytes per read or write. It is large enough to reach the full bandwidth of a disk
 (docs/decisions/0017-state-on-disk.md)."""
 IO_THREADS = 2
 """Number of pieces that are transferred at a time."""
@@ -153,8 +153,8 @@ class DiskFile:
     """An unnamed file of `nbytes` bytes. All of its space is allocated at once, so that a full disk is noticed at the
     start.
 
-    `direct` says whether to bypass the page cache; None means to bypass it if the file system supports this. `watch`
-    measures the time during which reads or writes are in progress."""
+    `direct` says whether to bypass the page cache. If it is None, bypass the cache if the file system supports this.
+    `watch` measures the time during which reads or writes are in progress."""
 
     def __init__(self, folder: Path, nbytes: int, direct: bool | None) -> None:
         self.folder, self.nbytes, self.watch = folder, nbytes, Stopwatch()
@@ -174,11 +174,11 @@ class DiskFile:
             waits.result()
 
     def start_read(self, offset: int, data: Any) -> DiskTransfer:
-        """Start to fill the memory `data` with bytes of the file, from byte `offset` on."""
+        """Start to read bytes of the file into the memory `data`, beginning at byte `offset`."""
         return self._start_transfer(self._read_piece, offset, data)
 
     def start_write(self, offset: int, data: Any) -> DiskTransfer:
-        """Start to write the memory `data` to the file, from byte `offset` on."""
+        """Start to write the memory `data` to the file, beginning at byte `offset`."""
         return self._start_transfer(self._write_piece, offset, data)
 
     def _start_transfer(self, transfer: Callable[[int, Any], None], offset: int, data: Any) -> DiskTransfer:
@@ -222,21 +222,21 @@ class DiskFile:
         return self._own.memory[: -(-len(data) // ALIGN_BYTES) * ALIGN_BYTES]
 
     def map_array(self, offset: int, elements: int, dtype: Any) -> np.ndarray:
-        """Memory-map a part of the file as an array. It stays mapped as long as it is referenced, and later reads of
-        the file see changes to the array."""
+        """Memory-map a part of the file as an array. The array stays mapped as long as it is referenced, and later
+        reads of the file see changes to the array."""
         if elements == 0:
             return np.empty(0, dtype)
         return np.frombuffer(mmap.mmap(self._fd, elements * dtype.itemsize, offset=offset), dtype)
 
     def close(self) -> None:
-        """Wait for all transfers, and close the file. As it has no name, this also deletes it."""
+        """Wait for all transfers, and close the file. Closing also deletes the file, because it has no name."""
         self._threads.shutdown()
         self._end()
 
 
 def _reserve_space(fd: int, folder: Path, offset: int, nbytes: int) -> int:
-    """Allocate disk space for `nbytes` bytes of a file, from byte `offset` on, and return `nbytes`. Raises OffloadError
-    if the disk is full."""
+    """Allocate disk space for `nbytes` bytes of a file, beginning at byte `offset`, and return `nbytes`. Raises
+    OffloadError if the disk is full."""
     try:
         if nbytes:
             os.posix_fallocate(fd, offset, nbytes)
@@ -399,7 +399,7 @@ class DiskStorage(StateStorage):
             if row.level == "slow":
                 self._records.setdefault(Slot(LEDGER_KINDS[row.key.kind].slot, row.key.page), []).append(row)
         self._places: dict[LedgerKey, int] = {}
-        self.spilled: dict[Slot, int] = {}  # activation -> bytes that it took on disk in the last run
+        self.spilled: dict[Slot, int] = {}  # activation -> number of bytes that it took up on disk in the last run
         self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # (activation, block) -> offset, reserved bytes
         self._there: dict[Slot, Any] = {}
         self.nbytes = 0
@@ -466,7 +466,7 @@ class DiskStorage(StateStorage):
         return handle, arrays.get("", arrays)
 
     def start_store(self, record: Slot) -> Handle:
-        """Start to write a record from the memory into which it was fetched, and return the handle of the write."""
+        """Start to write a record from the memory that it was fetched into, and return the handle of the write."""
         offset, data = self._places[self._records[record][0].key], self._there[record]
         return COMPLETED if self.file is None else self.file.start_write(offset, data)
 
@@ -509,7 +509,7 @@ class DiskStorage(StateStorage):
         return offset
 
     def map_array(self, row: LedgerRow) -> Any:
-        """Return the array that belongs to a row of the ledger (the table of a rank's arrays), memory-mapped as by
+        """Return the array that belongs to a row of the ledger (the table of a rank's arrays), memory-mapped by
         `DiskFile.map_array`."""
         if self.file is None:
             return self.xp.empty((row.elements,), dtype=row.dtype)

@@ -14,19 +14,18 @@ __all__ = ["SPILLED", "get_record_of_action", "insert_record_transfers", "list_r
 
 Actions = list[Action]
 SPILLED = ("saved", "held")
-"""Kinds of slots that hold activations. All other records belong to pages (flat parameter buffers), and updates change
-them."""
+"""Kinds of slots that hold activations. All other records belong to pages (flat parameter buffers), and are changed by
+optimizer updates."""
 
 
 def pair_with_stored_slots(records: Sequence[Slot]) -> StoredSlots:
-    """Return pairs (record, slot). The slot (a named value of a program) has a value only while the record is stored on
+    """Return pairs (record, slot). The slot (a named value of a program) is set only while the record is stored on
     disk."""
     return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
 
 
 def list_records(stage: Stage) -> list[Slot]:
-    """Return the records (state that is stored on disk between uses) of a pipeline stage, in the order of their
-    numbers."""
+    """Return the records (state that is stored on disk between uses) of a pipeline stage, ordered by number."""
     return [record for record, _ in stage.stored_slots]
 
 
@@ -110,7 +109,7 @@ class _RecordCache:
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
                 continue
-            if slot in self.leaving:  # writes end in order, so this also waits for all earlier writes
+            if slot in self.leaving:  # writes complete in order, so this also waits for all earlier writes
                 self._add_waits_for_writes(len(self.leaving) - 1 - self.leaving.index(slot))
             self._add_action("FETCH", slot)
             self.stored.discard(slot)
@@ -136,8 +135,8 @@ class _RecordCache:
 def _list_slots_needed_in_memory(
     actions: Actions, slots: Sequence[ActionSlots], needs: Sequence[Sequence[Slot]]
 ) -> list[list[Slot]]:
-    """Return, for each action, the records that must be in memory while it runs: those that the action needs, and those
-    that pending transfers are still reading."""
+    """Return the records that must be in memory while each action runs: the records that the action needs, and the
+    records that pending transfers are still reading."""
     reading: dict[Slot, list[Slot]] = {}  # result of each pending transfer -> slots that the transfer reads
     found = []
     for action, some, own in zip(actions, slots, needs, strict=True):

@@ -82,8 +82,8 @@ def _get_disk(run: ProgramRun) -> DiskStorage:
 
 
 def _allocate_record_buffer(run: ProgramRun, slot: Slot) -> Any:
-    """Return memory into which a record (state that is stored on disk between uses) can be read. The memory is empty if
-    this rank holds no part of the record."""
+    """Allocate memory for reading a record (state that is stored on disk between uses). The memory is empty if this
+    rank holds no part of the record."""
     assert slot.at is not None
     nbytes = _get_disk(run).get_fetch_buffer_nbytes(slot)
     if not nbytes:  # this rank holds no part of the record

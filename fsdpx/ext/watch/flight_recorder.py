@@ -36,7 +36,8 @@ _MAGIC = b"fsdpx f2"
 _HEADER = struct.Struct("<8sqqqd64s")  # fields: magic, rank, ranks, process id, wall clock minus perf_counter, host
 _PROGRAM = struct.Struct("<q24s")  # fields: step, kind of program
 _BEAT = struct.Struct("<d")  # field: perf_counter when the watchdog last polled
-_NOTE = struct.Struct("<dd3056s")  # fields: start of wait (0: none), time of last progress, awaited tensor or stack
+# fields: start of wait (0: none), time of last progress, the awaited tensor or else the stack
+_NOTE = struct.Struct("<dd3056s")
 _CALL = struct.Struct("<q56s56s")  # fields: number of collective calls, names of the last two calls
 _LEFT = struct.Struct("<qq")  # fields: whether the script has ended, exit status
 _PROGRAM_AT, _BEAT_AT, _CALL_AT, _LEFT_AT, _NOTE_AT, _START = 128, 192, 512, 640, 1024, 4096
@@ -59,8 +60,8 @@ def _encode_truncated(text: str, width: int) -> bytes:
 
 
 class FlightRecorder(Observer):
-    """Records the actions and waits of one rank in a memory-mapped file. This takes half a microsecond per action, and
-    no system calls.
+    """Records the actions and waits of one rank in a memory-mapped file. Recording an action takes half a microsecond
+    and makes no system calls.
 
     Attributes
     ----------
@@ -97,7 +98,7 @@ class FlightRecorder(Observer):
         self._before = kept
 
     def record_end(self, status: int) -> None:
-        """Record that the script has ended, and the exit status with which the process is going to end."""
+        """Record that the script has ended, and the status with which the process will exit."""
         _LEFT.pack_into(self._buffer, _LEFT_AT, 1, status)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
@@ -140,7 +141,7 @@ class FlightRecorder(Observer):
         _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _encode_truncated(what, 3056))
 
     def remove_file(self) -> None:
-        """Remove this rank's record after a normal end. The last rank to do so also removes the folder."""
+        """Remove this rank's record after a normal end. The last rank also removes the folder."""
         self._path.unlink(missing_ok=True)
         with suppress(OSError):  # the folder cannot be removed while other ranks have records in it
             self._path.parent.rmdir()
@@ -181,7 +182,7 @@ class FlightRecord:
     since : time at which the current wait began; 0 if the rank is not waiting
     what : what the rank is waiting for or, if it is not waiting, the current line of its script, followed by the stack
     calls : number of collective calls begun
-    call, before : name of the last collective call, and of the one before it
+    call, before : name of the last collective call, and name of the call before it
     exit_status : the exit status if the script has ended, else None
     entries : the last actions, oldest first
     """

@@ -26,7 +26,7 @@ PREEMPTED_STATUS = 85
 """Exit status of a job that was asked to stop and has saved its state. HTCondor's manual uses this status for "start me
 again"."""
 
-_RANKS = 1 << 32  # more than any job has; keys are _RANKS - rank, so that the maximum gives the lowest rank
+_RANKS = 1 << 32  # more ranks than any job has; keys are _RANKS - rank, so that the maximum gives the lowest rank
 
 
 class JobPreempted(SystemExit):
@@ -61,8 +61,8 @@ class Preemption:
     A signal to one rank is enough. Handlers are installed during the `with` block, or during `fit`. Only Python's main
     thread can install handlers; in any other thread, only `request_stop` and requests on other ranks have an effect.
     The program's own handler is called as well, and is restored at the end unless the program has set another handler
-    in the meantime. HUP stays ignored under nohup, and if QUIT dumps stacks (`faulthandler.register`), it keeps doing
-    only that.
+    in the meantime. HUP stays ignored under nohup. If the program uses QUIT to dump stacks (`faulthandler.register`),
+    QUIT still only dumps stacks.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ class Preemption:
 
         Parameters
         ----------
-        trainer : the trainer whose ranks agree
+        trainer : the trainer whose ranks agree on stopping on stopping on stopping
         also : function that is called before `save` (default: none)
 
         Raises
@@ -139,8 +139,8 @@ class Preemption:
         raise end
 
     def _agree_on_request(self, trainer: Any) -> tuple[int, str] | None:
-        """Return, on all ranks, the lowest rank that was asked to stop and the name of its signal. Return None if no
-        rank was asked. Collective."""
+        """Agree on the lowest rank that was asked to stop, and return its number and the name of its signal. Return
+        None if no rank was asked. Collective."""
         key = (_RANKS - trainer.call_runner.rank) << 8 | self._asked if self._asked else 0
         ahead, number = divmod(int(trainer.call_runner.all_reduce_max(np.array([key], np.int64), "preemption")[0]), 256)
         return (_RANKS - ahead, signal.Signals(number).name) if number else None

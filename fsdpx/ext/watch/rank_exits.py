@@ -23,8 +23,9 @@ __all__ = [
 RANK_EXITED = 1
 """Exit status of a job in which a rank ended with status 0 while other ranks were waiting for it."""
 EARLY_SECONDS, LATE_SECONDS = 1.0, 5.0
-"""A rank that has waited for EARLY_SECONDS checks whether other ranks have ended. If the numbers of calls do not show
-whether an ended rank is needed, a wait is presumed to be in vain once all living ranks have waited for LATE_SECONDS."""
+"""A rank that has waited for EARLY_SECONDS checks whether other ranks have ended. If the counts of collective calls do
+not show whether an ended rank is still needed, a wait is presumed to be in vain once all living ranks have waited for
+LATE_SECONDS."""
 
 SECONDS_TO_PASS_ON = 0.2
 """Delay before an abort, because a launcher may drop output that it has not yet forwarded."""
@@ -34,7 +35,7 @@ _open: dict[FlightRecorder, WatchedRank] = {}
 
 
 class WatchedRank(NamedTuple):
-    """A rank of this process for which other ranks may be waiting.
+    """A rank of this process that other ranks may be waiting for.
 
     `end` is called at the end of the script. `abort` ends all ranks with a given exit status; it is None if the other
     ranks can continue without this rank."""
@@ -60,7 +61,7 @@ def unregister_exit_report(record: FlightRecorder) -> None:
 
 
 def get_sys_exit_status() -> int:
-    """Return the exit status that results from the last call of `sys.exit`, or 0 if it was not called."""
+    """Return the exit status that results from the last call to `sys.exit`, or 0 if it was not called."""
     reported = _reported[0]
     return 0 if reported is None else reported & 0xFF if isinstance(reported, int) else 1
 
@@ -137,7 +138,8 @@ def have_all_scripts_ended(record_paths: Collection[Path]) -> bool:
 
 
 def have_all_ranks_ended(record_paths: Collection[Path]) -> bool:
-    """Return whether, for each of these flight records, the script or the process of its rank has ended."""
+    """Return True if every rank has ended, according to its flight record. A rank has ended if its script or its
+    process has ended."""
     return all(flight is None or has_rank_ended(flight) for flight in map(_read_record_head, record_paths))
 
 
@@ -149,7 +151,7 @@ def find_awaited_ended_rank(
 
     A rank that ended before it began the current collective call will never reach it, and a rank that ended in an
     action will not finish it. In other cases, it is unknown whether the ended rank is needed, unless all living ranks
-    are waiting: then none of them can help the others. `own_record` is the record of this rank, which has waited for
+    are waiting, because then no rank can make progress. `own_record` is the record of this rank, which has waited for
     `waited_seconds`. `other_records` are the paths of the records of the other ranks on this host, and
     `all_ranks_local` says whether the job has no ranks on other hosts."""
     if waited_seconds < EARLY_SECONDS:
@@ -170,8 +172,8 @@ def find_diverged_calls(record_paths: Collection[Path]) -> dict[int, str]:
     """Return a dict from rank to collective call if ranks wait for each other in different calls, else {}.
 
     This requires that all ranks have waited for LATE_SECONDS. Ranks must make the same calls in the same order.
-    Therefore, if ranks have made equally many calls but are in different ones, the script is wrong, and no rank is
-    merely late."""
+    Therefore, if ranks have made the same number of calls but are in different calls, the script is wrong, and no rank
+    is merely late."""
     flights = [flight for flight in map(_read_record_head, record_paths) if flight is not None]
     if not flights or not all(_has_waited_long(flight) and not has_rank_ended(flight) for flight in flights):
         return {}

@@ -109,7 +109,7 @@ class Watchdog:
     function that it calls is abort.
 
     A waiting rank counts as hung if no rank on its host has made progress for `timeout` seconds. Progress means that an
-    action or a wait begins or ends. The lowest waiting rank reports why the job ends. If that rank fails to do so, the
+    action or a wait begins or ends. The lowest waiting rank reports why the job ends. If that rank does not report, the
     next waiting rank reports instead, and so on."""
 
     def __init__(
@@ -171,7 +171,7 @@ class Watchdog:
 
     def remove_dead_records(self, dead: Iterable[int]) -> None:
         """Remove the flight records of dead ranks, and the folder if it is then empty. Do nothing under `fsdpx run`,
-        which still has to read them."""
+        which still has to read the records."""
         if environment.read_environment().run is None:
             for rank in dead:
                 self._get_record_path(rank).unlink(missing_ok=True)
@@ -179,7 +179,7 @@ class Watchdog:
                 self.folder.rmdir()
 
     def request_report_and_wait(self) -> None:
-        """Request a report immediately, because a wait failed, and give the watchdog some seconds to end the job."""
+        """Request a report immediately, because a wait failed, and give the watchdog a few seconds to end the job."""
         self._report_requested.set()
         self._stop.wait(2 * self.timeout if self.timeout < 5 else 10.0)
 
@@ -253,13 +253,14 @@ class Watchdog:
         return report.is_wait_report_due([flight for flight in heads if flight is not None], last, now)
 
     def _list_better_informed(self) -> list[Watchdog]:
-        """Return those other watchdogs of this process whose communicators the watched thread has used more recently
-        than this watchdog's. They know more about the thread's current wait, so they report it."""
+        """Return the other watchdogs of this process whose communicators the watched thread has used more recently than
+        this watchdog's communicator. Those watchdogs know more about the thread's current wait, so they report the
+        wait."""
         own = self.record
         return [one for one in [*_running] if one.record.thread == own.thread and one.record.used_at > own.used_at]
 
     def _end_job_if_hung(self, waited_seconds: float, what: str) -> None:
-        """End the job if this rank, which has waited for `what` for `waited_seconds`, is waiting in vain."""
+        """End the job if this rank is waiting in vain. It has waited for `what` for `waited_seconds`."""
         flights = {
             flight.rank: flight
             for place in self._local_record_paths
@@ -303,7 +304,7 @@ class Watchdog:
         return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._poll_seconds, SILENT_SECONDS)
 
     def _is_hung(self, flights: dict[int, FlightRecord], waited_seconds: float) -> bool:
-        """Return whether this rank, which has waited for `waited_seconds`, is hung: no rank on this host has made
+        """Return whether this rank is hung: it has waited for `waited_seconds`, and no rank on this host has made
         progress for the duration of the timeout."""
         if self._report_requested.is_set():
             return True
@@ -317,7 +318,7 @@ class Watchdog:
         return all(time.time() - f.moved >= self.timeout for f in flights.values() if f.rank != self.rank)
 
     def _end_job_or_kill_ended_rank(self, ended: FlightRecord, what: str) -> None:
-        """End the job, because a rank for which other ranks are waiting has ended.
+        """End the job, because a rank that other ranks are waiting for has ended.
 
         In elastic training, only kill the ended rank's process, if it still exists."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
@@ -350,8 +351,8 @@ class Watchdog:
         )
 
     def _kill_stopped_or_busy_ranks(self, flights: dict[int, FlightRecord]) -> bool:
-        """In elastic training, kill those ranks on this host that are stopped or busy elsewhere while other ranks are
-        waiting for them.
+        """In elastic training, kill ranks on this host that are stopped or busy elsewhere while other ranks wait for
+        them.
 
         The other ranks then notice the deaths, and can recover. Returns whether a rank was killed."""
         here = [f for f in flights.values() if get_process_state(f.process)]
@@ -395,8 +396,8 @@ class Watchdog:
 
 
 def describe_script_line(thread: int, since: float) -> str:
-    """Return a description of the line of the user's script at which a thread is, or "" if there is none. `since` is
-    the time of the thread's last progress."""
+    """Describe the line of the user's script that a thread is executing. Return "" if there is none. `since` is the
+    time of the thread's last progress."""
     side = "outside of"
     for frame, line in get_thread_stack_frames(thread):
         file = frame.f_code.co_filename
@@ -414,7 +415,8 @@ def _abort_all_ranks(comm: Any, code: int) -> None:
 
 
 def _rename_and_remove_folder(folder: Path) -> None:
-    """Remove a folder to which other ranks may still be writing. It is renamed first, so that they no longer find it.
+    """Remove a folder that other ranks may still be writing to. The folder is renamed first, so that the ranks no
+    longer find it.
     """
     gone = folder.with_name(f"{folder.name}.gone")
     with suppress(OSError):
@@ -445,8 +447,8 @@ def _is_folder_abandoned(folder: Path) -> bool:
 
 
 def _save_report(folder: Path, text: str) -> Path:
-    """Write the report to the folder FSDPX_RUN or, if that is not set, to the working directory or else the temporary
-    folder. Return the path of the report."""
+    """Write the report to the folder FSDPX_RUN. If FSDPX_RUN is not set, write to the working directory or else to the
+    temporary folder. Return the path of the report."""
     run = environment.read_environment().run
     places = [run] if run is not None else [Path.cwd(), Path(tempfile.gettempdir())]
     for place in places:

@@ -42,7 +42,7 @@ def generate(
     cached: bool,
 ) -> Any:
     """Implement `Trainer.generate`: for a single prompt, return the new tokens as an array; for several prompts, return
-    a list of such arrays. Collective.
+    a list of arrays. Collective.
 
     `sampling` are the arguments of `Sampling`, in order."""
     with host.raising_errors_on_all_ranks("generate"):
@@ -92,7 +92,7 @@ class ModelReader:
     ----------
     own_texts : indices of the texts that this rank processes
     context : maximum number of tokens that the model can read at once
-    capacity : number of tokens per text for which the cache has room
+    capacity : number of tokens per text that the cache has room for
     """
 
     def __init__(self, session: Session, own_texts: range, context: int, longest: int, cached: bool) -> None:
@@ -102,8 +102,8 @@ class ModelReader:
         self.begins: list[int] = []
 
     def compute_logits(self, texts: list[list[int]]) -> np.ndarray:
-        """Return the logits of the next token for each of this rank's texts, as an array (texts, vocab). `texts` are
-        the tokens of all texts, not only of this rank's. Collective."""
+        """Return the logits of the next token for each of this rank's texts, as an array (texts, vocab). `texts`
+        contains the tokens of all texts, not only this rank's texts. Collective."""
         begins = [find_context_start(len(text), self.context) for text in texts]
         ends = [len(text) - begin for text, begin in zip(texts, begins, strict=True)]
         own_texts = slice(self.own_texts.start, self.own_texts.stop)

@@ -7,7 +7,7 @@ from fsdpx.errors import escape_control
 __all__ = ["TerminalStream", "decode_bytes"]
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""The character that decoding returns in place of an incomplete character, for which some tokens are still missing."""
+"""The character that decoding returns in place of a character whose last tokens are still missing."""
 
 
 class TerminalStream:

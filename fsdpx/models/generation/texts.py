@@ -28,8 +28,8 @@ NO_TOKEN = -1
 """Placeholder for a token that cannot be chosen because the logits are NaN or infinite."""
 ROW_STRIDE = 1 << 32  # each text has its own range of this many random numbers
 DEFAULT_CANDIDATES = 64
-"""First guess of how many tokens `top_p` keeps. It is usually large enough, because fewer tokens than this
-usually have probabilities that sum to `top_p`."""
+"""Initial guess for the number of tokens that `top_p` keeps. It is usually large enough, because the probabilities of
+fewer tokens usually sum to `top_p`."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Sampling:
 
     Parameters
     ----------
-    temperature : divisor of the logits; 0: take the most likely token (ties go to the smallest token id)
-    top_k : draw only from the `top_k` most likely tokens; None: from all tokens
+    temperature : divisor of the logits; if 0, take the most likely token (ties go to the smallest token id)
+    top_k : draw only from the `top_k` most likely tokens; if None, from all tokens
     top_p : draw only from the smallest set of most likely tokens whose probabilities sum to at least `top_p` (Holtzman
         et al. 2020)
     repetition_penalty : positive logits of tokens that occur in the text are divided by this number, and negative
-        logits are multiplied by it (Keskar et al. 2019); 1: no penalty
+        logits are multiplied by it (Keskar et al. 2019); 1 means no penalty
     seed : seed of the random numbers
     """
 
@@ -90,8 +90,8 @@ class Sampling:
         return int(kept[min(int(np.searchsorted(sums, draw * sums[-1], side="right")), last)])
 
     def _list_candidates(self, weights: np.ndarray) -> np.ndarray:
-        """Return the ids of the tokens from which to draw, in ascending order: those that top-k and top-p keep.
-        `weights` are proportional to the probabilities of all tokens."""
+        """Return the ids of the tokens that top-k and top-p keep, in ascending order. `weights` are proportional to the
+        probabilities of all tokens."""
         if self.top_k is None and self.top_p is None:
             return np.arange(weights.size)
         count = min(self.top_k or DEFAULT_CANDIDATES, weights.size)

@@ -1,4 +1,4 @@
-"""Matrix products by the selected BLAS library, written to or added to an output array."""
+"""Matrix products computed with the selected BLAS library, and written to or added to an output array."""
 
 from functools import cache
 from typing import Any

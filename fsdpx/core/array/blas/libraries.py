@@ -26,9 +26,9 @@ __all__ = [
 LIBRARY_NAMES = ("mkl", "openblas")
 """Names of the libraries that compute in float32 and float64."""
 WHEELS = {"mkl": "libmkl_rt.so*", "onednn": "libdnnl.so*"}
-"""File name pattern of each library, by the library's name. Wheels install the file in Python's folder `lib`."""
+"""File name patterns, keyed by library name. Wheels install these files in Python's `lib` folder."""
 
-SEQUENTIAL = 1  # value of MKL_Set_Threading_Layer with which no OpenMP runtime is loaded
+SEQUENTIAL = 1  # value for MKL_Set_Threading_Layer that loads no OpenMP runtime
 AUTO, STRICT = 2, 0x10000  # values of MKL_CBWR_Set
 AVX512 = 11  # lowest of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch can return
 
@@ -48,7 +48,7 @@ class BlasLibrary:
 @cache
 def load_blas_library(name: str) -> BlasLibrary | None:
     """Load one of `LIBRARY_NAMES`; return None if it is not installed. Libraries are loaded only when they are needed,
-    since each takes memory."""
+    because each one takes up memory."""
     make = _load_mkl if name == "mkl" else _load_openblas
     for path in list_candidate_library_files(name):
         try:
@@ -66,8 +66,8 @@ def find_preferred_library() -> str | None:
 
 
 def list_candidate_library_files(name: str) -> list[Path]:
-    """Return the files that may contain the library `name` ("mkl", "openblas" or "onednn"). Of the files in one
-    folder, the newest comes first."""
+    """Return the files that may contain the library `name` ("mkl", "openblas" or "onednn"). Within a folder, the newest
+    file comes first."""
     if name in WHEELS:
         folders = [Path(prefix, "lib") for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
         return [path for folder in folders for path in sorted(folder.glob(WHEELS[name]), reverse=True)]
@@ -86,9 +86,9 @@ def describe_library_files() -> dict[str, str]:
 def _load_mkl(path: Path) -> BlasLibrary:
     """Load MKL so that it computes only in the calling thread and returns bitwise equal results in every run.
 
-    The documentation of MKL promises bitwise equal results for all memory alignments only with STRICT, which makes
-    small products slower by a fifth. In measurements with AVX-512, results were bitwise equal at all alignments even
-    without STRICT.
+    The MKL documentation guarantees bitwise equal results for all memory alignments only with the flag MKL_CBWR_STRICT,
+    which makes small products 20% slower. In measurements with AVX-512, results were bitwise equal at all alignments
+    even without this flag.
     """
     library = load_shared_library(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
@@ -124,7 +124,8 @@ def is_intel_processor() -> bool:
 
 
 NUMPY = "numpy"
-"""The name of `numpy.matmul`, which is always available, and is the only choice without Numba."""
+"""Name that selects `numpy.matmul` instead of a BLAS library. It is always available, and is the only choice without
+Numba."""
 MAX_ROWS_WITHOUT_BLAS = 4
 """Maximum number of rows of x for which compiled code computes `x @ weight.T` without BLAS, reading `weight` once. A
 library would first copy `weight`, which pays off only for many rows."""
@@ -159,20 +160,20 @@ def get_selected_library() -> str:
 
 
 def get_gemm_address(dtype: np.dtype) -> int:
-    """Return the address of the selected library's gemm function for float32 or float64, or 0 if `numpy.matmul` is to
+    """Return the address of the selected library's gemm function for float32 or float64, or 0 if `numpy.matmul` should
     be called instead."""
     return ADDRESSES[dtype.char] if dtype.isnative else 0
 
 
 def set_product_threads(n: int) -> None:
-    """Set the number of threads over which each matrix product is split. Inside `limit_threads`, the library computes
+    """Set the number of threads that each matrix product is split over. Inside `limit_threads`, the library computes
     each part of a product on a single thread."""
     global product_threads
     product_threads = n
 
 
 def get_product_threads() -> int:
-    """Return the number of threads over which each matrix product is split."""
+    """Return the number of threads that each matrix product is split over."""
     return product_threads
 
 

@@ -23,8 +23,8 @@ def measure_library_gflops(count: ProgressCallback = lambda done, total: None) -
     """Measure the speed of each BLAS library on one thread, in GFLOP/s. This takes a few tenths of a second.
 
     The libraries take turns. Only the fastest call for each product counts, since other processes may slow down some
-    calls. The result is the harmonic mean over several matrix shapes, so that a high speed for large products does not
-    hide a low speed for small ones. `count` is called with the number of measurements done and the total number.
+    calls. The result is the harmonic mean over several matrix shapes, so that high speed on large products does not
+    hide low speed on small ones. `count` is called with the number of completed measurements and the total number.
     """
     names, before = list(libraries.list_available_libraries()), libraries.requested_library
     best = {(name, shape): float("inf") for name in names for shape in SHAPES}
@@ -46,8 +46,8 @@ def measure_library_gflops(count: ProgressCallback = lambda done, total: None) -
 
 def _measure_product_seconds(rows: int, columns: int, summed: int, budget: float) -> float:
     """Multiply matrices (rows, summed) and (summed, columns) as often as possible within `budget` seconds (at least
-    once), and return the duration of the fastest call in seconds. An additional first call, which is not measured,
-    initializes the library."""
+    once), and return the duration of the fastest call in seconds. An extra first call, which is not timed, initializes
+    the library."""
     a, b = np.ones((rows, summed), np.float32), np.ones((columns, summed), np.float32)
     out = np.empty((rows, columns), np.float32)
     gemm(out, a, b.T)

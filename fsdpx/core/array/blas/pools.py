@@ -1,4 +1,4 @@
-"""Limit the thread pools of NumPy's BLAS while fsdpx computes, and afterwards restore them for the user's program.
+"""Limit the thread pools of NumPy's BLAS while fsdpx computes, and restore them afterwards for the user's program.
 
 Ranks on a host share its cores, and when fsdpx splits a matrix product over threads, each part must run on one thread.
 Between steps, the user's own matrix products use as many threads as the user has chosen.
@@ -33,10 +33,10 @@ class _PoolState:
 
     Attributes
     ----------
-    most : maximum number of threads of each pool while fsdpx computes; None: the number that the user has set
+    most : maximum number of threads of each pool while fsdpx computes, or None to keep the number that the user has set
     plan : (pool, maximum number of threads) pairs; None if not yet determined
-    inside : number of `limit_threads` blocks that are open, counted over all threads
-    changed : pools that are limited now, as (pool, current number of threads, former number)
+    inside : number of open `limit_threads` blocks across all threads
+    changed : currently limited pools, as (pool, current number of threads, original number of threads)
     """
 
     most: int | None = None
@@ -62,8 +62,8 @@ class limit_threads:  # noqa: N801
     """Context manager inside which NumPy's BLAS uses at most as many threads as `set_thread_limit` allows.
 
     If fsdpx calls NumPy's BLAS directly and splits matrix products over threads itself, the limit is one thread.
-    Several Python threads may be inside at the same time; the last one to leave restores the numbers of BLAS threads
-    that the user's program has set."""
+    Several Python threads may be inside at the same time; the last one to leave restores the BLAS thread counts set by
+    the user's program."""
 
     __slots__ = ()
 
@@ -85,7 +85,7 @@ class limit_threads:  # noqa: N801
             _state.inside -= 1
             while _state.changed and not _state.inside:
                 pool, now, before = _state.changed.pop()
-                # keep a number of threads that the user's program has set in the meantime
+                # do not overwrite a thread count that the user's program has set in the meantime
                 if pool.get() == now:
                     pool.set(before)
 
@@ -101,7 +101,7 @@ def _plan_blas_thread_limits() -> None:
 
 def _find_thread_pools() -> list[BlasThreads]:
     """Return the thread pools of the loaded BLAS libraries, except libraries bundled by packages other than NumPy."""
-    with environment.restoring_environment():  # importing threadpoolctl sets an environment variable of OpenMP
+    with environment.restoring_environment():  # importing threadpoolctl sets an OpenMP environment variable
         from threadpoolctl import ThreadpoolController
     loaded = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
     return [
@@ -117,10 +117,10 @@ def _may_belong_to_numpy(path: Path) -> bool:
 
 
 def _get_thread_count_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
-    """Return functions that get and set the number of threads of a library. For OpenBLAS, they are the library's own
-    functions, because the functions of threadpoolctl take five times as long."""
+    """Return functions that get and set the number of threads of a library. For OpenBLAS, return the library's own
+    functions, because the functions from threadpoolctl take five times as long."""
     if library.internal_api == "openblas":
-        loaded = ctypes.CDLL(library.filepath)  # does not load the library a second time
+        loaded = ctypes.CDLL(library.filepath)  # this call this call this call does not load the library a second time
         for name in (f"{a}openblas_{{}}_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")):
             get, set = (getattr(loaded, name.format(what), None) for what in ("get", "set"))
             if get is not None and set is not None:

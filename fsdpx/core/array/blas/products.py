@@ -1,6 +1,6 @@
 """Matrix products of 2-D NumPy arrays, written to or added to an output array.
 
-For a small layer, the Python code in this file takes as long as the call of BLAS, so each function performs as few
+For a small layer, the Python code in this file takes as long as the BLAS call itself, so each function performs as few
 lookups and allocations as possible.
 """
 
@@ -26,12 +26,12 @@ Array = np.ndarray
 GradientTarget = tuple[Array, bool]
 """(array, add): the array for a gradient, and whether to add the gradient to it instead of overwriting it."""
 MIN_PARALLEL_MULTIPLY_ADDS = 1 << 24
-"""Minimum number of multiply-adds for which a product is split over threads. A product of this size takes 0.2 ms, seven
+"""Minimum number of multiply-adds in a product that is split over threads. A product of this size takes 0.2 ms, seven
 times as long as waking a thread."""
 MAX_SMALL_MULTIPLY_ADDS = 1 << 20
-"""Maximum number of multiply-adds of a product whose 16-bit matrices are converted to float32. For such small products,
-the conversion is as fast as a library for 16-bit products, because a library call takes microseconds."""
-# splits are at multiples of this, so that threads share neither cache lines nor the library's tiles
+"""Maximum number of multiply-adds in a product whose 16-bit matrices are converted to float32. For products this small,
+conversion is as fast as calling a library for 16-bit products, because a library call takes microseconds."""
+# products are split at multiples of this number, so that threads share neither cache lines nor the library's tiles
 PIECE_ALIGNMENT = 64
 
 
@@ -117,7 +117,7 @@ def _has_gradient_dtype(dtype: Any, weight_grad: GradientTarget | None, bias_gra
 
 def try_multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
     """Compute `out = a @ b + bias`, or `out += a @ b` if `accumulate` is true, for small bfloat16 matrices and a
-    bfloat16 or float32 output. Return False, without computing, if the arguments are not of this kind."""
+    bfloat16 or float32 output. Return False without computing anything if the arguments are not supported."""
     gemm_address = find_small_bfloat16_gemm_address(a, b)
     if not gemm_address or not out.flags.c_contiguous:
         return False
@@ -153,7 +153,7 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
         and COMPILED["gemm"](gemm_address, out, a, b, accumulate)
     ):
         return
-    with np.errstate(over="ignore", invalid="ignore"):  # no warnings, because BLAS does not issue any either
+    with np.errstate(over="ignore", invalid="ignore"):  # suppress warnings, because BLAS does not issue any either
         if accumulate:
             out += np.matmul(a, b)
         else:
@@ -187,7 +187,7 @@ def split_product_over_threads(out: Array, a: Array, b: Array) -> list[tuple[Arr
 
 
 class CompiledProducts(dict[str, Callable[..., Any]]):
-    """A dict that maps names to compiled functions for matrix products. A function is compiled or loaded on first
+    """A dict that maps names to compiled functions for matrix products. Each function is compiled or loaded on first
     use."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:

@@ -1,9 +1,10 @@
-"""Kernels: the numerical functions of layers, each as plain array code and, where that is faster, as compiled code.
+"""Kernels: the numerical functions of layers. Each kernel has a plain array implementation and, where faster, a
+compiled one.
 
 A kernel `f(xp, ...)` runs on NumPy, CuPy and shape-only arrays of float64 and float32. For float16 and bf16 arrays,
 kernels compute in float32 and round the results once. Arrays may have 0 rows. A file is imported when one of its
-kernels is first used. The file of the same name in `compiled` is imported when the kernel first runs as machine code,
-and Numba only if something must be compiled.
+kernels is first used. The file of the same name in `compiled` is imported when the kernel first runs as machine code.
+Numba is imported only if something must be compiled.
 """
 
 from typing import TYPE_CHECKING

@@ -48,7 +48,7 @@ def unnormalized_gaussian_density(xp: Any, x: Any) -> Any:
     """Return exp(-x^2 / 2), the Gaussian density without its constant factor.
 
     The rounding error of x^2 would matter in the tail. To avoid it, x^2 is split into an exact square and a small
-    remainder, and the exponentials of the two are multiplied (Cody 1969).
+    remainder, and their exponentials are multiplied (Cody 1969).
     """
     x = xp.clip(x, -LIMIT, LIMIT)
     near = xp.rint(x * 16.0) * 0.0625
@@ -71,7 +71,7 @@ def gaussian_cdf(xp: Any, x: Any, bell: Any) -> Any:
 
 
 GATED_FORMS = ("silu", "gelu", "gelu tanh")
-"""Activations of gates: SwiGLU, GEGLU, and GEGLU with the tanh form of GELU."""
+"""Gate activations: SwiGLU, GEGLU, and GEGLU with the tanh form of GELU."""
 
 
 @kernel()
@@ -104,7 +104,8 @@ def _apply_activation(xp: Any, a: Any, form: str) -> Any:
 
 
 CUBIC = 0.044715
-# includes a factor of 2, because `(1 + tanh(u)) / 2` is computed as `sigmoid(2 * u)` to avoid cancellation
+# `SLOPE` `SLOPE` `SLOPE` includes a factor of 2, because `(1 + tanh(u)) / 2` is computed as `sigmoid(2 * u)` to avoid
+# cancellation
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
@@ -187,7 +188,7 @@ def add(xp: Any, a: Any, b: Any) -> Any:
 
 @kernel(narrow=0, into=("y",))
 def add_bias(xp: Any, y: Any, bias: Any) -> None:
-    """Add `bias` to y in place. The shape of `bias` equals that of the last dims of y."""
+    """Add `bias` to y in place. The shape of `bias` matches the last dims of y."""
     y += bias
 
 

@@ -30,20 +30,20 @@ arrays of shapes (2, 3) and (3,) in the compute dtype, and one of shape (3,) in 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """Kernels whose files have been imported, by name."""
 FILES: dict[str, str] = {"normal": "fsdpx.core.array.kernels.compiled.normal"}
-"""For each kernel name, the module that would contain its compiled code; the module need not exist. There is also an
+"""Maps each kernel name to the module that would contain its compiled code. The module need not exist. There is also an
 entry for `array.random.normal`."""
 COMPILED_KERNELS: dict[str, Callable[..., Any]] = {}
-"""Kernels that run as Numba code by default; the table of `bench/kernels.py` justifies each of them. An entry is added
-when its file is imported, that is, when a kernel in that file is first used."""
+"""Kernels that run as Numba code by default. The table of `bench/kernels.py` justifies each choice. An entry is added
+when its file is imported, which happens when a kernel in that file is first used."""
 SAMPLE_CALLS: dict[str, Sample | None] = {}
 active_mode: Mode = "default"
-"""Mode that `use_mode` has set."""
+"""Mode set by `use_mode`."""
 
 
 def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], Any]:
     """Return a decorator that registers a function as the compiled implementation of the kernel of the same name.
 
-    `sample` returns example arguments, with which the kernel is compiled or loaded before the first step. `sample` is
+    `sample` returns example arguments, which are used to compile or load the kernel before the first step. `sample` is
     None if the examples for other kernels also compile this kernel, or if no training step runs this kernel."""
 
     def register(function: Any) -> Any:
@@ -63,7 +63,7 @@ def register_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "")
 
 
 def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
-    """Import all files with kernels, and return the compiled implementations by kernel name."""
+    """Import all kernel files, and return the compiled implementations, keyed by kernel name."""
     core_kernels = importlib.import_module("fsdpx.core.array.kernels")
     others = (find_extension("kernels", name, optional=True) for name in list_extensions("kernels"))
     for package in filter(None, (core_kernels, *others)):
@@ -81,8 +81,8 @@ def use_mode(mode: Mode) -> Iterator[None]:
 
     Parameters
     ----------
-    mode : "plain" for array code; "numba" for compiled code where it exists; "default" for "numba" if Numba is
-        installed, else "plain"
+    mode : "plain": array code; "numba": compiled code where it exists; "default": the same as "numba" if Numba is
+        installed, otherwise the same as "plain"
     """
     global active_mode
     if mode not in ("default", "plain", "numba"):

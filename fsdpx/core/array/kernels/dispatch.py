@@ -21,7 +21,7 @@ def kernel(
     *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True,
     choose_algorithm: Callable[..., Any] | None = None, compiled_in: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
-    """Return a decorator that makes a plain function `f(xp, array, ...)` a kernel.
+    """Return a decorator that turns a plain function `f(xp, array, ...)` into a kernel.
 
     For 16-bit arrays, the kernel computes in float32. For float32, float64 or bfloat16 NumPy arrays (bfloat16 may be
     mixed with float32), the compiled function of the same name may run instead of the plain function. For CuPy arrays,
@@ -29,29 +29,28 @@ def kernel(
 
     Parameters
     ----------
-    narrow : number of results of the plain code, counted from the first, that are rounded to the 16-bit dtype of the
-        first array
+    narrow : number of leading results of the plain code that are rounded to the 16-bit dtype of the first array
     into : names of arguments that are modified in place, and are therefore not converted to float32
     bits : whether the compiled code accepts views of the bits of bfloat16 arrays; otherwise these are converted to
         float32
-    choose_algorithm : function that takes the arguments after xp, of which it uses only the shapes, and returns two
-        values: the name of the algorithm that the compiled code uses ("" for the usual one), and the value of
+    choose_algorithm : function that takes the arguments after xp, uses only their shapes, and returns two values: the
+        name of the algorithm that the compiled code uses ("" for the usual one), and the value of
         `ProductCount.windows`
-    compiled_in : name of the file of the compiled code, if it differs from the plain code's file
+    compiled_in : name of the file that contains the compiled code, if it differs from the plain code's file
     """
 
     def make_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
         kept = {place - 1 for place, word in enumerate(inspect.signature(plain).parameters) if word in into}
-        # implementations by mode and dtypes, so that each is looked up only once
+        # implementations keyed by mode and dtypes, so that each is looked up only once
         bodies: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
         def call_body(xp: Any, *arguments: Any, **options: Any) -> Any:
             return choose_body(xp, arguments)(xp, *arguments, **options)
 
         def call_plain(xp: Any, *arguments: Any, **options: Any) -> Any:
-            """Run the kernel for arguments that its compiled code rejects: as plain array code and, for 16-bit arrays,
-            in float32."""
+            """Run the kernel as plain array code, for arguments that its compiled code rejects. For 16-bit arrays,
+            compute in float32."""
             if arguments[0].dtype.itemsize != 2:
                 return plain(xp, *arguments, **options)
             return _wrap_to_compute_in_float32(plain if kept else call_body, kept, narrow)(xp, *arguments, **options)

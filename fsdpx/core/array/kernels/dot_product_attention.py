@@ -58,11 +58,11 @@ def attention(
     ----------
     q : (B, H, T, D): batch, heads, time and features
     k, v : (B, G, T, D), or (B, G, S, D) if not causal; each of the G heads is shared by H / G heads of q (Ainslie et
-        al. 2023); any strides, S > 0
+        al. 2023). All strides are allowed, and S must be positive
     causal : if true, no position attends to later positions
-    scale : factor on the scores
-    window : with `causal`, a position attends to itself and to the window - 1 positions just before it; if 0, it
-        attends to itself and to all earlier positions
+    scale : factor applied to the scores
+    window : with `causal`, a position attends to itself and to the `window` - 1 positions just before it; if `window`
+        is 0, a position attends to itself and to all earlier positions
     segments : (B, T) integers, allowed only if k is as long as q. A position attends only to positions with the same
         number
 
@@ -143,7 +143,7 @@ def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: A
 
     `compute` multiplies rows by weights that are 0 for hidden rows. The two results differ only if hidden rows contain
     NaN or Inf, which a weight of 0 does not remove. `seen` is a mask (T, S) that is False where a row is hidden; None
-    means that all rows are visible. For arrays other than NumPy's, only `compute(None)` runs.
+    means that all rows are visible. If the arrays are not NumPy arrays, only `compute(None)` runs.
     """
     mask = compute(None)
     if xp is not np or seen is None:
@@ -177,15 +177,15 @@ def _compute_scores(xp: Any, q: Any, k: Any, seen: Any, scale: float) -> Any:
 
 
 def _make_causal_mask(xp: Any, q: Any, window: int) -> Any:
-    """Return the mask (T, T) that is True where a position (row) attends to another (column): to itself and to earlier
-    positions within the window."""
+    """Return the mask (T, T) that is True where a position (row) attends to a position (column). Each position attends
+    to itself and to earlier positions within the window."""
     time = xp.arange(q.shape[2])
     seen = time[None, :] <= time[:, None]
     return seen & (time[None, :] > time[:, None] - window) if window else seen
 
 
 def _make_segment_mask(earlier: Any, segments: Any, b: int) -> Any:
-    """Return the attention mask of sample b: the mask `earlier`, but without pairs of positions in different segments.
+    """Return the attention mask of sample b: the mask `earlier`, excluding pairs of positions in different segments.
     Return None if all positions are visible."""
     if segments is None:
         return earlier

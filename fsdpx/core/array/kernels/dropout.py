@@ -29,8 +29,8 @@ def drop(xp: Any, x: Any, numbers: NumberRange, p: float) -> tuple[Any, Any]:
 
 @kernel(compiled_in="normal")
 def drop_backward(xp: Any, dy: Any, keep: Any, p: float) -> Any:
-    """Return the gradient of `drop`: dy / (1 - p) where the mask `keep` is True, and 0 elsewhere. If dy is replaced by
-    x, this is also the forward pass with a given mask."""
+    """Return the gradient of `drop`: dy / (1 - p) where the mask `keep` is True, and 0 elsewhere. With x in place of
+    dy, this function computes the forward pass with a given mask."""
     dx = dy * keep
     dx *= dropout_scale(p)
     return dx
@@ -43,6 +43,6 @@ def dropout_scale(p: float) -> float:
 
 
 def dropout_threshold(p: float) -> int:
-    """Return the smallest 24-bit random number n for which an element is kept, that is, for which `n * 2^-24 >= p` in
-    float32."""
+    """Return the smallest 24-bit random number n that keeps an element, that is, the smallest n with `n * 2^-24 >= p`
+    in float32."""
     return math.ceil(float(np.float32(p)) * 2.0**24)

@@ -48,8 +48,8 @@ def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
     """Round a float32 array x stochastically to the bfloat16 array `out`. Each element is rounded to one of the two
     nearest bfloat16 numbers, with probabilities that make the rounding unbiased (Gupta et al. 2015).
 
-    Both arrays are 1-D and of equal size. Element i uses random number i of `numbers.make_16bit_numbers()`. Inf and
-    NaN are kept.
+    Both arrays are 1-D and of equal size. Element i uses random number i of `numbers.make_16bit_numbers()`. Inf and NaN
+    stay unchanged.
     """
     if xp is np and _can_use_compiled(out, x) and (body := find_compiled_kernel("round_randomly")):
         body(x, out, numbers)
@@ -69,7 +69,7 @@ def to_float32(xp: Any, x: Any) -> Any:
 
 
 def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
-    """Return x rounded to `dtype` (16-bit or float32), in the memory order of x. If x has this dtype, return x
+    """Return x rounded to `dtype` (16-bit or float32), in the memory order of x. If x already has this dtype, return x
     itself."""
     if x.dtype == dtype:
         return x

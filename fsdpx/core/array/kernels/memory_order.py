@@ -18,8 +18,8 @@ def channels_last(xp: Any, x: Any) -> Any:
 
 
 def put_channels_last(xp: Any, x: Any) -> Any:
-    """Return x, or a copy with channels last in memory if x is a NumPy field of float32 or float64 with channels
-    first.
+    """If x is a NumPy field of float32 or float64 with channels first, return a copy with channels last in memory.
+    Otherwise return x itself.
 
     Layers that keep their input for the backward pass call this function, so that an input of the model is converted
     only once per step."""

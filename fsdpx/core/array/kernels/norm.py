@@ -139,7 +139,7 @@ def batch_norm_scales_and_running_stats(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Compute the factors of batch norm from its statistics, and update the running statistics in place.
 
-    Returns `rstd = 1 / sqrt(squares / count + eps)` and the product of rstd and weight; both are (channels,) float64.
+    Return `rstd = 1 / sqrt(squares / count + eps)` and the product of rstd and weight; both are (channels,) float64.
     weight, running_mean and running_var are (channels,) or None. The running statistics move towards the mean and the
     unbiased variance by the fraction `momentum`.
     """

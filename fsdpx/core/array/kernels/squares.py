@@ -1,4 +1,4 @@
-"""Sums of squares of 1-D arrays, for gradient norms. A sum is bitwise the same on every processor."""
+"""Sums of squares of 1-D arrays, for gradient norms. Each sum is bitwise identical on all processors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE_ELEMENTS = 1 << 18  # number of elements converted at a time, so that the 
 
 @kernel(narrow=0)
 def square_sum(xp: Any, flat: Any) -> float:
-    """Return the sum of squares of a 1-D array, added in float64 and in blocks of `BLOCK` elements."""
+    """Return the sum of squares of a 1-D array, computed in float64 in blocks of `BLOCK` elements."""
     sums = [
         sum_squares_of_blocks(xp, flat[start : start + PIECE_ELEMENTS], BLOCK)
         for start in _iterate_block_starts(xp, flat.shape[0], PIECE_ELEMENTS)
@@ -32,8 +32,8 @@ def sum_squares_of_blocks(xp: Any, flat: Any, grain: int) -> Any:
     """Return the sums of squares of consecutive blocks of `grain` elements of a 1-D array, in float64. The last block
     may be shorter.
 
-    The results are bitwise the same in all implementations and on all processors, because the elements are added in
-    fixed lanes (see `sum_rows_in_fixed_order`), regardless of the width of the processor's vectors.
+    The results are bitwise identical in all implementations and on all processors, because elements are added in fixed
+    lanes (see `sum_rows_in_fixed_order`), regardless of the processor's vector width.
     """
     squares = xp.square(flat.astype(np.float64))
     rows = xp.zeros((-(-squares.size // grain), grain))

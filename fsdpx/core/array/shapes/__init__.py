@@ -1,8 +1,8 @@
 """Shape-only arrays: an array module with NumPy's function names, for arrays that have a shape and a dtype but no
 data.
 
-Layers and plain kernels run unchanged with this module. Such a dry run finds the memory use, the memory traffic and the
-shape errors of a model of any size, at almost no cost.
+Layers and plain kernels run unchanged with this module. A dry run with this module finds the memory use, memory traffic
+and shape errors of a model of any size, at almost no cost.
 """
 
 import sys
@@ -89,8 +89,8 @@ triu = tril
 
 
 def where(condition: Any, *values: Any) -> ShapeArray:
-    """Return an array with the shape to which the condition and the values are broadcast. Raise TypeError if no values
-    are passed, because the size of the result would then depend on data."""
+    """Return an array with the broadcast shape of the condition and the values. Raise TypeError if no values are
+    passed, because the size of the result would then depend on data."""
     if len(values) != 2:
         raise TypeError("where(condition) has a result whose size depends on data: pass both values")
     return make_broadcast_result_shape(np.where, condition, *values)
@@ -187,7 +187,7 @@ imag = real
 
 
 def __getattr__(name: str) -> Any:
-    """Return NumPy's ufunc, dtype or constant of this name; raise AttributeError for any other name."""
+    """Return NumPy's ufunc, dtype or constant with this name; raise AttributeError for any other name."""
     attribute = getattr(np, name, None)
     if isinstance(attribute, type | float) or (isinstance(attribute, np.ufunc) and attribute.nout == 1):
         return attribute

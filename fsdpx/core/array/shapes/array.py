@@ -32,7 +32,7 @@ def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
         return (*sizes, *shape[len(index) :])
     parts = _expand_index(index if isinstance(index, tuple) else (index,), len(shape))
     arrays = [n for n, part in enumerate(parts) if _is_array_index(part)]
-    if arrays:  # if an index contains an array, NumPy treats the integers in it as arrays too
+    if arrays:  # if an index contains an array, NumPy also treats the index's integers as arrays
         arrays = [n for n, part in enumerate(parts) if _is_array_index(part) or _is_number_index(part)]
     out: list[int] = []
     place, dim = 0, 0
@@ -98,8 +98,8 @@ def _require_index_in_bounds(number: int, size: int, dim: int) -> None:
 
 
 class MemoryMeter:
-    """Counts the bytes of the shape-only arrays that are currently alive, and the maximum of this number so far.
-    `inside` is the number of calls in progress whose temporaries are not counted."""
+    """Counts the bytes of the shape-only arrays that are currently alive, and tracks the peak. `inside` is the number
+    of calls in progress whose temporaries are not counted."""
 
     __slots__ = ("inside", "live", "peak")
 
@@ -135,8 +135,8 @@ def measuring_memory() -> Iterator[MemoryMeter]:
 
 
 def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run `call`, and count only the memory that is still in use at its end. Temporaries are left out, because compiled
-    code for NumPy arrays keeps them in registers and caches."""
+    """Run `call`, and count only the memory that is still in use when it returns. Temporaries are left out, because
+    compiled code for NumPy arrays keeps them in registers and caches."""
     meter = _meters.open[-1] if _meters.open else None
     if meter is None:
         return call(*arguments, **options)
@@ -314,7 +314,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return make_broadcast_result_shape(ufunc, *operands, out=out[0], **options)
 
     def __pow__(self, power: Any) -> Any:
-        # not np.power, because `**` calls np.square and others for small exponents
+        # operator.pow, not np.power: for small exponents, `**` calls np.square and other functions
         return make_broadcast_result_shape(operator.pow, self, power)
 
 
@@ -422,8 +422,8 @@ def _normalize_dim(dim: int, ndim: int) -> int:
 
 
 def _is_basic_index(index: Any) -> bool:
-    """Return whether indexing with `index` returns a view. This is the case for slices, numbers, None and Ellipsis,
-    but not for arrays: indexing with an array copies."""
+    """Return whether indexing with `index` returns a view. Slices, numbers, None and Ellipsis return a view, whereas
+    indexing with an array returns a copy."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or isinstance(i, slice | int) for i in parts)
 

@@ -15,8 +15,8 @@ __all__ = ["SHAPES"]
 
 
 class ShapeDevice(Device):
-    """Device of shape-only arrays, without values. Where a method would look at values (for example, to check that
-    they are finite), it answers as if all went well."""
+    """The device of shape-only arrays, which have no values. Methods that would check values (for example, whether they
+    are finite) return the result for valid values."""
 
     name, holds_data = "shape", False
 

@@ -33,8 +33,8 @@ class ProductCount(NamedTuple):
     kernel : name of the kernel that computes the product, possibly without storing its operands or its result in
         memory; "" for a product outside kernels
     places : number of products in one call of that kernel
-    windows : for a convolution, a size that determines its speed: the length of a row of outputs divided by the length
-        of the window or, for one-cell windows, the total number of windows
+    windows : for a convolution, a size that determines its speed. For one-cell windows, it is the total number of
+        windows. Otherwise, it is the length of a row of outputs divided by the length of the window
     """
 
     rows: int
@@ -99,7 +99,7 @@ class WorkCount:
 
     @property
     def kernel_count(self) -> int:
-        """Number of kernel calls. Matrix products outside kernels do not count."""
+        """Number of kernel calls. Matrix products outside kernels are not counted."""
         return self.passes.total()
 
     @property
@@ -126,7 +126,7 @@ class _CountingState(threading.local):
 
     Attributes
     ----------
-    open : the count to which work is added; None if nothing is counted
+    open : the count that work is added to; None if nothing is counted
     skip_passes : nesting depth of blocks in which only matrix products are counted, as parts of a kernel
     skip_all : nesting depth of blocks in which nothing is counted
     times : number of times that each matrix product is counted
@@ -143,8 +143,8 @@ _now = _CountingState()
 
 @contextmanager
 def counting_work() -> Iterator[WorkCount]:
-    """Return a context manager that counts what this thread computes on shape-only arrays inside it. Enclosing counters
-    do not count this work."""
+    """Return a context manager that counts this thread's work on shape-only arrays inside it. Enclosing counters do not
+    count this work."""
     before, _now.open = _now.open, WorkCount()
     try:
         yield _now.open
@@ -201,7 +201,7 @@ def iterate_first_and_count_all(first: T, times: int) -> Iterator[T]:
 @contextmanager
 def counting_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
     """Return a context manager that counts one product of the matrices (or stacks of matrices) a and b, and does not
-    count the work that is done inside it."""
+    count any other work inside it."""
     if _now.open is None or not getattr(a, "holds_no_data", False):
         yield
         return
@@ -217,8 +217,8 @@ def counting_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
 
 @contextmanager
 def counting_as_one_kernel() -> Iterator[WorkCount]:
-    """Return a context manager that counts what is computed inside it as one kernel. The caller counts the bytes that
-    the kernel reads and writes."""
+    """Return a context manager that counts all work inside it as one kernel. The caller counts the bytes that the
+    kernel reads and writes."""
     with counting_work() as work:
         _now.skip_passes += 1
         try:
@@ -228,7 +228,7 @@ def counting_as_one_kernel() -> Iterator[WorkCount]:
 
 
 def record_work(work: WorkCount) -> None:
-    """Add work that was counted earlier to what this thread counts now."""
+    """Add previously counted work to this thread's current count."""
     if _now.open is not None and not _now.skip_all:
         if _now.skip_passes:
             _now.open.products.update(work.products)

@@ -1,5 +1,5 @@
-"""Cache of results on shape-only arrays. Results depend only on shapes and dtypes, so a function runs once for each
-combination of them."""
+"""Cache of results on shape-only arrays. Results depend only on shapes and dtypes, so a function runs only once for
+each combination."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _run_and_count_as_one_kernel(
 
 
 def get_kernel_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
-    """Return two values on which the cost of a kernel depends: the kernel's name followed by its algorithm for these
+    """Return two values that determine the cost of a kernel: the kernel's name followed by its algorithm for these
     arguments, and the value of `ProductCount.windows`."""
     name, choose_algorithm = getattr(call, "__name__", INNER_KERNEL), getattr(call, "choose_algorithm", None)
     if choose_algorithm is None:
@@ -87,8 +87,8 @@ def get_kernel_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, 
 
 
 def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
-    """Return a hashable key for `value`. In the key, each array is replaced with its shape, its dtype, and the earlier
-    array to which it is identical or with which it shares memory. Append the arrays to `arrays`."""
+    """Return a hashable key for `value`. In the key, each array is replaced with its shape, its dtype, and any earlier
+    array that is the same object or shares its memory. Append the arrays to `arrays`."""
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)
@@ -110,11 +110,11 @@ def _is_frozen_dataclass(cls: type) -> bool:
 def make_value_template(
     value: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = (), constants: tuple[type, ...] = ()
 ) -> Any:
-    """Return a description of `value` from which `rebuild_cached_value` builds an equal value with new arrays.
+    """Return a description of `value` that `rebuild_cached_value` uses to build an equal value with new arrays.
 
-    An array that is in `arrays` is described by its index there. Any other array is described by its shape, its dtype,
-    and the index of the memory that it shares (its root) in `roots`. New roots are appended to `roots`. Values of the
-    types `constants`, numbers and text are kept as they are. Raise TypeError for other values.
+    An array in `arrays` is described by its index. Any other array is described by its shape, its dtype, and the index
+    of the memory that it shares (its root) in `roots`. New roots are appended to `roots`. Numbers, text, and values of
+    the types in `constants` are kept as they are. Raise TypeError for other values.
     """
     if isinstance(value, ShapeArray):
         same = next((n for n, a in enumerate(arrays) if a is value), None)
@@ -134,8 +134,8 @@ def make_value_template(
 
 
 def rebuild_cached_value(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
-    """Build a value from a description returned by `make_value_template`. New arrays use the memory in `roots`; if a
-    root is missing there, it is created and appended."""
+    """Build a value from a description returned by `make_value_template`. New arrays use the memory in `roots`; a root
+    that is missing from `roots` is created and appended."""
     kind, value, *more = plan
     if kind is ShapeArray:
         dtype, place, nbytes = more

@@ -1,5 +1,5 @@
-"""Shape-only versions of NumPy functions that copy, sort, multiply and transform arrays. They also count what NumPy's
-functions would cost."""
+"""Shape-only versions of NumPy functions that copy, sort, multiply and transform arrays. They also count the cost of
+NumPy's functions."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def raise_unknown_name(namespace: Any, name: str, numpy_namespace: Any) -> NoRet
 
 
 class NestedNamespace:
-    """A submodule of the shape-only array module, such as `fft`. Access to a name that it lacks raises
-    AttributeError."""
+    """A submodule of the shape-only array module, such as `fft`. Accessing an unknown name raises AttributeError."""
 
     holds_no_data = True
 
@@ -186,7 +185,7 @@ def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArr
     """Return the shape-only result of an Einstein summation.
 
     A summation of two operands is counted as a matrix product. A summation of more operands is counted as one loop over
-    all indices, because NumPy computes it in this way.
+    all indices, because NumPy computes it that way.
     """
     terms, result = _parse_einsum_subscripts(subscripts, operands)
     sizes = dict[str, int]()
@@ -281,7 +280,7 @@ def _fft_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int
     """Return the shape-only result of the fast Fourier transform `name`, and count its FLOPs: `5 * N * log2(N)` for N
     complex numbers (Cooley and Tukey 1965), and half as many for real numbers.
 
-    `sizes` are the lengths of the transform along `axes`; None: the sizes of x."""
+    `sizes` are the lengths of the transform along `axes`. If `sizes` is None, use the sizes of x."""
     given = [x.shape[axis] for axis in axes] if sizes is None else [*sizes]
     if name == "irfft" and sizes is None:
         given[-1] = 2 * (given[-1] - 1)

@@ -64,8 +64,8 @@ does not support user-level failure mitigation (ULFM)."""
 
 @cache
 def is_ulfm_active() -> bool:
-    """Return whether this job continues when a rank dies. This is the case only with Open MPI, started by `mpiexec
-    --with-ft ulfm`. All other launchers end the job, even MPICH's launcher with -disable-auto-cleanup."""
+    """Return whether this job continues when a rank dies. Only jobs started by Open MPI's `mpiexec --with-ft ulfm`
+    continue. All other launchers end the job, even MPICH's launcher with -disable-auto-cleanup."""
     return bool(DEATH_ERROR_CODES) and "Open MPI" in MPI.Get_library_version() and environment.read_environment().ulfm
 
 
@@ -93,9 +93,9 @@ def get_failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
 def skip_finalize_barrier() -> None:
     """Make MPI_Finalize skip its barrier in this process.
 
-    If several ranks die at about the same time, the launcher of Open MPI 5.0 sometimes keeps waiting for the dead ranks
-    in that barrier, and the job never ends. This function has the same effect as OMPI_MCA_async_mpi_finalize=1, but
-    that variable would have to be set before MPI is initialized.
+    If several ranks die at about the same time, the launcher of Open MPI 5.0 sometimes waits forever for the dead ranks
+    in this barrier. This function has the same effect as setting OMPI_MCA_async_mpi_finalize=1, but the variable must
+    be set before MPI is initialized.
     """
     with suppress(ValueError, OSError):  # other versions of Open MPI may lack this variable
         ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
@@ -158,8 +158,8 @@ def translate_mpi_error(error: MPI.Exception, call_text: str, comm: MPI.Intracom
     """Return the error to raise after an MPI error: RankLost if `comm` has lost a rank or has been revoked, and
     CommError otherwise. `call_text` is a description of the call.
 
-    The MPI error class alone is not enough to decide this: for several requests it only means "an error in a status",
-    and a connection may break before MPI knows why."""
+    The MPI error class alone does not tell these cases apart. If several requests are tested, the class only means "an
+    error in a status". Also, a connection may break before MPI knows why."""
     dead = get_failed_ranks(comm)
     if error.Get_error_class() in DEATH_ERROR_CODES or (DEATH_ERROR_CODES and (dead or comm.Is_revoked())):
         return make_rank_lost_error(call_text, dead)
@@ -168,7 +168,7 @@ def translate_mpi_error(error: MPI.Exception, call_text: str, comm: MPI.Intracom
 
 def as_wire_buffer(array: Array) -> Array:
     """Return a view of `array` with a dtype that MPI can send. float16 and bfloat16 are sent as uint16, because MPI has
-    no bfloat16 and not always float16."""
+    no bfloat16 and may lack float16."""
     return array.view(np.uint16) if is_half(array.dtype) else array
 
 
@@ -177,7 +177,7 @@ def get_mpi_op(op: ReduceOp, dtype: np.dtype) -> MPI.Op:
 
 
 PROBES_PER_CHECK = 8
-"""Number of calls of `Iprobe` per check. It is greater than 1 because Open MPI polls its sockets only once in this many
+"""Number of `Iprobe` calls per check. One call is not enough, because Open MPI polls its sockets only once every 8
 calls."""
 
 
@@ -187,9 +187,9 @@ class MpiWindow(Window):
 
     If the network does not support remote memory access, other hosts can access a part only while its owner is inside
     an MPI call that polls the network. Reading a part on the same host does not always poll the network. A rank that
-    waits by reading such a part could therefore hold up ranks on other hosts, so it also polls the network explicitly.
-    For the same reason, no rank leaves a synchronization before all ranks have arrived: until then, other ranks may
-    still need to read its part."""
+    waits by polling a part on its own host could therefore delay ranks on other hosts, so it also polls the network
+    explicitly. For the same reason, no rank leaves a synchronization before all ranks have arrived: until then, other
+    ranks may still need to read its part."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
         self._win = MPI.Win.Allocate(max(nbytes, 8), 1, comm=comm)
@@ -249,12 +249,12 @@ MAX_MESSAGE_ELEMENTS = 2**31 - 1
 
 class MpiCommunicator(MessageBackend):
     """A communicator that uses MPI. It duplicates the given communicator (`raw` is the duplicate), so that its messages
-    cannot be confused with those of the application that owns the original.
+    cannot be confused with the messages of the application that owns the original.
 
-    Testing any handle of the process, or waiting for it, advances all transfers. A transfer is never advanced by two
-    threads at once. GPU arrays are passed to MPI if `takes_gpus` is true (`fsdpx.ext.gpu.visible_devices` sets it).
-    Otherwise they go through host memory: small arrays are copied as a whole, and large arrays are sent in chunks, with
-    sums computed on the GPU.
+    Testing or waiting for any handle in the process advances all transfers. No two threads advance a transfer at the
+    same time. GPU arrays are passed to MPI if `takes_gpus` is true (`fsdpx.ext.gpu.visible_devices` sets it). Otherwise
+    they go through host memory: small arrays are copied as a whole, and large arrays are sent in chunks, with sums
+    computed on the GPU.
 
     Attributes
     ----------
@@ -286,7 +286,7 @@ class MpiCommunicator(MessageBackend):
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
 
     def start_transfer(self, call: Call) -> Handle:
-        """Start a call. If MPI raises an exception immediately, convert it to a CommError, as is done for errors of
+        """Start a call. If MPI raises an exception immediately, convert the exception to a CommError, as for failed
         requests."""
         try:
             if self.takes_gpus or not has_gpu_array(call.arrays):
@@ -359,8 +359,8 @@ class MpiCommunicator(MessageBackend):
     def _start_long_reduce_scatter(self, call: Call) -> Handle:
         """Start a reduce-scatter whose array is too long for one MPI call, as one reduce for each rank's piece.
 
-        If `recv` is the start of `send`, the result is first written to this rank's piece of `send` and copied at the
-        end, because reduces to other ranks may still be reading the start of `send`."""
+        If `recv` is the start of `send`, write the result to this rank's piece of `send` and copy it at the end,
+        because reduces to other ranks may still be reading the start of `send`."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, requests = pieces.get_piece(send, self.rank), []
         target = own_part if is_in_place(send, recv) else recv
@@ -418,7 +418,7 @@ class MpiCommunicator(MessageBackend):
 
     def window(self, nbytes: int) -> Window:
         """Return an MPI window for one-sided access. If ranks may die and all ranks are on one host, return a window in
-        shared memory instead, because it can still be used after a death."""
+        shared memory instead, because it remains usable after a rank dies."""
 
         if is_ulfm_active() and len(set(self.all_gather_data(platform.node()))) == 1:
             skip_finalize_barrier()
@@ -442,8 +442,7 @@ class MpiCommunicator(MessageBackend):
         return get_failed_ranks(self.raw) if is_ulfm_active() else ()
 
     def close(self) -> None:
-        """Free the communicator. If a rank has died, do nothing: the communicator is then kept until the process
-        ends."""
+        """Free the communicator. If a rank has died, do nothing and keep the communicator until the process ends."""
         hooks.release_hooks_of_owner(self)
         if self.raw != MPI.COMM_NULL and not self.get_failed_ranks():
             self.raw.Free()
@@ -456,22 +455,23 @@ SECONDS_BETWEEN_ABORTS, SECONDS_TO_ABORT = 0.5, 5.0
 
 
 class MpiWorld:
-    """An object that can abort all MPI ranks while no communicator is open yet. It has only `rank` and `abort`."""
+    """An object that can abort all MPI ranks before any communicator is open. It has only `rank` and `abort`."""
 
     rank = property(lambda self: int(MPI.COMM_WORLD.Get_rank()))
 
     @staticmethod
     def abort(code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
-            # MPI does not allow calls from this thread, so exit without MPI_Finalize, which makes the launcher end the
-            # job
+            # MPI does not allow calls from this thread, so exit without calling MPI_Finalize; the launcher then ends
+            # the job
             _exit(code)
         if environment.read_environment().ulfm:
             gone = get_failed_ranks(MPI.COMM_WORLD)
             alive = [rank for rank in range(MPI.COMM_WORLD.Get_size()) if rank not in gone]
             if len(alive) == 1:
                 _exit(code)  # exit instead of aborting, because Open MPI 5.0 would report the abort as success
-            if gone:  # abort one after another: the launcher may hang if several ranks abort at once after a death
+            # ranks abort one after another, because the launcher may hang if several ranks abort at once after a death
+            if gone:
                 time.sleep(SECONDS_BETWEEN_ABORTS * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
             # make sure that this process exits even if the launcher does not react to the abort
             stuck = threading.Timer(SECONDS_TO_ABORT, _exit, (code,))
@@ -481,7 +481,7 @@ class MpiWorld:
 
 
 def _duplicate_communicator(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
-    """Return a duplicate of a communicator. Raise CommTimeout if some rank does not take part within `timeout`
+    """Return a duplicate of a communicator. Raise CommTimeout if any rank does not take part within `timeout`
     seconds."""
     who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
     try:
@@ -521,8 +521,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
 
     Without ULFM, this class works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` returns a
     duplicate, and `revoke` does nothing. With ULFM, the death of a rank on this host is detected within milliseconds.
-    The death of an entire host is detected when the launcher detects it: either through its sockets or, if the launcher
-    has a heartbeat, within the heartbeat's timeout (10 s, `--prtemca errmgr_detector_heartbeat_timeout`)."""
+    The launcher detects the death of an entire host, either through sockets or, if it sends heartbeats, within the
+    heartbeat timeout (10 s, `--prtemca errmgr_detector_heartbeat_timeout`)."""
 
     def _initialize(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super()._initialize(comm, timeout, limit, progress)
@@ -536,8 +536,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
 
     def _make_handle_keeping_buffers(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
-        """Return a handle for the requests, and keep a reference to it so that the buffers stay alive. This is needed
-        because, after the loss of a rank, the caller may drop the handle while other ranks are still sending."""
+        """Return a handle for the requests, and keep a reference to it so that the buffers stay alive. After the loss
+        of a rank, the caller may drop the handle while other ranks are still sending."""
         handle = MpiRequests(self, call, requests, buffers)
         if len(self._under_way) >= _MAX_KEPT_HANDLES:
             self._under_way = [kept for kept in self._under_way if kept.active]
@@ -552,16 +552,17 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return get_failed_ranks(self.raw)
 
     def revoke(self) -> None:
-        """Revoke this communicator and all of its subgroups. This includes subgroups that this rank no longer uses,
-        because other ranks may still be waiting for it there."""
+        """Revoke this communicator and all of its subgroups. Include subgroups that this rank no longer uses, because
+        other ranks of these subgroups may still be waiting for this rank."""
         if self.survives and self.raw != MPI.COMM_NULL and not self.raw.Is_revoked():
             self.raw.Revoke()
         for part in self._parts:
             part.revoke()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Create the subgroup of this rank, and return only when all ranks have created theirs. Otherwise a rank that
-        has not created its subgroup yet could not revoke it, and the other ranks of the subgroup would wait forever."""
+        """Create the subgroup of this rank, and return only when all ranks have created their subgroups. Otherwise, a
+        rank that has not created its subgroup yet could not revoke it, and the other ranks of the subgroup would wait
+        forever."""
         self._parts = [part for part in self._parts if part.raw != MPI.COMM_NULL]
         part = super().split(color, key)
         if isinstance(part, UlfmCommunicator):
@@ -577,7 +578,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 
         def is_decided() -> bool:
-            with suppress(RankLost):  # ignore it here, because waiting for the affected transfer raises it again
+            # ignore RankLost here, because waiting for the affected transfer raises RankLost again
+            with suppress(RankLost):
                 self.progress.advance_transfers()
             return request.Test()
 
@@ -592,8 +594,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return int(given[0])
 
     def shrink(self) -> UlfmCommunicator:
-        """Create a communicator of the living ranks. If one of them dies in the meantime, repeat this until all ranks
-        of the new communicator agree that none of its ranks has died."""
+        """Create a communicator of the living ranks. If another rank dies in the meantime, try again until all ranks of
+        the new communicator agree that none of them has died."""
         before = self
         while True:
             try:

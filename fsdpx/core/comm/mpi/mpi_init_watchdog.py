@@ -2,8 +2,8 @@
 watchdog prints the number of that rank (if it is known) and ends the job.
 
 It is run as a script and imports only the standard library, so that it starts within milliseconds. The names of the
-marker files that waiting ranks create contain all information, so the watchdog opens no files. It only lists a folder
-that belongs to its own user and that no other user can enter.
+marker files that waiting ranks create contain all the information that the watchdog needs, so it opens no files. It
+only lists a folder that belongs to its own user and that no other user can enter.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_start_time", "parse_mar
 MARK_PREFIX = "came-"
 _MARK = re.compile(rf"{MARK_PREFIX}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
 TIMED_OUT_MARK = "late"
-"""Name of a folder that shows that the watchdog has ended the job. The deaths of the ranks alone do not show this,
-because they may be noticed in any order."""
+"""Name of a folder that marks that the watchdog has ended the job. The deaths of the ranks do not show this, because
+they may be noticed in any order."""
 POLL_SECONDS = 0.5
 SECONDS_TO_END = 2.0
 
@@ -43,14 +43,14 @@ def get_process_start_time(process: int) -> str:
 
 
 def parse_marker_name(name: str) -> tuple[int, str, str] | None:
-    """Parse the name of a marker file. Return (rank, process number with start time, local rank), or None if `name` is
-    not the name of a marker file."""
+    """Parse the name of a marker file. Return (rank, process ID with start time, local rank), or None if `name` is not
+    the name of a marker file."""
     match = _MARK.fullmatch(name)
     return None if match is None else (int(match[1]), match[2], match[3])
 
 
 def find_waiting_ranks(folder: str) -> dict[int, tuple[str, str]]:
-    """Return the waiting ranks as {rank: (process number with start time, local rank)}, or {} if the folder is not
+    """Return the waiting ranks as {rank: (process ID with start time, local rank)}, or {} if the folder is not
     private."""
     arrivals = {}
     with suppress(FileNotFoundError):
@@ -76,8 +76,8 @@ def _list_folder_if_private(folder: str) -> list[str]:
 
 
 def _is_process_alive(owner: str) -> bool:
-    """Return whether the process that `owner` identifies by its number and start time is alive. The number alone is not
-    enough, because by now it may belong to another process."""
+    """Return whether the process with the ID and start time in `owner` is alive. The process ID alone is not enough,
+    because the system may have reused the ID for another process."""
     process, _, birth = owner.partition("-")
     return get_process_start_time(int(process)) == birth != ""
 
@@ -87,7 +87,7 @@ def describe_missing_ranks(
 ) -> str:
     """Return an error message that names the ranks that have not arrived, as far as this host can tell.
 
-    `waiting` are the ranks that have arrived on this host. `known` is True if all ranks of this host create their
+    `waiting` holds the ranks that have arrived on this host. `known` is True if all ranks of this host create their
     marker files in the same folder.
     """
     host = platform.node()
@@ -118,7 +118,7 @@ def _format_ranks(ranks: Iterable[int]) -> str:
 
 
 def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
-    """Wait for `seconds` seconds, and return the ranks that are still waiting. Return {} as soon as MPI has been
+    """Wait for `seconds` seconds, and return the ranks that are still waiting. Return {} early if MPI has been
     initialized or no rank is waiting any longer."""
     due, listens = time.monotonic() + seconds, [0]
     while True:

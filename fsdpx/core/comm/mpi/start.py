@@ -33,22 +33,23 @@ LEFTOVER_PATTERNS = (
     "mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*",
     f"{safe_files.TEMPORARY_PREFIX}*",
 )  # fmt: skip
-"""Patterns for names of files in shared memory: those of MPICH, those of Open MPI (for messages in versions 5 and 4,
-and for windows), and those of fsdpx."""
+"""Patterns for the names of shared-memory files that MPICH, Open MPI (for messages in versions 5 and 4, and for
+windows) and fsdpx create."""
 _REMOVED = ("mpich_", safe_files.TEMPORARY_PREFIX)
 """Name prefixes of the leftover files that are removed. Other leftover files are only listed, because they may belong
 to another program."""
 LEFTOVER_AGE_SECONDS = 60.0
-"""Files that are younger than this are not listed, because they may belong to a job that is just starting."""
+"""Files newer than this are not listed, because they may belong to a job that is just starting."""
 _SESSION = "ompi."
-"""Name prefix of the session folders of Open MPI. The number of the process that created the folder follows it."""
+"""Name prefix of Open MPI's session folders. The prefix is followed by the ID of the process that created the
+folder."""
 _SECONDS_TO_BEGIN = 600.0
-"""Files that are older than this cannot belong to a job that is just starting, so they may be removed."""
+"""Files older than this cannot belong to a job that is just starting, so they may be removed."""
 
 
 def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LEFTOVER_AGE_SECONDS) -> list[Path]:
-    """Return the leftover files in `folder` that belong to this user. These are files that an MPI library or fsdpx has
-    created, that no process maps, and that were last written more than `seconds` seconds ago."""
+    """Return the leftover files in `folder` that belong to this user. A file is left over if an MPI library or fsdpx
+    created it, no process maps it, and it was last written more than `seconds` seconds ago."""
     old = time.time() - seconds
     files_there = (path for name in LEFTOVER_PATTERNS for path in folder.glob(name) if not path.is_dir())
     stale_files = sorted(path for path in files_there if is_owned_by_user(path) and _get_write_time(path) < old)
@@ -57,12 +58,12 @@ def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LE
 
 
 def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path | None = None) -> None:
-    """Remove files that killed jobs have left behind: files of fsdpx and MPICH in `folder`, and session folders of Open
-    MPI in `temporary` (default: $TMPDIR).
+    """Remove files that killed jobs have left behind: fsdpx and MPICH files in `folder`, and Open MPI session folders
+    in `temporary` (default: $TMPDIR).
 
     Ranks map these files as long as they live. A file therefore counts as left over if no process maps it and it is
-    older than _SECONDS_TO_BEGIN. Processes in other containers that share the folder are not visible here. But by the
-    time a file is that old, these processes have opened it, and no longer need its name."""
+    older than _SECONDS_TO_BEGIN. Processes in other containers may share the folder without being visible to this
+    process. However, they have already opened all files of this age, and no longer need the names."""
     for path in find_leftover_files(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith(_REMOVED):
             with suppress(OSError):  # the file may be gone, or the folder may be read-only
@@ -72,8 +73,8 @@ def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path |
 
 
 def _has_open_mpi_session_ended(folder: Path) -> bool:
-    """Return whether an Open MPI session folder is no longer used, that is, whether it is old, the process that created
-    it has ended, and no rank maps files in it."""
+    """Return True if an Open MPI session folder is no longer used: it is old, the process that created it has ended,
+    and no rank maps files in it."""
     process = folder.name.removeprefix(_SESSION)
     over = (
         process.isdecimal()
@@ -91,8 +92,8 @@ def _get_write_time(path: Path) -> float:
 
 
 def _find_mapped_files(folder: Path) -> set[str]:
-    """Return the files in `folder` that running processes map, as far as this process may read the memory maps of those
-    processes."""
+    """Return the files in `folder` that running processes map. Processes whose memory maps this process may not read
+    are ignored."""
     mapped_paths = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # the process may have ended, or belong to another user
@@ -110,8 +111,8 @@ _inside: list[int] = []  # contains the rank of this process while it waits for 
 @contextmanager
 def guarding_mpi_start() -> Iterator[None]:
     """Context manager for the initialization of MPI. If a rank does not arrive in time, the watchdog ends the job, so
-    that the other ranks do not wait forever. There is no watchdog if MPI is already initialized, because then the
-    script decides when ranks arrive."""
+    that the other ranks do not wait forever. If MPI is already initialized, no watchdog is started, because the script
+    then controls when ranks arrive."""
     settings = environment.read_environment()
     launcher = settings.launcher
     unheeded = get_running_mpi() is not None and settings.run is None
@@ -151,8 +152,8 @@ def _make_marker_folder(settings: environment.Environment, job: str) -> Path:
 
 
 def find_waiting_ranks(run: Path) -> set[int]:
-    """Return the ranks of a job that are still waiting for the initialization of MPI, as far as their marker files can
-    be seen from this host. `run` is the job's FSDPX_RUN folder."""
+    """Return the ranks of a job that are still waiting for the initialization of MPI. Only ranks whose marker files are
+    visible from this host are found. `run` is the job's FSDPX_RUN folder."""
     return {
         arrival[0]
         for mark in run.glob(f"start-*/{MARK_PREFIX}*")
@@ -161,14 +162,14 @@ def find_waiting_ranks(run: Path) -> set[int]:
 
 
 def has_start_timed_out(run: Path) -> bool:
-    """Return whether the watchdog of any host has ended the job because a rank did not arrive. `run` is the job's
+    """Return True if the watchdog on any host has ended the job because a rank did not arrive. `run` is the job's
     FSDPX_RUN folder."""
     return any(run.glob(f"start-*/{TIMED_OUT_MARK}"))
 
 
 def remove_dead_folders(folders: Iterable[Path], is_dead: Callable[[Path], bool]) -> None:
-    """Remove every folder in `folders` that belongs to this user and for which `is_dead` returns True. Skip a folder
-    if its own job removes it at the same time."""
+    """Remove every folder in `folders` that belongs to this user and for which `is_dead` returns True. If the folder's
+    own job removes it at the same time, skip it."""
     for left in folders:
         with suppress(FileNotFoundError):
             if safe_files.is_user_owned_folder(left) and is_dead(left):
@@ -176,8 +177,8 @@ def remove_dead_folders(folders: Iterable[Path], is_dead: Callable[[Path], bool]
 
 
 def identify_process() -> str:
-    """Return an identifier for this process that no later process can have. It contains the start time, because the
-    process number alone may be reused."""
+    """Return an identifier for this process that no later process can have. The identifier contains the start time of
+    the process, because process IDs may be reused."""
     return f"{os.getpid()}-{get_process_start_time(os.getpid())}"
 
 
@@ -195,8 +196,8 @@ def _start_mpi_init_watchdog(
     """Start the watchdog process. Return None if another rank has started it, or if the system is not POSIX. `job` is
     the result of `_identify_job`, and `folder` contains the marker files of the waiting ranks.
 
-    The watchdog is a Python process without site-packages, so starting it takes only 10 ms of CPU time. The launcher
-    does not kill it when it kills the ranks, so it can clean up after them."""
+    The watchdog is a Python process without site-packages, so starting it takes only 10 ms of CPU time. If the launcher
+    kills the ranks, the watchdog survives and can clean up after them."""
     if os.name != "posix":
         return None
     if not safe_files.try_create_marker(folder / "clock"):
@@ -214,10 +215,10 @@ def _start_mpi_init_watchdog(
 
 
 def _identify_job(launcher: environment.LauncherInfo) -> str:
-    """Return an identifier of this job that is the same for all its ranks on this host, and that no other job has.
-    Return "" if the launcher cannot be found.
+    """Return a unique identifier of this job that is the same for all its ranks on this host. Return "" if the launcher
+    cannot be found.
 
-    It is the identifier of the launcher's process: the nearest ancestor process that does not itself belong to a rank.
+    The result identifies the launcher's process: the nearest ancestor process that does not itself belong to a rank.
     """
     process, variable = os.getppid(), f"{launcher.variable}=".encode()
     with suppress(OSError, ValueError, IndexError):

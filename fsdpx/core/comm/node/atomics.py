@@ -1,5 +1,5 @@
-"""Compiled code for collectives in shared memory. It waits for flags, adds arrays and sets flags, and accesses all of
-them by their memory addresses.
+"""Compiled code for collectives in shared memory. It waits for flags, adds arrays and sets flags, using only memory
+addresses.
 
 The arguments of a collective are stored in an array of 64-bit words, called its row, so that compiled code needs only
 the address of the row. `fsdpx.core.comm.node.persistent` fills in the row."""
@@ -23,24 +23,25 @@ __all__ = [
 
 WORD = ir.IntType(64)
 LINE_BYTES = 64  # size of a cache line, and of the LLVM vectors used here
-LINES_PER_STEP = 4  # number of cache lines of numbers that one loop iteration sums over the ranks
+LINES_PER_STEP = 4  # number of cache lines that one loop iteration sums over the ranks
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
-"""Indices of words in a row: number of ranks on the host, this rank's index among them, number of elements to add,
-divisor of the sums, whether stores bypass the caches, and number of arrays to write to. These HEAD words are followed
-by three tables that have one entry for each rank: the address of its board, the address of its array, and the location
-(ADDRESS_WORDS words) that it is expected to post. The addresses of the results come last."""
+"""Indices of words in a row (the arguments of a collective): number of ranks on the host, this rank's index among them,
+number of elements to add, divisor of the sums, whether stores bypass the caches, and number of arrays to write to.
+These HEAD words are followed by three tables with one entry per rank: the address of the rank's board, the address of
+the rank's array, and the location (ADDRESS_WORDS words) that the rank is expected to post. The addresses of the results
+come last."""
 ADDRESS_WORDS = 3
 POSTED, FINISHED, WORDS = 0, 8, 16
-"""Byte offsets within a record on the board (records in shared memory)."""
+"""Byte offsets of the fields of a record on the board (in shared memory)."""
 LATE, MOVED, HELD, COMPLETE = range(4)
-"""The states of a collective. LATE: some rank has not arrived. MOVED: an array is at another address than before. HELD:
-other ranks are still reading or writing. COMPLETE: the collective is complete."""
+"""The states of a collective. LATE: some rank has not arrived. MOVED: the address of an array has changed. HELD: other
+ranks are still reading or writing. COMPLETE: the collective is complete."""
 
 
 @intrinsic
 def load_acquire(typingctx: Any, address: Any) -> Any:
-    """Atomically load the 64-bit word at an address with acquire order."""
+    """Atomically load the 64-bit word at an address with acquire ordering."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_cast_to_pointer(builder, arguments[0], WORD), "acquire", 8)
@@ -50,7 +51,7 @@ def load_acquire(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(typingctx: Any, address: Any, value: Any) -> Any:
-    """Atomically store a 64-bit word at an address with release order."""
+    """Atomically store a 64-bit word at an address with release ordering."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[1], _cast_to_pointer(builder, arguments[0], WORD), "release", 8)
@@ -68,7 +69,7 @@ def cpu_pause(typingctx: Any) -> Any:
 @intrinsic
 def fence_stores(typingctx: Any) -> Any:
     """Make sure that streaming (non-temporal) stores become visible before all later stores. On x86, a release store
-    alone does not ensure this."""
+    alone does not guarantee this order."""
     return _make_x86_intrinsic("llvm.x86.sse.sfence")
 
 
@@ -105,7 +106,7 @@ def make_rank_sum_intrinsic(lines: int, streaming: bool = False, through: Any = 
     given byte offset, or a single element if `lines` is 0.
 
     If `streaming` is true, stores bypass the caches. `through` is a conversion, such as rounding, that is applied to
-    each value before it is added. If the sum is written to several arrays, it is applied to the sum too."""
+    each value before it is added. If the sum is written to several arrays, the sum is converted too."""
 
     @intrinsic
     def add_vectors(
@@ -113,9 +114,8 @@ def make_rank_sum_intrinsic(lines: int, streaming: bool = False, through: Any = 
     ) -> Any:
         """Add the arrays at byte offset `at`, and write the sum divided by `divisor`.
 
-        `sources` is the address of a table that holds the addresses of the `ranks` arrays to add. `outs` is the address
-        of a table that holds the addresses of the `written` arrays to write to. `zero` is 0 in the dtype of the
-        arrays."""
+        `sources` is the address of a table with the addresses of the `ranks` arrays to add. `outs` is the address of a
+        table with the addresses of the `written` output arrays. `zero` is 0 in the dtype of the arrays."""
         itemsize = zero.bitwidth // 8
 
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -167,7 +167,8 @@ def _splat_vector(builder: Any, value: Any, vector: Any) -> Any:
 @jit
 def poll_barrier(row, number, at, max_polls):
     """Poll a barrier at most `max_polls` times. Return COMPLETE if all ranks have arrived, and LATE otherwise. `row` is
-    the address of the barrier's arguments, `number` is its number, and `at` is the byte offset of its records."""
+    the address of the barrier's arguments, `number` is the barrier's number, and `at` is the byte offset of its
+    records."""
     return COMPLETE if _have_all_posted(row, number, at + POSTED, max_polls) else LATE
 
 
@@ -202,7 +203,7 @@ def _compile_rank_sum_functions(name, through, kind):
     """Return two compiled functions: one that adds the arrays of all ranks in rank order, and one that also
     synchronizes the ranks before and after the addition.
 
-    `name` is part of the names of these functions, `kind` is the dtype of the sum, and `through` is applied to each
+    `name` is used in the names of these functions, `kind` is the dtype of the sum, and `through` is applied to each
     value before it is added."""
     element, lines, streamed = (
         make_rank_sum_intrinsic(0, through=through),
@@ -222,7 +223,8 @@ def _compile_rank_sum_functions(name, through, kind):
         sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + ADDRESS_WORDS) * ranks)
         while (
             index < end and (load_acquire(outs) + index) % LINE_BYTES
-        ):  # up to the first cache line: streaming stores must be aligned, and other stores are faster if aligned
+        # up to the first cache line boundary: streaming stores must be aligned, and other stores are faster if aligned
+        ):
             element(sources, ranks, outs, written, index, divisor, zero)
             index += itemsize
         if load_acquire(row + 8 * STREAM):
@@ -241,7 +243,7 @@ def _compile_rank_sum_functions(name, through, kind):
 
     def synchronize_and_add(row, number, at, max_polls):
         """Advance a collective sum as far as possible with at most `max_polls` polls per wait, and return its state.
-        `at` is the byte offset of the records of this collective on the ranks' boards."""
+        `at` is the byte offset of this collective's records on the ranks' boards."""
         finished = load_acquire(row + 8 * (HEAD + load_acquire(row + 8 * LANE))) + at + FINISHED
         if load_acquire(finished) < number:
             if not _have_all_posted(row, number, at + POSTED, max_polls):

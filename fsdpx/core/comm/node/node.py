@@ -1,10 +1,10 @@
-"""Collectives that use shared memory inside hosts and messages between hosts. Arrays in windows (shared memory) are not
+"""Collectives that use shared memory inside hosts and messages between hosts. Arrays in shared memory (windows) are not
 copied.
 
 Inside a host, a reduction reads each rank's array only once, and an all-gather into a buffer that all ranks share only
 has to synchronize the ranks. Between hosts, each rank of a host transfers a different slice, so that all network links
 are used at the same time. All other calls are passed to a message backend (MPI or Gloo), which is called the carrier.
-Calls with arrays outside of windows are also passed to it, unless the arrays have only a few bytes."""
+Calls with arrays outside of windows are also passed to the carrier, unless the arrays have only a few bytes."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
 __all__ = ["SMALL_SUM_BYTES", "NodeCommunicator"]
 
 SMALL_SUM_BYTES = 8 << 10
-"""Maximum size, in bytes, of arrays that are summed by messages if the sum is not compiled."""
+"""Maximum size, in bytes, of arrays that are summed with messages if the sum is not compiled."""
 MAX_PERSISTENT_CALLS = 4096
 """Maximum number of persistent collectives in the cache."""
 
 
 class NodeCommunicator(Backend):
-    """A communicator that extends the message backend `carrier` by shared memory between the ranks of each host. The
-    carrier is closed together with this communicator.
+    """A communicator that uses shared memory between the ranks of each host, in addition to the message backend
+    `carrier`. The carrier is closed together with this communicator.
 
     An array is in a window if it is a view of an array that `allocate_shared` or `allocate_node_buffer` has returned.
-    In each call, either all ranks or no ranks must pass such arrays. As in MPI, the buffers may be used again once a
-    call is complete. If hosts have different numbers of ranks, messages are used for all calls. For tests, `hosts` can
-    be the host number of each rank; by default, hosts are detected."""
+    In each call, either all ranks or no ranks must pass arrays in windows. As in MPI, the buffers may be reused once a
+    call is complete. If hosts have different numbers of ranks, all calls use messages. By default, hosts are detected.
+    For tests, `hosts` can contain the host number of each rank."""
 
     xp = np
 
@@ -119,21 +119,21 @@ class NodeCommunicator(Backend):
 
     @property
     def is_sharing_useful(self) -> bool:
-        """True if it is useful to allocate arrays in shared memory. This is the case if each host has several ranks of
-        this communicator, and the same number as other hosts."""
+        """True if it is useful to allocate arrays in shared memory: each host has several ranks of this communicator,
+        and all hosts have the same number of ranks."""
         return self.host_group is not None
 
     def allocate_shared(self, nbytes: int) -> Array | None:
         """Allocate `nbytes` bytes for this rank in memory that all ranks of its host can read. Ranks may request
-        different sizes. If a host has too little shared memory, return None on all ranks. Collective over the world
+        different sizes. If any host has too little shared memory, return None on all ranks. Collective over the world
         communicator."""
         self._free_arrays_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes)
         return None if number is None else self.memory.windows[number].parts[self.memory.rank]
 
     def allocate_node_buffer(self, nbytes: int) -> Array | None:
-        """Allocate one buffer of `nbytes` bytes on each host for all ranks of this communicator on that host to share.
-        If a host has too little shared memory, return None on all ranks. Collective over the world communicator."""
+        """On each host, allocate one buffer of `nbytes` bytes that all ranks of this communicator on the host share. If
+        any host has too little shared memory, return None on all ranks. Collective over the world communicator."""
         self._free_arrays_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes if self.rank == self.ranks_on_host[0] else 0)
         if number is None:
@@ -147,9 +147,9 @@ class NodeCommunicator(Backend):
         self.memory.unmap_window(array)
 
     def free_shared_locally(self, arrays: list[Array]) -> None:
-        """Free shared arrays whose owner has been garbage-collected, without communication. They are freed immediately
-        or, if a pending transfer may still be using them, at the next allocation. Any thread may call this at any
-        time."""
+        """Free the shared arrays whose owner has been garbage-collected, without communication. They are freed
+        immediately or, if a pending transfer may still be using them, at the next allocation. Any thread may call this
+        method at any time."""
         self.memory.abandoned += arrays
         self._free_abandoned_arrays()
 
@@ -167,8 +167,8 @@ class NodeCommunicator(Backend):
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
         tag: int = 0, algorithm: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
-        """Start a collective. If the same arrays have been passed before, no `Call` object is created, because creating
-        one takes a tenth of the time of a small collective."""
+        """Start a collective. If the same arrays have been passed before, no `Call` object is created, which saves a
+        tenth of the time of a small collective."""
         known = self._find_persistent_collective(verb, arrays, op, counts, algorithm, wire)
         if known is None:
             return super()._issue_call(verb, arrays, op, root, counts, what, tag, algorithm, wire)
@@ -178,10 +178,10 @@ class NodeCommunicator(Backend):
         self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, algorithm: str, wire: Any
     ) -> PersistentCollective | None:
         """Return the cached collective of an earlier call with the same arrays and arguments, or None if there is none.
-        With a cached collective, arguments need not be checked again.
+        A cached collective does not check its arguments again.
 
-        The cache key contains the ids of arrays. Because other arrays may get the same ids later, the arrays themselves
-        are compared too. If the shape or dtype of an array is changed in place, this is not detected."""
+        The cache key contains the ids of arrays. Other arrays may get the same ids later, so the arrays themselves are
+        compared too. In-place changes of an array's shape or dtype are not detected."""
         if not arrays:
             return self._persistent_calls.get(verb)
         first, last = arrays[0], arrays[-1]
@@ -195,13 +195,13 @@ class NodeCommunicator(Backend):
         return self.carrier.start_transfer(call) if handle is None else handle
 
     def _take_next_tag(self) -> int:
-        """Return the next message tag of the carrier (the message backend), so that no collective of the carrier itself
-        uses the same tag."""
+        """Reserve and return the next message tag of the carrier (the message backend), so that the carrier's own
+        collectives cannot use the same tag."""
         return self.carrier._take_next_tag()
 
     def start_rounded_sum(self, call: Call) -> Handle:
-        """Start a sum over ranks whose inputs are rounded to the 16-bit dtype `call.wire`. In shared memory, where
-        nothing is sent, they are rounded when they are read."""
+        """Start a sum over ranks that rounds its inputs to the 16-bit dtype `call.wire`. In shared memory, nothing is
+        sent; the inputs are rounded when they are read."""
         group = self.host_group if self.is_single_host else None
         handle = None if group is None else _SHARED_MEMORY_CALLS[call.verb](self, call, group)
         return super().start_rounded_sum(call) if handle is None else handle
@@ -226,10 +226,10 @@ class NodeCommunicator(Backend):
         """Start an all-gather of a few bytes per rank through the board (records in shared memory with which ranks
         announce collectives). The arrays may be in any memory.
 
-        A trainer begins each of its calls with such a gather. If another rank makes a different call at that time, that
-        rank waits in MPI, and its call is never matched with this gather. This is intended: if both calls went through
-        MPI, the library could mix up their data, corrupt its own memory (as Open MPI's nonblocking collectives do), and
-        hang."""
+        A trainer begins each of its calls with this gather. If another rank makes a different call at that time, it
+        waits in MPI, and its call is never matched with this gather. This is intended: if both calls used MPI, the
+        library could mix up their data, corrupt its own memory (as happens with Open MPI's nonblocking collectives),
+        and hang."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective_number()
         group.board.view_payload(group.lane, number)[: send.nbytes] = send.view(np.uint8)
@@ -244,9 +244,9 @@ class NodeCommunicator(Backend):
     def _start_all_gather_into_host_buffer(
         self, call: Call, group: NodeGroup, into: WindowAddress, source: WindowAddress | None
     ) -> Handle:
-        """Start an all-gather into a buffer that all ranks share: each rank writes its piece, and then the ranks only
-        have to synchronize. `into` is the address of the buffer. `source` is the address of this rank's piece, or None
-        if the piece is not in a window (shared memory)."""
+        """Start an all-gather into a buffer that all ranks share. Each rank writes its piece; then the ranks only have
+        to synchronize. `into` is the address of the buffer. `source` is the address of this rank's piece, or None if
+        the piece is not in a window (shared memory)."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, start = pieces.get_piece(recv, self.rank), pieces.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
@@ -261,8 +261,8 @@ class NodeCommunicator(Backend):
         return group.start_barrier(group.reserve_collective_number(), call)
 
     def _start_all_gather_by_copying(self, call: Call, group: NodeGroup, address: WindowAddress) -> Handle:
-        """Start an all-gather in which each of N ranks copies the pieces of the other ranks from shared memory. These
-        pieces are (N-1)/N of the full array."""
+        """Start an all-gather in which each of N ranks copies the other ranks' pieces, (N-1)/N of the full array, from
+        shared memory."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective_number()
         copy_unless_same(pieces.get_piece(recv, self.rank), send)
@@ -362,7 +362,7 @@ class NodeCommunicator(Backend):
         self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None
     ) -> Handle:
         """Start the new compiled collective `made`, and cache it for later calls with the same arrays. If the partition
-        `pieces` is balanced, the collective is also used for calls without counts."""
+        `pieces` is balanced, also reuse the collective for calls without counts."""
         if len(self._persistent_calls) >= MAX_PERSISTENT_CALLS:
             self._persistent_calls.clear()
         counts: list[AllCounts] = [call.counts]
@@ -377,13 +377,13 @@ class NodeCommunicator(Backend):
 
     @property
     def persistent_code(self) -> ModuleType | None:
-        """The module `persistent`, which contains compiled collectives for fixed arrays. None if it is not loaded or
+        """The module `persistent` with compiled collectives for fixed arrays, or None if the module is not loaded or
         cannot be used."""
         return self.memory.persistent if self.compiles else None
 
     def _free_arrays_and_load_persistent_code(self) -> None:
-        """Free shared arrays whose owner has been garbage-collected, and load the module of compiled collectives. From
-        then on, repeated collectives run compiled code."""
+        """Free shared arrays whose owner has been garbage-collected, and load the module of compiled collectives.
+        Repeated collectives then run compiled code."""
         self._free_abandoned_arrays()
         if self.compiles and self.persistent_code is None:
             from fsdpx.core.comm.node import persistent
@@ -391,12 +391,12 @@ class NodeCommunicator(Backend):
             self.memory.persistent = persistent
 
     def _find_address_if_summed_in_shared(self, array: Array, op: ReduceOp) -> WindowAddress | None:
-        """Return the address of an array that should be summed in shared memory, or None if the array should be summed
-        by messages.
+        """Return the address of an array that should be summed in shared memory, or None if it should be summed with
+        messages.
 
-        Small arrays are summed by messages unless the sum is compiled, because a message library does not have the
-        overhead of Python. 16-bit arrays on several hosts are also summed by messages: they must be added in rank order
-        and rounded only once, but the partial sum of each host would already be rounded."""
+        Small arrays are summed with messages unless the sum is compiled, because a message library has no Python
+        overhead. 16-bit arrays on several hosts are also summed with messages: they must be added in rank order and
+        rounded only once, but each host's partial sum would already be rounded."""
         small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_reduction_compilable(array.dtype, op))
         if small or not (self.is_single_host or not is_half(array.dtype)):
             return None

@@ -1,8 +1,8 @@
-"""Persistent collectives in shared memory. Their arguments are checked and the addresses of their arrays are found only
-once. After that, they can be started many times, and compiled code does all waiting and adding.
+"""Persistent collectives in shared memory. The arguments are checked and the array addresses are looked up only once.
+After that, a collective can be started many times, and compiled code does all waiting and adding.
 
-They use the same shared records as `NodeCollective`, so a rank that runs one of these kinds of collective can
-synchronize with a rank that runs the other."""
+Persistent collectives use the same shared records as `NodeCollective`, so a rank that runs a persistent collective can
+synchronize with a rank that runs a `NodeCollective`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ __all__ = [
 ]  # fmt: skip
 
 SPINS_PER_STEP = 512
-"""Number of times that compiled code polls (about 20 us) before Python takes over and also advances other transfers."""
+"""Number of polls in compiled code (about 20 us in total) before Python takes over and also advances other
+transfers."""
 MIN_STREAMED_BYTES = 4 << 20
 """Results of at least this many bytes bypass the caches, where they would only evict other data. Smaller results are
 worth caching, because they are read soon."""
@@ -36,12 +37,13 @@ _SUMS: dict[str, CompiledFunction] = {
     "bfloat16": atomics.synchronize_and_add_bfloat16,
     "float16": atomics.synchronize_and_add_float16,
 }
-"""The compiled sum for each dtype of arrays, or dtype to which float32 values are rounded before they are added."""
+"""The compiled sum for each array dtype, and for each 16-bit dtype to which float32 values are rounded before they are
+added."""
 
 
 def compile_collective_kernels(kind: str) -> None:
     """Compile the code of collectives in shared memory, or load it from the cache, so that the first collective does
-    not have to wait for it. `kind` is the name of the dtype of the sums."""
+    not have to wait. `kind` is the name of the dtype of the sums."""
     for run in (atomics.poll_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
         run.compile_for_arguments(0, 0, 0, 0)
 
@@ -76,8 +78,8 @@ def make_persistent_sum(
 
 def _make_argument_row(group: NodeGroup, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
     """Return the array of arguments for compiled code, in the layout described in `atomics`. `n` is the number of
-    elements to add, and `outs` are the addresses to write to. The addresses of the arrays to add are filled in
-    later."""
+    elements to add, and `outs` lists the addresses of the output arrays. The addresses of the arrays to add are filled
+    in later."""
     ranks = group.size
     head = [ranks, group.lane, n, divisor, int(stream), len(outs)]
     return np.array(
@@ -93,7 +95,7 @@ class PersistentCollective:
     ----------
     run : compiled function that advances the collective
     words : address of this rank's array as 64-bit words; None if other ranks do not read the array
-    own : array to which the first array is copied at each start; None if nothing is copied
+    own : array into which each start copies the first array of the call; None if nothing is copied
     skip : byte offset, in each rank's array, of the elements that this rank adds"""
 
     __slots__ = (
@@ -142,7 +144,7 @@ class PersistentCollective:
 
 class StartedCollective:
     """The handle of a persistent collective that has been started. The class has no `__init__`, because calling it
-    would take a fifth of the time of a start."""
+    would take a fifth of the time needed to start a collective."""
 
     __slots__ = ("at", "done", "number", "persistent", "what")
     persistent: PersistentCollective

@@ -1,9 +1,9 @@
 """Collectives inside one host, and collectives over several hosts that combine shared memory with messages.
 
-The collectives of a host are numbered, and ranks announce them in records on a shared board. A lane consists of the
-ranks that have the same index on their hosts, one of each host. Messages are exchanged inside lanes. While a call waits
-for the ranks of its host, a later call could overtake it on some ranks. Each call therefore gets a ticket when it is
-issued, and calls start their messages in the order of their tickets."""
+The collectives of a host are numbered, and ranks announce them in records on a shared board. A lane consists of one
+rank per host: the ranks that have the same index on their hosts. Messages are exchanged only within lanes. While a call
+waits for the ranks of its host, a later call could overtake it on some ranks. Each call therefore gets a ticket when it
+is issued, and calls start their messages in ticket order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ because most ranks arrive together."""
 
 
 def make_timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -> CommTimeout:
-    """Return the error for a collective that has timed out. `missing` are the indices, on this host, of the ranks that
+    """Return the error for a collective that has timed out. `missing` lists the indices on this host of the ranks that
     have not arrived."""
     ranks = [group.ranks[index] for index in missing]
     reason = f"ranks {ranks} did not call it, called it with an array outside of windows, or have ended"
@@ -49,7 +49,7 @@ def make_timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -
 
 class ArrivalStage:
     """A handle that is complete when `seen(index, number)` is true for every other rank of the host. `index` is the
-    rank's index on the host, and `number` is the number of the collective."""
+    index of the other rank on the host, and `number` is the number of the collective."""
 
     __slots__ = ("_group", "_missing", "_name", "_number", "_seen")
 
@@ -79,7 +79,7 @@ class NodeCollective(GeneratorHandle):
     Parameters
     ----------
     work : function that is called when the data of all ranks may be read; None if there is nothing to do
-    held : whether other ranks read this rank's data, so that the collective completes only when they have finished
+    held : whether other ranks read this rank's data; if so, the collective completes only when they have finished
         reading
     last : function that is called at the end of the collective"""
 
@@ -106,19 +106,20 @@ class NodeCollective(GeneratorHandle):
         super().__init__(run_stages(), group.progress)
 
     def is_slot_free(self) -> bool:
-        """Return whether all ranks have read this rank's record, so that a later collective may overwrite it."""
+        """Return True if all ranks have read this rank's record, which means that a later collective may overwrite
+        it."""
         return self.test() and self._free.test()
 
 
 class NodeGroup:
-    """The ranks of a communicator that run on this host. Creating it is collective over the communicator.
+    """The ranks of a communicator that run on this host. Creating this object is collective over the communicator.
 
     Attributes
     ----------
     ranks : ranks on this host, as numbered in the communicator
     lane : index of this rank in `ranks`
     others : indices of the other ranks in `ranks`
-    board : shared records with which the ranks announce collectives
+    board : shared records that ranks use to announce collectives
     latest : for each slot of the board (space for one record per rank), the latest collective that has used the slot"""
 
     def __init__(self, comm: MessageBackend, memory: NodeMemory, ranks: list[int], number: int) -> None:
@@ -136,9 +137,9 @@ class NodeGroup:
         self._number = 0
 
     def reserve_collective_number(self, call: object = "a call") -> int:
-        """Return a number for a new collective, after waiting until the shared memory for its records may be
-        overwritten. The number is reserved as soon as a call is issued, so that all ranks use the same number for a
-        collective, even if they synchronize later."""
+        """Wait until the shared memory for the records of a new collective may be overwritten, and return the number of
+        the collective. The number is reserved as soon as a call is issued, so that all ranks use the same number even
+        if they synchronize later."""
         self._number = number = self._number + 1
         slot, latest = number % BOARD_SLOTS, self.latest
         if latest[slot] is not None:
@@ -152,8 +153,8 @@ class NodeGroup:
             raise CommTimeout(f"{self.latest[slot]}: {BOARD_SLOTS} meetings later, not all ranks have taken part")
 
     def _is_slot_free(self, slot: int) -> bool:
-        """Return whether the collective in a slot of the board (shared records) no longer needs its records, so that a
-        later collective may overwrite these records."""
+        """Return True if the collective in a slot of the board (shared records) no longer needs its records, which
+        means that a later collective may overwrite them."""
         latest = self.latest[slot]
         return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
@@ -167,7 +168,7 @@ class NodeGroup:
     ) -> Handle:
         """Start a collective inside the host, and return its handle. The collective announces the `address` of this
         rank's array, and runs `work` when all ranks have announced their arrays. It is complete when all ranks have
-        finished. `address` is None if the data is so small that it has been posted in the record itself."""
+        finished. If the data is small enough to be posted in the record itself, `address` is None."""
         self.board.post_record(number, None if address is None else address.word_view)
         return self._create_collective(number, call, work, **terms)
 
@@ -179,26 +180,26 @@ class NodeGroup:
         return meeting
 
     def view_peer_slice(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
-        """Return a view of `size` elements, beginning at element `start`, of the array that the rank with index `index`
-        on the host has announced for collective number `number`."""
+        """Return a view of `size` elements of a peer's array, beginning at element `start`. The peer (the rank with
+        index `index` on the host) has announced this array for collective number `number`."""
         return self.memory.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
     def view_host_slices(self, number: int, own: Array, start: int) -> list[Array]:
-        """For each rank of this host, in rank order, return a slice of the array that the rank has announced for
-        collective number `number`. Each slice begins at element `start` and is as long as `own`, this rank's own
-        slice."""
+        """Return one slice for each rank of this host, in rank order. It is a slice of the array that the rank has
+        announced for collective number `number`, begins at element `start`, and is as long as this rank's own slice,
+        `own`."""
         count = range(len(self.ranks))
         return [own if i == self.lane else self.view_peer_slice(i, number, start, own.size, own.dtype) for i in count]
 
     def view_payload(self, index: int, number: int) -> Array:
-        """Return, as 64-bit words, the small data in the record that the rank with index `index` on the host has posted
-        for collective number `number`."""
+        """Return the payload of a record as 64-bit words. The rank with index `index` on the host has posted this
+        record for collective number `number`."""
         return self.board.view_payload(index, number).view(np.int64)
 
     def copy_pieces_from_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
-        """For each (index, array, start) in `pieces`, fill `array` with elements of a peer's array, beginning at
-        element `start` of the peer's array. This is the array that the rank with index `index` on the host has
-        announced for collective number `number`."""
+        """For each (index, array, start) in `pieces`, fill `array` with elements of a peer's array, beginning at its
+        element `start`. The peer (the rank with index `index` on the host) has announced its array for collective
+        number `number`."""
         for index, array, start in pieces:
             array[...] = self.view_peer_slice(index, number, start, array.size, array.dtype)
 
@@ -221,8 +222,8 @@ class HostLanes:
 
     def all_gather_over_hosts_then_in_host(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Gather the pieces of this rank's lane (the ranks with the same index on their hosts) from the other hosts.
-        Then copy the pieces of the other lanes from the ranks of this host. In this way, the ranks of a host share the
-        network traffic."""
+        Then copy the pieces of the other lanes from the ranks of this host. The ranks of a host thus share the network
+        traffic."""
         group, turn, number = self.host_group, self._reserve_lane_turn(), self.host_group.reserve_collective_number()
         recv, pieces = call.arrays[1], call.partitions[0]
         yield turn
@@ -269,8 +270,8 @@ class HostLanes:
         self._divide_if_average(call, recv)
 
     def all_reduce_in_host_then_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Sum one slice of the array on each rank of the host, first inside the host and then over the hosts. Then copy
-        the other slices from the other ranks of the host."""
+        """Let each rank of a host sum a different slice of the array, first inside the host and then over the hosts.
+        Then copy the other slices from the other ranks of the host."""
         group, turn = self.host_group, self._reserve_lane_turn()
         first, second = group.reserve_collective_number(), group.reserve_collective_number()
         (buf,) = call.arrays
@@ -328,7 +329,7 @@ class LaneTurn:
         self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
-        return self._lanes.turn >= self._ticket  # greater if this call has been advanced during another wait
+        return self._lanes.turn >= self._ticket  # `turn` is greater if this call was advanced during another wait
 
     def wait(self) -> None:
         group = self._lanes.host_group

@@ -1,4 +1,4 @@
-"""A file in memory that all ranks of a host map. The operating system frees it when the last of these ranks has
+"""An in-memory file that all ranks of a host map. The operating system frees it when the last of these ranks has
 ended."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["map_shared_file"]
 
 try:
     import fcntl
-except ImportError:  # Microsoft Windows has no fcntl; there, MPI provides shared memory
+except ImportError:  # Microsoft Windows has no fcntl; MPI provides shared memory on this platform
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
@@ -29,9 +29,9 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
     """Create a file in `folder` on rank 0, and map and lock it on all ranks of `comm`. All these ranks must run on one
     host. Collective.
 
-    The file has no name as long as it occupies memory, so nothing is left behind if the ranks are killed. The other
-    ranks open rank 0's file through /proc. If this is denied, for example between containers that do not see each
-    other's processes, the file gets a name, and stays empty until all ranks have opened it and the name has been
+    The file has no name while it occupies memory, so nothing is left behind if the ranks are killed. The other ranks
+    open rank 0's file through /proc. If access is denied, for example because containers cannot see each other's
+    processes, the file gets a temporary name. It then stays empty until all ranks have opened it and the name has been
     removed.
 
     Parameters
@@ -86,11 +86,12 @@ class _SharedFileOpening:
         finally:
             if self.comm.rank == 0:
                 os.unlink(path)
-        self.comm.all_gather_data(None)  # wait for rank 0, so that no rank allocates memory while the file has a name
+        # wait until rank 0 has removed the name: a killed job must not leave a file that occupies memory
+        self.comm.all_gather_data(None)
 
     def map_memory_and_hold_liveness_lock(self, preallocate: bool) -> mmap.mmap:
-        """Map the file, and lock the byte whose lock shows that this rank is alive. If `preallocate` is true, rank 0
-        allocates all of the memory. Collective."""
+        """Map the file, and lock one byte to show that this rank is alive. If `preallocate` is true, rank 0 allocates
+        all of the memory. Collective."""
 
         def map_and_lock() -> None:
             if preallocate and self.comm.rank == 0:
@@ -109,8 +110,8 @@ class _SharedFileOpening:
             os.close(file)
 
     def _make_unnamed_file(self) -> tuple[int, ...]:
-        """Create the file if this is rank 0. Return (process number, descriptor, device, inode) on rank 0, and () on
-        other ranks."""
+        """Create the file if this is rank 0. Return (process ID, descriptor, device, inode) on rank 0, and () on other
+        ranks."""
         if self.comm.rank:
             return ()
         self.file = safe_files.open_self_deleting_file(self.folder)
@@ -131,7 +132,7 @@ class _SharedFileOpening:
             os.truncate(self.file, self.nbytes)
 
     def _run_and_gather_results(self, body: Callable[[], T]) -> list[T]:
-        """Call `body()` on each rank, and return the results of all ranks. If it raises OSError on any rank, raise
+        """Call `body()` on each rank, and return the results of all ranks. If `body` raises OSError on any rank, raise
         ConfigError on all ranks. Collective."""
         value, problem = None, ""
         try:
@@ -155,9 +156,9 @@ class _SharedFileOpening:
 
 
 def _open_descriptor_of_process(process: int, number: int, *identity: int) -> int:
-    """Open the file that another process has open as descriptor `number`. Return -1 if access is denied, or if this is
-    not the file with the given `identity` (device, inode), as can happen in a container with process numbers of its
-    own."""
+    """Open the file that another process has open as descriptor `number`. Return -1 if access is denied, or if the file
+    does not have the given `identity` (device, inode). If a container has its own process IDs, the descriptor may refer
+    to a different file."""
     name = f"/proc/{process}/fd/{number}"
     with suppress(OSError):
         if _get_device_and_inode(os.stat(name)) == identity:

@@ -1,10 +1,10 @@
 """Memory that the ranks of a host share: files mapped by all of these ranks, windows in these files, and a board for
 synchronization.
 
-On the board, each rank announces how far it has got. No lock is needed, because a rank writes only to its own part. A
-rank *posts* the number of a collective when its data may be read, together with a few words that locate the data. It
-marks the number as *finished* when it has read everything that it needs. A memory fence ensures that the words become
-visible before the number does."""
+Each rank announces its progress on the board. No lock is needed, because a rank writes only to its own part. When its
+data may be read, a rank *posts* the number of the collective and a few words that locate the data. When it has read
+everything that it needs, it marks the number as *finished*. A memory fence ensures that the words become visible before
+the number does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 try:
     import fcntl
-except ImportError:  # Windows has no fcntl; there, MPI provides windows
+except ImportError:  # Microsoft Windows has no fcntl; MPI windows are used instead
     fcntl = None  # type: ignore[assignment]
 
 
@@ -66,11 +66,11 @@ class SharedMapping:
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
         self.file, memory = map_shared_file(comm, starts[-1], _find_shared_memory_folder(), preallocate)
         self._end = weakref.finalize(self, os.close, self.file)
-        self._end.atexit = False  # not needed at exit, because the operating system then closes the file
+        self._end.atexit = False  # no finalizer is needed at exit, because the operating system then closes the file
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
 
     def close(self) -> None:
-        """Drop the array views, and close the file. The memory is unmapped when no view of it exists any longer."""
+        """Drop the array views, and close the file. The memory is unmapped once no views of it remain."""
         self.parts = []
         self._end()
 
@@ -109,8 +109,8 @@ class MappedWindow(SharedWindow):
 
 
 def get_shared_memory_id() -> str:
-    """Return an identifier that is the same in all processes that can share memory with each other. These are the
-    processes of one host, or of one container if it has shared memory of its own."""
+    """Return an identifier that is the same in all processes that can share memory with each other: the processes of
+    one host, or of one container if it has its own shared memory."""
     folder = _find_shared_memory_folder()
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(folder).st_dev}"
@@ -122,7 +122,7 @@ def _find_shared_memory_folder() -> str:
 
 
 RESERVED_BYTES = 4 << 20
-"""Number of bytes of shared memory that are left for the library that transfers messages."""
+"""Number of bytes of shared memory to leave free for the message library."""
 
 
 class WindowAddress(NamedTuple):
@@ -154,7 +154,7 @@ class HostWindow:
     def __init__(self, here: Communicator, nbytes: int) -> None:
         self._mapping = SharedMapping(
             here, nbytes, preallocate=False
-        )  # not preallocated, so that each memory page is placed near the core that first uses it
+        )  # do not preallocate, so that each memory page is placed near the core that first uses it
         self.parts: list[Array] = self._mapping.parts
         self.addresses = [get_data_pointer(part) for part in self.parts]
         self.fence = _make_store_fence()
@@ -190,7 +190,8 @@ class NodeMemory:
 
     def allocate_window(self, nbytes: int) -> int | None:
         """Create a window (shared memory) with `nbytes` bytes for this rank, and return its id. Ranks may request
-        different sizes. If a host has too little shared memory, return None on all ranks. Collective over the world."""
+        different sizes. If any host has too little shared memory, return None on all ranks. Collective over the
+        world."""
         wanted = sum(self.here.all_gather_data(nbytes))
         if not all(self.world.all_gather_data(wanted <= count_free_shared_bytes())):
             return None
@@ -201,8 +202,8 @@ class NodeMemory:
         return number
 
     def unmap_window(self, array: Array) -> None:
-        """Free this rank's mapping of the window (shared memory) that contains `array`, without communication. No view
-        of the window may be in use."""
+        """Free this rank's mapping of the window (shared memory) that contains `array`, without communication. Views of
+        the window must no longer be in use."""
         address = self.find_address(array)
         assert address is not None, "only what was allocated is released"
         window = self.windows.pop(address.window)
@@ -216,7 +217,7 @@ class NodeMemory:
     def free_abandoned_windows(self) -> None:
         """Free the windows (shared memory) of arrays whose owner has been garbage-collected, unless they have already
         been freed."""
-        # `pop` raises it if the list is empty, for example because another thread took the last entry
+        # `pop` raises IndexError if the list is empty, for example because another thread took the last entry
         with suppress(IndexError):
             while True:
                 array = self.abandoned.pop()
@@ -264,7 +265,9 @@ class NodeMemory:
 
     def close(self) -> None:
         """Free all windows (shared memory) of this rank."""
-        while self.windows:  # not `for`, because garbage collection may free other windows during the loop
+        # use `while`, use `while`, use `while`, not `for`, because garbage collection may free other windows during the
+        # loop
+        while self.windows:
             self.windows.popitem()[1].free_memory()
         self._owners.clear()
         self._cached_addresses.clear()
@@ -302,13 +305,13 @@ def count_free_shared_bytes() -> int:
 
 
 BOARD_SLOTS = 64
-"""Maximum number of collectives at the same time. Each uses one slot (space for a record). When all slots have been
-used, the next collective reuses the slot of the oldest one."""
+"""Maximum number of concurrent collectives. Each collective uses one slot (space for a record). Once all slots have
+been used, the next collective reuses the oldest slot."""
 RECORD_HEAD_WORDS = 8
-"""Number of 64-bit words in a record before its payload: the numbers posted and finished, and words about the call.
-Together, they fill one cache line."""
+"""Number of 64-bit words before the payload of a record: the posted number, the finished number, and words about the
+call. Together, they fill one cache line."""
 MAX_PAYLOAD_BYTES = 128
-"""Number of bytes that fit into the payload of any record. This is enough for the data that ranks exchange about a
+"""Number of bytes that fit into the payload of any record. This is enough for the data that ranks exchange in each
 step."""
 
 
@@ -329,9 +332,9 @@ class CollectiveBoard:
         self._own_record_words = self._words[self.rank]
 
     def post_record(self, number: int, words: memoryview | None = None) -> int:
-        """Announce that this rank's data for collective number `number` may be read. `words` is the address of the data
-        (`WindowAddress.word_view`), if it has one. Return the byte offset of the record in each rank's part of the
-        board (shared memory)."""
+        """Announce that other ranks may read this rank's data for collective `number`. `words` is the address of the
+        data in shared memory (`WindowAddress.word_view`), or None. Return the byte offset of the record in each rank's
+        part of the board."""
         offset = number % BOARD_SLOTS * self._record
         own_record = self._own_record_words
         if words is not None:
@@ -352,8 +355,9 @@ class CollectiveBoard:
         return self._words[rank][offset : offset + count].tolist()
 
     def view_payload(self, rank: int, number: int) -> Array:
-        """Return a view of the payload of a shared record, for small data that is exchanged in the record itself. The
-        payload must be written before `post_record` is called, and may be read once the record has been posted."""
+        """Return a view of the payload of a shared record. The payload holds small data that is exchanged in the record
+        itself. The payload must be written before `post_record` is called, and may be read once the record has been
+        posted."""
         offset = 8 * (self._get_record_offset(number) + RECORD_HEAD_WORDS)
         return self._bytes[rank][offset : offset + 8 * (self._record - RECORD_HEAD_WORDS)]
 

@@ -1,5 +1,5 @@
-"""Attention, convolution, group norm, pooling and resampling kernels for fields. All have plain array code, and most
-also compiled code."""
+"""Attention, convolution, group norm, pooling and resampling kernels for fields. All have a plain array version, and
+most also have a compiled version."""
 
 from fsdpx.ext.fields.kernels.convolution import WindowStrides as WindowStrides
 from fsdpx.ext.fields.kernels.convolution import correlate as correlate

@@ -1,4 +1,4 @@
-"""Convolutions of fields with any number of dims in plain array code. There is one matmul per window offset."""
+"""Convolutions of fields with any number of dims in plain array code, with one matmul per window offset."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fsdpx.core.array.kernels.dispatch import kernel
 __all__ = ["WindowStrides", "correlate", "correlate_backward_input", "correlate_backward_params"]
 
 GradientTarget = tuple[Any, bool] | None
-"""The array for a gradient, and whether to add the gradient to the array instead of overwriting it; None if the
+"""The array for a gradient, and whether to add the gradient to the array instead of overwriting it. None if the
 gradient is not needed."""
 
 
 def write_or_add_gradient(target: Any, value: Any) -> None:
-    """Write `value` to a gradient array, or add it there. `target` is (array, whether to add)."""
+    """Write `value` to a gradient array, or add it to this array. `target` is (array, whether to add)."""
     out, add = target
     if add:
         out += value.astype(out.dtype, copy=False)
@@ -38,10 +38,10 @@ class WindowStrides(NamedTuple):
     def iterate_window_offsets(
         self, sizes: Sequence[int], cells: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield (offset, index of outputs, index of cells) for each window offset. Only outputs are selected whose cell
-        at this offset is inside the field; the cells are those that these outputs read at this offset.
+        """Yield (offset, index of outputs, index of cells) for each window offset. The index of outputs selects the
+        outputs whose cell at this offset is inside the field, and the index of cells selects these cells.
 
-        `sizes` is the number of outputs along each dim, and `cells` the number of input cells."""
+        `sizes` is the number of outputs along each dim, and `cells` is the number of input cells along each dim."""
         for offset in product(*map(range, self.kernel)):
             outputs, met = [slice(None)] * 2, [slice(None)] * 2
             for i, s, d, first, size, n in zip(offset, *self[1:4], sizes, cells, strict=True):
@@ -62,16 +62,17 @@ class WindowStrides(NamedTuple):
 
 LANES = 16
 """Number of channels that the Winograd kernels process at a time. The total number of channels must be a multiple of
-it."""
+this number."""
 TILE = 4
-"""Number of rows, and of columns, of outputs in a Winograd tile."""
+"""Number of output rows in a Winograd tile, and number of output columns."""
 MIN_TILES = 32
 """Minimum number of tiles for Winograd's algorithm. With fewer tiles, reading the weights takes more time than the
 algorithm saves."""
 MIN_FILLED_SHARE = 0.6
-"""Minimum fraction of the tiles' pixels that are inside the output. Below it, most of the saving is lost."""
+"""Minimum fraction of the tiles' pixels that must be inside the output. Below this fraction, Winograd's algorithm saves
+little time."""
 GROUP_OUTPUTS = 8
-"""Minimum number of outputs with which compiled convolutions fill their lanes. Groups with fewer outputs are computed
+"""Minimum number of outputs that fill the lanes of compiled convolutions. Groups with fewer outputs are computed
 together, as one convolution in which most weights are 0."""
 
 
@@ -93,8 +94,8 @@ def count_winograd_tiles(size: int) -> int:
 
 
 def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether the convolution is a single matmul: the window is one cell, and moves over the full field with
-    stride 1."""
+    """Return whether the convolution is a single matmul, which requires a window of one cell that moves over the full
+    field with stride 1."""
     one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
     return one and tuple(cells) == tuple(sizes)
 
@@ -107,8 +108,8 @@ def is_depthwise(strides: WindowStrides, weight: Sequence[int]) -> bool:
 def _choose_algorithm(
     strides: WindowStrides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], overwrites: bool = True
 ) -> tuple[str, float]:
-    """Return the name of the algorithm that the compiled code uses for this convolution, and a size that determines its
-    speed.
+    """Return the name of the algorithm that the compiled code uses for this convolution, and a size on which its speed
+    depends.
 
     For one-cell windows, the size is the number of windows. Otherwise, it is the length of a row of outputs divided by
     the length of the window, because windows near the ends of a row have fewer cells inside the field. `overwrites` is
@@ -181,8 +182,8 @@ def correlate_backward_input(
 def correlate_backward_params(
     xp: Any, x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
 ) -> None:
-    """Write the gradients of weight and bias to the arrays in their targets, or add them there. Each target is (array,
-    whether to add), or None if the gradient is not needed."""
+    """Write the gradients of weight and bias to the arrays in their targets, or add them to these arrays. Each target
+    is (array, whether to add), or None if the gradient is not needed."""
     sizes, groups = dy.shape[2:], strides.groups
     if weight is not None:
         out, add = weight

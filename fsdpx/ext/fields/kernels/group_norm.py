@@ -1,8 +1,8 @@
 """Group normalization of fields in plain array code.
 
-`group_norm` and `group_norm_backward_input` handle fields that are held by one rank. For fields that are partitioned
-over ranks, the statistics of each channel of each sample are computed first and combined over ranks, and are then used
-to normalize the field."""
+`group_norm` and `group_norm_backward_input` handle fields that one rank holds in full. If a field is partitioned over
+ranks, the statistics of each channel of each sample are first computed and combined over ranks. They are then used to
+normalize the field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 @kernel()
 def group_norm(xp: Any, x: Any, weight: Any, bias: Any, groups: int, eps: float) -> tuple[Any, Any, Any]:
     """Return three arrays: the value `(x - mean) * rstd * weight + bias`, `mean`, and `rstd`, which is
-    `1 / sqrt(var + eps)`. Both `mean` and `rstd` are (samples, channels), with equal values for all channels of a
+    `1 / sqrt(var + eps)`. `mean` and `rstd` have the shape (samples, channels), with equal values for all channels of a
     group. `weight` and `bias` are (channels,) or None."""
     size, cells = x.shape[1] // groups, math.prod(x.shape[2:])
     moments = channel_means_and_square_deviations.__wrapped__(xp, x)  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ def group_norm_backward_input(
 
 def merge_channel_moments_into_groups(xp: Any, moments: Any, groups: int, cells: int) -> tuple[Any, Any]:
     """Return the mean and the sum of squared deviations for each group of channels, both (samples, groups). `moments`,
-    (2, samples, channels), holds the same two values for each channel, over `cells` cells."""
+    (2, samples, channels), holds the same two values for each channel, computed over `cells` cells."""
     samples, channels = moments.shape[1:]
     of_groups = moments.reshape(2, samples, groups, channels // groups)
     mean = of_groups[0].mean(axis=2)
@@ -59,8 +59,8 @@ def merge_channel_moments_into_groups(xp: Any, moments: Any, groups: int, cells:
 
 @kernel(narrow=0)
 def channel_means_and_square_deviations(xp: Any, x: Any) -> Any:
-    """Return, as (2, samples, channels) in float64, the mean and the sum of squared deviations of each channel of each
-    sample of x (samples, channels, *cells). Both are 0 if there are no cells."""
+    """Return the mean and the sum of squared deviations of each channel of each sample of x (samples, channels,
+    *cells), as a float64 array (2, samples, channels). Both are 0 if there are no cells."""
     dims, count = tuple(range(2, x.ndim)), max(math.prod(x.shape[2:]), 1)
     mean = xp.sum(x, axis=dims, dtype=np.float64) / count
     return xp.stack([mean, xp.sum(xp.square(x - _broadcast_over_cells(mean, x)), axis=dims, dtype=np.float64)])
@@ -75,8 +75,8 @@ def group_norm_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any
 
 @kernel(narrow=0)
 def group_norm_gradient_sums(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
-    """Return two sums over cells for each channel of each sample: of dy, and of dy * (x - mean) * rstd. The result is
-    (2, samples, channels) in float64; mean and rstd are (samples, channels)."""
+    """Return two sums over cells for each channel of each sample: of dy, and of dy * (x - mean) * rstd. The result is a
+    float64 array (2, samples, channels), and mean and rstd are (samples, channels)."""
     normal = (x - _broadcast_over_cells(mean, x)) * _broadcast_over_cells(rstd, x)
     return xp.stack([xp.sum(a, axis=tuple(range(2, x.ndim)), dtype=np.float64) for a in (dy, dy * normal)])
 
@@ -89,5 +89,5 @@ def group_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: 
 
 
 def _broadcast_over_cells(a: Any, x: Any) -> Any:
-    """Return `a`, (samples, channels), with a shape and dtype that can be combined with x."""
+    """Return `a`, (samples, channels), converted to a shape and dtype that can be combined with x."""
     return a.astype(x.dtype, copy=False).reshape(*a.shape, *(1,) * (x.ndim - 2))

@@ -1,7 +1,7 @@
 """Attention of each cell of a field to the cells of a window, in plain array code.
 
-Queries are processed in tiles. The keys of a tile are the cells of all windows of its queries, and a mask hides those
-outside the window of a query. No array of scores is larger than a tile's, and the backward pass computes them again."""
+Queries are processed in tiles. The keys of a tile are the cells of all windows of its queries, and a mask hides the
+keys outside the window of a query. Scores are computed one tile at a time and are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdpx.core.array.shapes.flop_counter import iterate_first_and_count_all
 __all__ = ["make_neighborhood_masks", "neighborhood_attention", "neighborhood_attention_backward"]
 
 TILE_SIDES = {1: 64, 2: 8, 3: 4}
-"""Number of queries of a tile along each dim, by the number of dims."""
+"""Number of queries in a tile along each dim, keyed by the number of dims."""
 
 Starts = tuple[tuple[int, ...], ...]
 
@@ -53,14 +53,14 @@ def neighborhood_attention(
     ----------
     q : (B, H, *cells, D): batch, heads, cells and features
     k, v : (B, H, *box, D); box has as many dims as cells
-    starts : for each dim, the first key of the window of each query along this dim, in increasing order
+    starts : for each dim, the first key of each query's window along this dim, in increasing order
     window : number of keys of a window along each dim
     masks : result of `make_neighborhood_masks`, in float32 for 16-bit arrays
-    scale : factor on the scores
+    scale : factor by which scores are multiplied
 
     Returns
     -------
-    o (B, H, *cells, D), stored with cells before heads, and lse (B, H, *cells)
+    o (B, H, *cells, D), stored in memory with cells before heads, and lse (B, H, *cells)
     """
     o, lse = _empty_cells_first(xp, q), xp.empty(q.shape[:-1], dtype=q.dtype)
     for queries, keys, mask in _iterate_tiles(xp, starts, window, masks):
@@ -81,7 +81,8 @@ def neighborhood_attention_backward(
     masks: tuple[Any, ...], scale: float,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Return the gradients of q, k and v, stored with cells before heads. `o` and `lse` are the results of
-    `neighborhood_attention`, `do` is the gradient of `o`, and the other arguments are the same."""
+    `neighborhood_attention`, `do` is the gradient of `o`, and the other arguments are the same as in the forward
+    pass."""
     dq, dk, dv = _empty_cells_first(xp, q), _empty_cells_first(xp, k), _empty_cells_first(xp, v)
     dk[...], dv[...] = 0, 0
     for queries, keys, mask in _iterate_tiles(xp, starts, window, masks):
@@ -127,9 +128,10 @@ def make_neighborhood_masks(xp: Any, starts: Starts, window: tuple[int, ...], dt
 def _iterate_tiles(
     xp: Any, starts: Starts, window: tuple[int, ...], masks: tuple[Any, ...]
 ) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...], Any]]:
-    """Yield, for each tile, the index of its queries, the index of its keys, and its mask.
+    """Yield (index of the queries, index of the keys, mask) for each tile.
 
-    For shape-only arrays, tiles of equal shapes are computed once, and their work is counted as often as they occur."""
+    For shape-only arrays, tiles of equal shape are computed only once, and their work is multiplied by the number of
+    such tiles."""
     tiles: Any = _plan_tiles(starts, window)[0]
     if getattr(xp, "holds_no_data", False):
         alike: dict[Any, list[Any]] = {}
@@ -145,8 +147,8 @@ def _iterate_tiles(
 def _plan_tiles(
     starts: Starts, window: tuple[int, ...]
 ) -> tuple[tuple[tuple[tuple[DimTile, ...], int], ...], tuple[Starts, ...]]:
-    """Return two tuples. The first has, for each tile, its sides (one `DimTile` per dim) and the number of its kind.
-    The second has, for each kind, the first keys of the windows of a tile's queries, along each dim."""
+    """Return two tuples. The first holds, for each tile, its sides (one `DimTile` per dim) and the number of its kind.
+    The second holds, for each kind and dim, the first keys of the windows of a tile's queries."""
     side, kinds = TILE_SIDES[len(starts)], dict[Starts, int]()
     rows = product(*(_split_dim_into_tiles(first, k, side) for first, k in zip(starts, window, strict=True)))
     tiles = tuple((row, kinds.setdefault(tuple(one.starts for one in row), len(kinds))) for row in rows)

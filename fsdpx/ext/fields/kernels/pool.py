@@ -14,8 +14,8 @@ __all__ = ["avg_pool", "avg_pool_backward", "max_pool", "max_pool_backward"]
 
 @kernel(bits=False)
 def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> tuple[Any, Any]:
-    """Return the maximum under each window of x (samples, channels, *cells), and the window offset at which it occurs,
-    as a flat int32 index.
+    """Return the maximum under each window of x (samples, channels, *cells), and the window offset of the maximum as a
+    flat int32 index.
 
     NaN compares greater than any number. Ties go to the first cell."""
     y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
@@ -31,7 +31,7 @@ def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> t
 @kernel(bits=False)
 def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, shape: Sequence[int]) -> Any:
     """Return the gradient with respect to the input, which has shape `shape`. Each element of `dy` is added to the cell
-    that was the maximum; `winner` holds the window offset of this cell."""
+    that was the maximum. `winner` holds the window offset of this cell."""
     dx, nothing = xp.zeros(tuple(shape), dtype=dy.dtype), xp.zeros((), dtype=dy.dtype)
     for offset, outputs, cells in strides.iterate_window_offsets(dy.shape[2:], shape[2:]):
         into = dx[cells]

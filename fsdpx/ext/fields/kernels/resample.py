@@ -16,7 +16,7 @@ class CellMatrix(NamedTuple):
 
     Attributes
     ----------
-    starts : (outputs + 1,) int64; output o is the sum of the entries from starts[o] to starts[o + 1] - 1
+    starts : (outputs + 1,) int64; output o is the weighted sum over the entries from starts[o] to starts[o + 1] - 1
     sources : (entries,) int64, the input cell of each entry
     weights : (entries,) float64, the weight of each entry
     cells : number of input cells
@@ -39,7 +39,7 @@ class CellMatrix(NamedTuple):
 
     @property
     def output_count(self) -> int:
-        """Number of output cells, one for each row of the matrix."""
+        """Number of output cells, which is the number of rows of the matrix."""
         return len(self.starts) - 1
 
     def list_nth_entries_of_outputs(self) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -1,8 +1,8 @@
 """Reductions over segments of rows, in plain array code.
 
-Values are (samples, rows, features). Segment i has the rows from offsets[i] up to, but not including, offsets[i + 1].
-`most` is the number of rows in the longest segment. The sum and the maximum of an empty segment are 0. Rows are reduced
-in order, so that results do not depend on the device."""
+Values are (samples, rows, features). Segment i consists of the rows offsets[i] to offsets[i + 1] - 1. `most` is the
+number of rows in the longest segment. The sum and the maximum of an empty segment are 0. Rows are reduced in order, so
+that results do not depend on the device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def segment_max(xp: Any, values: Any, offsets: Any, most: int) -> tuple[Any, Any
 @kernel(bits=False)
 def segment_softmax(xp: Any, scores: Any, offsets: Any, segments: Any, most: int) -> Any:
     """Return exp(score) divided by the sum of exp(score) over the rows of the same segment, for each feature.
-    `segments` is the number of each row's segment."""
+    `segments` contains the segment index of each row."""
     highest = segment_max.__wrapped__(xp, scores, offsets, most)[0]  # type: ignore[attr-defined]
     y = xp.exp(scores - xp.take(highest, segments, axis=1))
     total = segment_sum.__wrapped__(xp, y, offsets, None, most)  # type: ignore[attr-defined]

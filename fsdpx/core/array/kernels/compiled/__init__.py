@@ -1,1 +1,2 @@
-"""Kernels as Numba code for float32 and float64 NumPy arrays, with the names and signatures of the plain kernels."""
+"""Numba implementations of kernels for float32 and float64 NumPy arrays. They have the same names and signatures as the
+plain kernels."""

@@ -1,4 +1,5 @@
-"""Activations, gated activations and sums over rows as Numba code, forward and backward, each in one pass over memory.
+"""Numba implementations of activations, gated activations and sums over rows. Each forward or backward function takes
+one pass over memory.
 
 Sums over rows are computed in fixed blocks of rows, and are split over threads by columns.
 `recompute_gelu_and_backward` computes GELU and its gradient in one pass, since both need the same exponential.

@@ -1,11 +1,11 @@
-"""Attention of bfloat16 arrays in blocks of rows, with the processor instruction that multiplies pairs of bfloat16
-numbers (VDPBF16PS of AVX512-BF16). Arrays in memory remain 16-bit.
+"""Attention for bfloat16 arrays, computed in blocks of rows with the CPU instruction that multiplies pairs of bfloat16
+numbers (VDPBF16PS from AVX512-BF16). Arrays in memory remain 16-bit.
 
 As in `dot_product_attention`, softmax is computed on full rows, not online. Scores and sums are float32, and
-probabilities are rounded to bfloat16 before they are multiplied. A word is a pair of bfloat16 numbers that are
-neighbors along the summed dim. Each thread holds the words of the keys and values of one head, and a few blocks of
-rows. Blocks are passed as addresses and strides in bytes, and their sizes are padded with zeros, so that all loops run
-over full vectors.
+probabilities are rounded to bfloat16 before they are multiplied. A word is a pair of bfloat16 numbers that are adjacent
+along the summed dim. Each thread holds the words of the keys and values of one head, and a few blocks of rows. Blocks
+are passed as addresses and strides in bytes, and their sizes are padded with zeros, so that all loops run over full
+vectors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SUMS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), W
 
 @functools.cache
 def has_bf16_dot_instruction() -> bool:
-    """Return whether the processor for which Numba compiles has the instruction VDPBF16PS."""
+    """Return whether the processor that Numba compiles for has the VDPBF16PS instruction."""
     return not environment.describe_compiler_target() and "avx512_bf16" in read_cpuinfo_field("flags").split()
 
 
@@ -53,9 +53,9 @@ def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words
     matrices are passed as addresses.
 
     c is (rows, columns), a is (rows, words) with the strides `down` and `along`, and b is (words, columns). A word
-    holds two neighboring numbers of the summed dim. `b_row` and `c_row` are the distances between rows of b and of c.
-    All strides and distances are in bytes. `rows` is rounded up to a multiple of ROWS; `columns` must be a multiple of
-    `SIZE_MULTIPLE`."""
+    holds two numbers that are adjacent along the summed dim. `b_row` and `c_row` are the distances between rows of b
+    and of c. All strides and distances are in bytes. `rows` is rounded up to a multiple of ROWS; `columns` must be a
+    multiple of `SIZE_MULTIPLE`."""
     for j in range(0, columns, VECTORS * LANES):
         for i in range(0, rows, ROWS):
             _multiply_tile_into(a + i * down, down, along, b + 4 * j, b_row, c + i * c_row + 4 * j, c_row, words, add)
@@ -63,7 +63,7 @@ def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words
 
 @jit
 def interleave_row_pairs(x, row, rows, columns, out, out_row):
-    """Interleave each pair of rows of x: a word of the result holds two numbers that are neighbors along dim 0. x and
+    """Interleave each pair of rows of x: each word of the result holds two numbers that are adjacent along dim 0. x and
     `out` are addresses, and `row` and `out_row` are the distances between their rows in bytes. Sizes are multiples of
     `SIZE_MULTIPLE`."""
     for i in range(0, rows, 2):
@@ -73,7 +73,7 @@ def interleave_row_pairs(x, row, rows, columns, out, out_row):
 
 @jit
 def transpose_number_pairs_into(x, row, rows, columns, out, out_row):
-    """Transpose x as a matrix of words. A word consists of two numbers that are neighbors along dim 1. x and `out` are
+    """Transpose x as a matrix of words. A word consists of two numbers that are adjacent along dim 1. x and `out` are
     addresses, and `row` and `out_row` are the distances between their rows in bytes. Sizes, counted in numbers, are
     multiples of `SIZE_MULTIPLE`."""
     for i in range(0, rows, LANES):
@@ -190,7 +190,7 @@ def _emit_shuffle(builder: Any, first: Any, second: Any, lanes: list[int]) -> An
 
 
 def _emit_dot_of_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Add to `total`, in each lane, the dot product of the number pairs in `left` and `right`."""
+    """In each lane, add the dot product of the number pairs in `left` and `right` to `total`."""
     name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", _make_bfloat_vector_type()
     kind = ir.FunctionType(SUMS, [SUMS, pairs, pairs])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
@@ -219,8 +219,8 @@ SINGLE = ("float32",)
 
 @jit
 def _scale_mask_and_find_row_max(x, scale, seen):
-    """Multiply a row of scores x by `scale` in place, set all elements from index `seen` on to -inf, and return the
-    maximum."""
+    """Multiply a row of scores x by `scale` in place, set all elements at index `seen` and above to -inf, and return
+    the maximum."""
     for j in range(x.size):
         x[j] *= scale
     x[seen:] = -np.inf
@@ -242,8 +242,8 @@ def _exponentiate_row_into_and_sum(x, top, p):
 @jit
 def _softmax_backward_row_into(s, dp, scale, lse, along, p, ds, seen):
     """Compute a row of attention probabilities, `p = exp(s * scale - lse)`, and a row of score gradients,
-    `ds = p * (dp - along) * scale`. Both are 0 from index `seen` on. `along` is the dot product of the row's output and
-    its gradient."""
+    `ds = p * (dp - along) * scale`. Both are 0 at index `seen` and above. `along` is the dot product of the row's
+    output and the gradient of this output."""
     use_widest_vectors()
     for j in range(p.size):
         e = exp(s[j] * scale - lse)
@@ -309,8 +309,8 @@ def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
 def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
     """Compute the gradients dq, dk and dv of the (sample, key head) pairs numbered [first, last).
 
-    The last block of rows attends to all keys, so it runs first and initializes dk and dv, and the other blocks and
-    query heads add to them.
+    The last block of rows attends to all keys, so it runs first and initializes dk and dv. The other blocks and query
+    heads then add to them.
     """
     shared, time, full, scale = k.shape[1], q.shape[2], k.shape[2], factor[0]
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
@@ -320,7 +320,8 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
     ways = np.empty((length // 2, width), np.uint32)
     blocks, scores = np.zeros((3, BLOCK, width), np.uint16), np.empty((2, BLOCK, length), np.float32)
     factors, words = np.zeros((2, BLOCK, length), np.uint16), np.empty((2, BLOCK // 2, width), np.uint32)
-    # indexed one by one, because Numba does not know that unpacked arrays are contiguous
+    # arrays are arrays are arrays are indexed one by one, because Numba does not know that unpacked arrays are
+    # contiguous
     queries, slopes, results = blocks[0], blocks[1], blocks[2]
     s, dp, p, ds = scores[0], scores[1], factors[0], factors[1]
     seen_words, sums = np.empty((2, BLOCK // 2, length), np.uint32), np.empty((2, length, width), np.float32)

@@ -1,5 +1,5 @@
-"""Loops over the rows of matrices. They sum each column over some rows, or compute a matrix element by element. The
-values that belong to a column stay in vector registers during the loop."""
+"""Loops over the rows of matrices. They sum each column over some rows, or compute a matrix element by element.
+Per-column values stay in vector registers during the loop."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def make_column_loop(formula: Formula, writes: bool) -> Any:
 
     If `writes` is true, the formula computes each element of the last matrix from the elements of the other matrices.
     Otherwise it computes several terms for each element, and the sum of term k over the rows of column j is written to
-    `sums[k][j - start]`. The formula may use values that belong to a column: number k of column j is
-    `values[k][j - start]`. Results are bitwise equal for any `start` and `stop`."""
+    `sums[k][j - start]`. The formula may use per-column values: value k of column j is `values[k][j - start]`. Results
+    are bitwise equal for any `start` and `stop`."""
     unrolled, wide, narrow, single = (
         _make_loop_over_vectors(formula, writes, *size) for size in ((WIDE, UNROLLED), (WIDE, 1), (NARROW, 1), (0, 1))
     )
@@ -61,8 +61,8 @@ def _get_itemsize(typingctx: Any, values: Any, sums: Any) -> Any:
 
 
 def _make_loop_over_vectors(formula: Formula, writes: bool, nbytes: int, vectors: int) -> Any:
-    """Return a loop like that of `make_column_loop`, which processes as many columns as fit into `vectors` vectors of
-    `nbytes` bytes, beginning at a given column. If `nbytes` is 0, a vector is a single number."""
+    """Return a loop like the one that `make_column_loop` returns. The loop processes as many columns as fit into
+    `vectors` vectors of `nbytes` bytes, beginning at a given column. If `nbytes` is 0, a vector is a single number."""
 
     @intrinsic
     def run_column_loop(typingctx: Any, matrices: Any, first: Any, last: Any, column: Any, start: Any, values: Any,
@@ -117,15 +117,14 @@ def _list_addresses(
 
 
 def _get_vector_pointer(builder: Any, at: Any, kind: Any, lanes: int, n: int) -> tuple[Any, int]:
-    """Return two values: a pointer to vector number n, counted from the address `at`; and the size of an element in
-    bytes."""
+    """Return a pointer to vector number n, counted from the address `at`, and the size of an element in bytes."""
     word = kind.width // 8 if isinstance(kind, ir.IntType) else 4 if isinstance(kind, ir.FloatType) else 8
     at = builder.add(at, at.type(n * lanes * word)) if n else at
     return builder.inttoptr(at, ir.VectorType(kind, lanes).as_pointer()), word
 
 
 def _emit_vector_load(builder: Any, kind: Any, lanes: int, at: Any, n: int) -> Any:
-    """Load vector number n, counted from the address `at`. The bits of bfloat16 are converted to float32."""
+    """Load vector number n, counted from the address `at`. bfloat16 bits are converted to float32."""
     pointer, word = _get_vector_pointer(builder, at, kind, lanes, n)
     loaded = builder.load(pointer, align=word)
     if word != 2:
@@ -136,7 +135,7 @@ def _emit_vector_load(builder: Any, kind: Any, lanes: int, at: Any, n: int) -> A
 
 
 def _emit_vector_store(builder: Any, at: Any, kind: Any, row: Any, n: int) -> None:
-    """Store the vector `row` as vector number n, counted from the address `at`. If the array contains bits of bfloat16,
+    """Store the vector `row` as vector number n, counted from the address `at`. If the array contains bfloat16 bits,
     the values are rounded as in `to_bfloat16_bits`."""
     lanes = row.type.count
     pointer, word = _get_vector_pointer(builder, at, kind, lanes, n)

@@ -1,8 +1,8 @@
-"""Attention in blocks of rows, softmax, and rotary positions as Numba code. One compiled function computes the
-attention of all heads, and calls BLAS for the matrix products of blocks.
+"""Numba implementations of attention in blocks of rows, softmax, and rotary position embedding. One compiled function
+computes the attention of all heads, and calls BLAS for the matrix products of blocks.
 
 A thread holds at most one block of scores, BLOCK_ROWS x time (Dao et al. 2022, but with full rows instead of an online
-softmax). During the passes of softmax over a row, the row stays in cache.
+softmax). A row stays in cache during all passes of softmax over it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarr
 BLOCK_ROWS = 64  # rows of scores held in memory at a time; with a causal mask, scores of later keys are never computed
 HIDDEN = 60.0
 """Before exp, a masked score is set to the maximum of its row minus this number; after exp, it is set to 0. Masked
-scores are not skipped, so that all loops over rows have the length of the block. With other lengths, the remainder of
+scores are not skipped, so that every loop over a row has the length of the block. With other lengths, the remainder of
 the vector loop would take as long as the loop itself."""
 
 
@@ -126,7 +126,7 @@ def _exponentiate_and_sum_row(x, top):
 @jit
 def _softmax_backward_row_in_place(s, dp, scale, lse, along):
     """Replace a row of scores s with its probabilities p, and the probability gradients dp with the score gradients,
-    `p * (dp - along) * scale`. `along` is the dot product of the row's output and its gradient."""
+    `p * (dp - along) * scale`. `along` is the dot product of the row's output and the gradient of this output."""
     use_widest_vectors()
     for j in range(s.size):
         p = exp(s[j] - lse)
@@ -136,14 +136,14 @@ def _softmax_backward_row_in_place(s, dp, scale, lse, along):
 
 @jit
 def _find_keys_of_row_block(start, stop, full, causal, window):
-    """Return the range of keys to which the queries [start, stop) attend. `full` is the number of keys; `window` is 0
-    if there is no window."""
+    """Return the range of keys that the queries [start, stop) attend to. `full` is the number of keys; `window` is 0 if
+    there is no window."""
     return max(start - window + 1, 0) if window else 0, stop if causal else full
 
 
 @jit
 def _find_keys_of_row(i, start, low, keys, causal, window):
-    """Return the range of keys to which query `start + i` attends, as indices relative to key `low`. `keys` is the
+    """Return the range of keys that query `start + i` attends to, as indices relative to key `low`. `keys` is the
     number of keys from `low` on; `window` is 0 if there is no window."""
     row = start + i - low
     return max(row - window + 1, 0) if window else 0, row + 1 if causal else keys
@@ -201,8 +201,8 @@ def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, name
 
 @jit
 def _attention_forward_of_single_queries(q, k, v, o, lse, scratch, factor, first, last):
-    """Like `_attention_forward_into`, but for a single query per head, which attends to all keys. BLAS is not called,
-    because the call would take longer than the product."""
+    """Compute the same as `_attention_forward_into`, but for a single query per head, which attends to all keys. BLAS
+    is not called, because the call would take longer than the product."""
     use_widest_vectors()
     heads, width, keys = q.shape[1], q.shape[3], k.shape[2]
     group, one = heads // k.shape[1], lse.dtype.type(1)
@@ -229,8 +229,8 @@ def _attention_backward_into(
     """Compute the gradients dq, dk and dv of the (sample, key head) pairs numbered [first, last). o and do are stored
     with time before heads.
 
-    The last block of rows attends to all keys, so it runs first and initializes dk and dv, and the other blocks and
-    query heads add to them. With a window, dk and dv are initialized with zeros instead.
+    The last block of rows attends to all keys, so it runs first and initializes dk and dv. The other blocks and query
+    heads then add to them. With a window, dk and dv are initialized with zeros instead.
     """
     use_widest_vectors()
     shared, time, width, size = k.shape[1], q.shape[2], q.shape[3], q.itemsize

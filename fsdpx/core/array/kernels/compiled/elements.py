@@ -1,5 +1,4 @@
-"""Access to array elements in compiled loops, and reductions of rows in vector lanes, for float32, float64 and
-bfloat16.
+"""Access array elements in compiled loops, and reduce rows in vector lanes, for float32, float64 and bfloat16.
 
 Numba would compile a function again for read-only or unaligned arrays, so all arrays are converted to one layout. Numba
 has no bfloat16, so bfloat16 arrays are passed as views of their bits (uint16). Loops read elements with `to_float` and
@@ -64,7 +63,7 @@ def round_to_dtype_of(array: Any, x: Any) -> Any:
 
 
 def accumulation_zero(array: Any) -> Any:
-    """Return 0 in the dtype in which elements of `array` are summed (float32 for bfloat16)."""
+    """Return 0 in the dtype used to sum elements of `array` (float32 for bfloat16)."""
     raise NotImplementedError("for compiled code")
 
 
@@ -100,12 +99,13 @@ def _view_bfloat16_as_bits(a: Any) -> Any:
 
 
 def accumulation_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which elements of `dtype` are summed: float32 for bfloat16 bits, else `dtype` itself."""
+    """Return the dtype used to sum elements of `dtype`: float32 for bfloat16 bits, else `dtype` itself."""
     return np.dtype(np.float32) if dtype == np.uint16 else dtype
 
 
 def as_contiguous(x: np.ndarray, dtype: Any = None) -> np.ndarray:
-    """Return x itself if it is contiguous, aligned, writable and of `dtype` (None: any dtype), else a copy."""
+    """Return x itself if it is contiguous, aligned, writable and of `dtype`, else a copy. If `dtype` is None, any dtype
+    is accepted."""
     flags = x.flags
     if flags.c_contiguous and flags.aligned and flags.writeable and (dtype is None or x.dtype == dtype):
         return x

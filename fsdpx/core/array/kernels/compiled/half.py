@@ -1,7 +1,7 @@
 """Casts between float32 and 16-bit floats, rounded to nearest (ties to even) or stochastically, and sums of 16-bit
 floats in float32.
 
-The casts are operations on bits, loaded and stored as uint32 and uint16, so neither the processor nor Numba needs to
+The casts operate on bits that are loaded and stored as uint32 and uint16, so neither the processor nor Numba needs to
 support 16-bit floats.
 """
 
@@ -160,7 +160,7 @@ def emit_bit_mixing(builder: Any, n: Any) -> Any:
 @intrinsic
 def round_to_bfloat16_bits_stochastically(typingctx: Any, x: Any, position: Any, key0: Any, key1: Any) -> Any:
     """Convert a float32 to the bits of a bfloat16 by adding 16 random bits to its lower half and truncating the sum.
-    Inf and NaN are kept. The random bits depend on `position` and on two words of the generator's key."""
+    Inf and NaN stay unchanged. The random bits depend on `position` and on two words of the generator's key."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)

@@ -1,5 +1,5 @@
-"""Losses as Numba code, each in one pass, and the gradient of an embedding lookup, summed in the order of the batch.
-The forward pass does not allocate any array that is as large as its arguments."""
+"""Numba implementations of losses, each computed in one pass, and of the gradient of an embedding lookup, summed in
+batch order. The forward pass does not allocate any array that is as large as its arguments."""
 
 from __future__ import annotations
 

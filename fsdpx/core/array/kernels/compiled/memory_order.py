@@ -1,4 +1,4 @@
-"""Conversion of fields to channels last, (samples, *cells, channels), and 1-D views of arrays in memory order."""
+"""Convert fields to channels last, (samples, *cells, channels), and create 1-D views of arrays in memory order."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def transpose_channels_into(x, out, add):
 
 
 def view_channels_last(x: np.ndarray) -> np.ndarray:
-    """Return a view (samples, *cells, channels) of x (samples, channels, *cells). Faster than `numpy.moveaxis`."""
+    """Return a view (samples, *cells, channels) of x (samples, channels, *cells). This is faster than
+    `numpy.moveaxis`."""
     return x.transpose(0, *range(2, x.ndim), 1)
 
 
@@ -127,8 +128,8 @@ def to_channel_rows(x: np.ndarray) -> np.ndarray:
 
 
 def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a view of a matrix with one column per channel, such as a result of `to_channel_rows`, as an array
-    (samples, channels, ...) of `shape`."""
+    """View a matrix with one column per channel, such as a result of `to_channel_rows`, as an array (samples, channels,
+    ...) of `shape`."""
     return view_channels_first(rows.reshape(shape[0], *shape[2:], shape[1]))
 
 
@@ -158,7 +159,7 @@ def make_flat_views(*arrays: np.ndarray) -> list[np.ndarray]:
 
 def make_flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Create an output array. Return 1-D views of the given arrays and of the output, all in the same memory order,
-    and then the output itself.
+    followed by the output itself.
 
     The given arrays have the same shape. If their memory orders differ, they are first converted to channels last.
     """

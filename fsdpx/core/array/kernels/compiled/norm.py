@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm and batch norm as Numba code.
+"""Numba implementations of LayerNorm, RMSNorm and batch norm.
 
 The gradients of parameters and the channel sums of batch norm are computed as sums over fixed blocks of rows. Batch
 norm stores channels last, and its work is split over threads by channels.
@@ -283,5 +283,5 @@ def channel_norm_backward_input(
 
 
 def _convert_channel_values(a: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Convert per-channel values `a` to the dtype in which x is computed."""
+    """Convert per-channel values `a` to the dtype used for computations with x."""
     return as_contiguous(view_bits_as_bfloat16(a), accumulation_dtype(x.dtype))

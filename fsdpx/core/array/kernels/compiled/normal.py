@@ -1,8 +1,8 @@
-"""Counter-based random numbers and dropout as Numba code. Random bits come from Philox 4x64 (Salmon et al., SC'11), and
-are the same as those of `array.random`. Normal numbers come from the Box-Muller transform, with logarithm and cosine
-computed in vector lanes.
+"""Numba implementations of counter-based random numbers and dropout. Random bits come from Philox 4x64 (Salmon et al.,
+SC'11), and match the bits from `array.random`. Normal numbers come from the Box-Muller transform, with logarithm and
+cosine computed in vector lanes.
 
-Normal numbers are accurate to a few units in the last place of float64, and bitwise independent of where a range
+Normal numbers are accurate to a few units in the last place of float64. Their bits do not depend on where a range
 begins. Dropout needs only one pass over memory: its random numbers are generated in cache, just before they are used.
 """
 
@@ -90,7 +90,8 @@ def _make_power_series(values: list[float]) -> Any:
 _turn = 2.0 * math.pi
 _cosine = _make_power_series([(-1.0) ** k * _turn ** (2 * k) / math.factorial(2 * k) for k in range(10)])
 _sine = _make_power_series([(-1.0) ** k * _turn ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(10)])
-_area = _make_power_series([2.0 / (2 * k + 1) for k in range(12)])  # 2 atanh(s) / s in powers of s^2 if |s| <= 0.172
+# 2 atanh(s) / s as a power series in s^2, for |s| <= 0.172
+_area = _make_power_series([2.0 / (2 * k + 1) for k in range(12)])
 
 
 @intrinsic
@@ -147,8 +148,8 @@ def _fill_normal(out, start, key0, key1):
 
 @register_compiled_kernel()
 def normal(numbers: NumberRange) -> np.ndarray:
-    """Return the normal random numbers for a range of a stream (see `array.random.normal`). A number is bitwise the
-    same wherever the range begins."""
+    """Return the normal random numbers for a range of a stream (see `array.random.normal`). Each number has the same
+    bits wherever the range begins."""
     out = np.empty(numbers.stop - numbers.start)
     parts = parallel.split_range(out.size, parallel.MIN_PIECE_ELEMENTS // 4)
     parallel.run_tasks(_fill_normal, [(out[a:b], numbers.start + a, *numbers.keys) for a, b in parts])
@@ -189,7 +190,7 @@ def drop(xp: Any, x: np.ndarray, numbers: NumberRange, p: float) -> tuple[np.nda
     rest = (*numbers.keys, np.uint64(dropout_threshold(p)), accumulation_dtype(x.dtype).type(dropout_scale(p)))
     cut = parallel.split_range(
         flat.size, parallel.MIN_PIECE_ELEMENTS // 4
-    )  # small pieces are worthwhile, since a random number takes as long as a few passes over memory
+    )  # small pieces are worthwhile, since generating random numbers takes as long as a few passes over the array
     parallel.run_tasks(_dropout_loop, [(flat[a:b], keep[a:b], y[a:b], numbers.start + a, *rest) for a, b in cut])
     return y.reshape(x.shape), keep.view(np.bool_).reshape(x.shape)
 

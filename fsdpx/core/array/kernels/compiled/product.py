@@ -33,7 +33,7 @@ __all__ = [
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
 PREFETCH_BYTES = 8192
 """Distance in bytes by which a matrix is prefetched ahead of its use. In measurements, data arrived too late with a
-smaller distance, and were evicted before use with a larger one."""
+smaller distance, and was evicted before use with a larger one."""
 
 
 @intrinsic
@@ -70,10 +70,10 @@ def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
 
 @register_jitable
 def _multiply_few_rows_into(out, a, b):
-    """Compute `out = a @ b` for a matrix a with few rows and a matrix b with contiguous columns. An element is bitwise
-    the same for any number of rows.
+    """Compute `out = a @ b` for a matrix a with few rows and a matrix b with contiguous columns. Each element has the
+    same bits for any number of rows.
 
-    The order of a sum depends on the width of vectors, so all callers whose results must agree bitwise call
+    The order of additions depends on the vector width, so all callers whose results must agree bitwise call
     `use_widest_vectors`.
     """
     for j in range(out.shape[1]):
@@ -85,8 +85,8 @@ def _multiply_few_rows_into(out, a, b):
 
 @register_jitable
 def try_multiply_matrices_into(address, out, a, b, alpha, beta):
-    """Compute `out = alpha * a @ b + beta * out` for 2-D arrays. Return False, without computing, if BLAS does not
-    support their shapes or strides, or if BLAS is needed and `address` is 0."""
+    """Compute `out = alpha * a @ b + beta * out` for 2-D arrays. Return False without computing anything if BLAS does
+    not support their shapes or strides, or if BLAS is needed and `address` is 0."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
     if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
         return False
@@ -149,8 +149,8 @@ def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, ac
 @jit
 def linear_backward(address, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
     """Compute `dx = dy @ weight`, and the parameter gradients as in `linear_backward_params`. `add_weight` and
-    `add_bias` have the meaning of `accumulate_weight` and `accumulate_bias` there. Return False if the arrays are not
-    supported."""
+    `add_bias` correspond to `accumulate_weight` and `accumulate_bias` of that function. Return False if the arrays are
+    not supported."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if not try_multiply_matrices_into(address, dx, dy, weight, one, zero):
         return False
@@ -186,8 +186,8 @@ def try_multiply_small_bfloat16_into(address, out, a, b, bias, accumulate, trans
     """Compute `out = a @ b + bias`, or `out += a @ b` if `accumulate` is true. If `bias` is empty, there is no bias.
     Return False if the arrays are not supported.
 
-    a and b are bfloat16 bits, and `out` is bfloat16 bits or float32. If `transposed_a` or `transposed_b` is true, that
-    matrix is passed transposed.
+    a and b contain bfloat16 bits, and `out` contains bfloat16 bits or float32 numbers. If `transposed_a` or
+    `transposed_b` is true, that matrix is passed transposed.
     """
     x, y, total = np.empty(a.shape, np.float32), np.empty(b.shape, np.float32), np.empty(out.shape, np.float32)
     one, zero = np.float32(1), np.float32(0)

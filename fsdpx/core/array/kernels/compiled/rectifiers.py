@@ -1,4 +1,4 @@
-"""Variants of ReLU, and the gradients of sigmoid and tanh, as Numba code, each in one pass over memory."""
+"""Numba implementations of ReLU variants and of the gradients of sigmoid and tanh. Each takes one pass over memory."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ file also contains functions that read and set the control register of the vecto
 denormals are flushed to 0.
 
 Every operation is explicit, including fused multiply-adds, and none may be reordered. The result for an element is
-therefore bitwise the same in the vectorized part and in the remainder of a loop, and in loops of any length.
+therefore bitwise identical in the vectorized part and the remainder of a loop, and in loops of any length.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = [
 ]  # fmt: skip
 
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # total bits, mantissa bits and exponent bias
-# minimax polynomials in float32 (error 3e-9) and Taylor series in float64 (1e-17) of e^r for |r| <= log(2) / 2, and of
-# 2^f for |f| <= 1 / 2
+# coefficients of e^r for |r| <= log(2) / 2, and of 2^f for |f| <= 1 / 2: minimax polynomials in float32 (error 3e-9),
+# Taylor series in float64 (error 1e-17)
 EXP32 = (1.0, 1.0, 0.49999993412160154, 0.16666520103720828, 0.04166839427203946, 0.008368780843479404,
          0.001381446495449024)  # fmt: skip
 EXP64 = tuple(1.0 / math.factorial(n) for n in range(14))
@@ -118,7 +118,7 @@ def _multiply_by_power_of_two(typingctx: Any, x: Any, shifted: Any) -> Any:
         power = builder.add(builder.sub(builder.shl(bits, low), first), integer(bias << mantissa))
         value = builder.bitcast(builder.add(builder.bitcast(value, integer), first), value.type)
         result = builder.fmul(value, builder.bitcast(power, value.type))
-        # adding to the bits of a NaN may give the bits of a number, so a NaN is returned as it is
+        # adding to the bits of a NaN could turn it into a number, so NaNs are returned unchanged
         return builder.select(builder.fcmp_unordered("uno", shifted, shifted), shifted, result)
 
     return x(x, x), emit_ir
@@ -192,7 +192,7 @@ def expm1_of_nonpositive(x):
 
 @register_jitable
 def log_one_plus_fraction(x):
-    """Return log(1 + x) for 0 <= x <= 1, by the series of 2 artanh(x / (2 + x))."""
+    """Return log(1 + x) for 0 <= x <= 1, using the series of 2 artanh(x / (2 + x))."""
     t = x / (constant_like(x, 2.0) + x)
     return t * _log_series(t * t)
 
@@ -225,7 +225,7 @@ def gaussian_tail(x, bell):
 @intrinsic
 def to_ordered_integer(typingctx: Any, x: Any) -> Any:
     """Map a float to an integer, preserving the order. LLVM can vectorize the maximum of integers, but not the maximum
-    of floats, because they may be NaN."""
+    of floats, because floats may be NaN."""
     integer = types.int32 if x == types.float32 else types.int64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -248,8 +248,8 @@ def from_ordered_integer(typingctx: Any, n: Any) -> Any:
 
 @intrinsic
 def use_widest_vectors(typingctx: Any) -> Any:
-    """Let LLVM use the widest vector registers in the calling function. By default it uses only half the width of
-    AVX-512, which makes compute-bound loops slower by a third."""
+    """Let LLVM use the widest vector registers in the calling function. By default, LLVM uses only half the width of
+    AVX-512, which makes compute-bound loops a third slower."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         # the attribute is added as text, because llvmlite does not support attributes with values

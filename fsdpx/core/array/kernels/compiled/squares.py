@@ -1,5 +1,5 @@
-"""Sums of squares, computed in fixed blocks and in a fixed order, so that results are bitwise the same for any number
-of threads and any width of vectors."""
+"""Sums of squares, computed in fixed blocks and in a fixed order, so that results are bitwise identical for any number
+of threads and any vector width."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 @jit
 def _sum_block_squares_into(x, sums, grain):
     """Write the sum of squares of each block of `grain` elements of x to `sums`. Elements are added in the order that
-    `sum_rows_in_fixed_order` describes, regardless of the width of the processor's vectors."""
+    `sum_rows_in_fixed_order` describes, regardless of the processor's vector width."""
     lanes = np.empty(LANES)
     for n in range(sums.size):
         block = x[n * grain : min((n + 1) * grain, x.size)]

@@ -72,7 +72,7 @@ def make_linear_combination_function(matrix: Matrix) -> Any:
     """Return a compiled function that computes to[i] = sum over j of matrix[i][j] * source[j] for vectors of LANES
     numbers.
 
-    The compiled function reads all vectors before it writes any. Its arguments are addresses, and steps in bytes."""
+    The compiled function reads all vectors before it writes any. Its arguments are addresses and strides in bytes."""
 
     @intrinsic
     def combine_lanes(typingctx: Any, like: Any, to: Any, to_step: Any, source: Any, source_step: Any) -> Any:
@@ -186,8 +186,8 @@ def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
 
 
 PLANES, ONES = 36, 7
-"""PLANES: number of elementwise products per tile. ONES: index of a plane that enters each result with factor 1, so
-that a bias added to this plane is added to all results."""
+"""PLANES: number of elementwise products per tile. ONES: index of a plane that contributes to each result with factor
+1. A bias added to this plane is therefore added to all results."""
 A = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1))
 B = (
     (4, 0, -5, 0, 1, 0), (0, -4, -4, 1, 1, 0), (0, 4, -4, -1, 1, 0), (0, -2, -1, 2, 1, 0), (0, 2, -1, -2, 1, 0),
@@ -198,12 +198,13 @@ G = (
     (0, 0, 1),
 )  # fmt: skip
 TILE_BLOCK = 1 << 21
-"""Approximate size, in bytes, of a block of tiles, chosen so that the block stays in the cache between the three passes
+"""Approximate size, in bytes, of a block of tiles, chosen so that the block stays in the cache for all three passes
 over it."""
 TILES_PER_STEP = 64
-"""Minimum number of tiles in a block. It limits how often the weights are read, which is once per block."""
+"""Minimum number of tiles in a block. Weights are read once per block, so large blocks reduce the number of reads."""
 LONG = 256
-"""Maximum number of products that are summed at once, limited because rounding errors grow with the length of a sum."""
+"""Maximum number of products that are summed at once. The limit exists because rounding errors grow with the length of
+a sum."""
 
 
 def _transpose(matrix: Any) -> Any:
@@ -219,8 +220,8 @@ _to_weight = make_winograd_output_loop(_transpose(G), TILE, "to_weight")
 
 @jit
 def _multiply_planes(first, last, gemm_address, out, a, b, m, n, k, accumulate):
-    """For each plane t from `first` to `last`, compute `a[t].T @ b[t]` with BLAS, and write it to out[t], or add it to
-    out[t] if `accumulate`."""
+    """Compute `a[t].T @ b[t]` with BLAS for each plane t from `first` to `last`. Write the result to out[t], or add it
+    to out[t] if `accumulate`."""
     one = out.dtype.type(1)
     beta = one if accumulate else out.dtype.type(0)
     for t in range(first, last):
@@ -230,10 +231,11 @@ def _multiply_planes(first, last, gemm_address, out, a, b, m, n, k, accumulate):
 
 @jit
 def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down, right):
-    """Compute the outputs of the tiles `first` to `last` by Winograd's algorithm.
+    """Compute the outputs of the tiles `first` to `last` with Winograd's algorithm.
 
     `u` holds the transformed weights in rows of LANES outputs each. `block` is the distance from one row to the row for
-    the next LANES outputs, and `row` the distance to the row for the next channel. `start`, (outputs,), is the bias."""
+    the next LANES outputs, and `row` is the distance to the row for the next channel. `start`, (outputs,), is the
+    bias."""
     use_widest_vectors()
     like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]
     v = np.empty((PLANES, TILES_PER_STEP * inner + LANES), y.dtype)
@@ -256,11 +258,11 @@ def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down
 
 
 def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, backward: bool = False) -> np.ndarray:
-    """Return the convolution of x (samples, height, width, in) with weight (out, in, 3, 3), computed by Winograd's
+    """Return the convolution of x (samples, height, width, in) with weight (out, in, 3, 3), computed with Winograd's
     algorithm.
 
-    If `backward`, x is instead the gradient of the output, the result is the gradient of the input, and `padding` is 2
-    minus the padding of the convolution."""
+    If `backward`, compute the gradient of the input instead: x is the gradient of the output, and `padding` is 2 minus
+    the padding of the convolution."""
     (n, height, width, inner), outer = x.shape, weight.shape[1 if backward else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
     down, right = count_winograd_tiles(y.shape[1]), count_winograd_tiles(y.shape[2])
@@ -274,7 +276,7 @@ def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int
 
 
 def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
-    """Return the gradient of the weight, computed by Winograd's algorithm, as (out, 3, 3, in)."""
+    """Return the gradient of the weight, computed with Winograd's algorithm, as (out, 3, 3, in)."""
     inner, outer = x.shape[3], dy.shape[3]
     down, right = count_winograd_tiles(dy.shape[1]), count_winograd_tiles(dy.shape[2])
     du, dw = _allocate_planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)
@@ -296,14 +298,14 @@ def _split_tiles_into_blocks(tiles: int, channels: int, itemsize: int) -> list[t
 
 
 def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
-    """Return uninitialized planes of `size` elements. They are padded, because planes at distances of a power of two
+    """Return uninitialized planes of `size` elements. The planes are padded because planes spaced by a power of two
     would compete for cache lines."""
     return np.empty((PLANES, size + LANES), like.dtype)
 
 
 MAX_DIRECT_WEIGHTS = 1 << 12
 """Maximum number of weights for which direct convolution with a one-cell window is faster than BLAS. Direct convolution
-adds the bias without a further pass, and this number of weights stays in the cache."""
+adds the bias without another pass over memory, and this many weights stay in the cache."""
 
 
 @lru_cache(1 << 10)
@@ -324,8 +326,8 @@ DEPTHWISE_WINDOW = TWO_CELL_WINDOW._replace(groups=3)
 
 
 def _make_example_field(x: Any) -> tuple[Any, Any]:
-    """Return a one-dimensional field with channels last in memory, and matching weights, as example arguments with
-    which to compile a kernel."""
+    """Return a one-dimensional field with channels last in memory, and matching weights, as example arguments for
+    compiling a kernel."""
     return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
 
 
@@ -463,8 +465,8 @@ def correlate_backward_params(
 
 
 def _iterate_group_slices(strides: WindowStrides, x: np.ndarray, y: np.ndarray) -> Iterator[tuple[int, slice, slice]]:
-    """Yield, for each set of groups that are computed together, (number of groups, slice of the input channels of these
-    groups, slice of their outputs)."""
+    """Yield (number of groups, slice of the input channels of these groups, slice of their outputs) for each set of
+    groups that are computed together."""
     inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups
     together = 1 if strides.groups == 1 else -(-GROUP_OUTPUTS // outer)
     for g in range(0, strides.groups, together):
@@ -481,8 +483,8 @@ def _has_small_groups(strides: WindowStrides, weight: np.ndarray) -> bool:
 
 
 def _as_block_diagonal(weight: np.ndarray, groups: int) -> np.ndarray:
-    """Return the block-diagonal weight of the convolution without groups that gives the same result as `weight` with
-    `groups` groups."""
+    """Return a block-diagonal weight. A convolution with this weight and no groups gives the same result as `weight`
+    with `groups` groups."""
     if groups == 1:
         return weight
     dense = np.zeros((weight.shape[0], groups * weight.shape[1], *weight.shape[2:]), weight.dtype)
@@ -505,8 +507,8 @@ def _has_channels_last(x: np.ndarray) -> bool:
 
 
 def _as_channels_last(x: np.ndarray) -> np.ndarray:
-    """Return x (samples, channels, *cells) as (samples, *cells, channels). Copies x only if the channels of a cell are
-    not contiguous."""
+    """Return x (samples, channels, *cells) as (samples, *cells, channels). x is copied only if the channels of a cell
+    are not contiguous."""
     return view_channels_last(x) if _has_channels_last(x) else to_channels_last(x)
 
 
@@ -519,8 +521,8 @@ def _as_matrix(kernel: np.ndarray) -> np.ndarray:
 
 
 def write_or_add_channels_first(target: Any, cells: np.ndarray) -> None:
-    """Write the gradient `cells`, which has channels last, to an array with channels first, or add it there. `target`
-    is (array, whether to add)."""
+    """Write the gradient `cells`, which has channels last, to an array with channels first, or add it to this array.
+    `target` is (array, whether to add)."""
     out, add = target
     n, channels, size = cells.shape[0], cells.shape[-1], math.prod(cells.shape[1:-1])
     if out.dtype == cells.dtype and out.flags.c_contiguous and out.flags.aligned:

@@ -74,7 +74,8 @@ def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bou
                 down, right = runs[1, b, 0], runs[2, c, 0]
                 high, long = runs[1, b, 1] - down, runs[2, c, 1] - right
                 x_out, x_in, y_out, y_in = moves[1, 0], moves[2, 0], y_steps[2], y_steps[3]
-                if long < min(high, WIDE_ROWS):  # strips along dim 1 have far cells, so only where dim 2 is too short
+                # strips along dim 1 read cells that are far apart in memory, so use them only if dim 2 is too short
+                if long < min(high, WIDE_ROWS):
                     high, long, x_out, x_in, y_out, y_in = long, high, x_in, x_out, y_in, y_out
                 for h in range(high):
                     x_at = x_line + down * moves[1, 0] + moves[1, 2] + lo1 * moves[1, 1] + h * x_out
@@ -159,7 +160,7 @@ def _add_weight_gradient(
 def convolve_depthwise(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool
 ) -> None:
-    """Convolve each channel of x with its kernels in `weight` (outputs, 1, *kernel), and write the result plus `bias`
+    """Convolve each channel of x with its kernels in `weight` (outputs, 1, *kernel). Write the result plus `bias`
     (outputs,) to y, or add the result to y if `add`. x and y have channels last."""
     if y.size:
         outputs = _pad_channels(y) if add else _allocate_full_rows(y)
@@ -240,13 +241,13 @@ def small_groups_backward_input(
 
 
 def _repeat_channels(x: np.ndarray, outputs: int) -> np.ndarray:
-    """Return x with each channel repeated once for each of its outputs, followed by channels of zeros, so that the
+    """Return x with each channel repeated once for each of its outputs. Channels of zeros are appended so that the
     channels fill whole vectors."""
     return _pad_channels(x if outputs == x.shape[-1] else np.repeat(x, outputs // x.shape[-1], axis=-1))
 
 
 def _allocate_full_rows(like: np.ndarray) -> np.ndarray:
-    """Return `like` if its channels fill whole vectors, otherwise a new array with the same shape except for additional
+    """Return `like` if its channels fill whole vectors. Otherwise, return a new array of the same shape with additional
     channels."""
     channels = round_up_to_lanes(like.shape[-1], like.dtype)
     return like if _has_full_rows(like) else np.empty((*like.shape[:-1], channels), like.dtype)
@@ -268,7 +269,7 @@ def _has_full_rows(x: np.ndarray) -> bool:
 
 def _pack_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
     """Pack weights (channels or fewer, offsets) into blocks (offsets, lanes). Each block has WIDE bytes of lanes,
-    except for the last one, which is narrower if few channels remain."""
+    except that the last block is narrower if few channels remain."""
     lanes = WIDE // dtype.itemsize
     rows = np.zeros((channels, weights.shape[1]), dtype)
     rows[: len(weights)] = weights

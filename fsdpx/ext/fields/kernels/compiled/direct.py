@@ -1,10 +1,10 @@
 """Direct convolutions over one to three dims with channels last. They read windows in place, without an im2col copy.
 
 A strip is a run of neighboring outputs whose sums stay in registers while the loop multiplies the cells under their
-windows by rows of weights; each lane of a vector register is one output channel. Where a window reaches beyond the
-field, only the window offsets inside the field are computed. With few output channels, the lanes are input channels
-instead, and are summed at the end. To compute the gradient of the weights, some of its rows are kept in registers while
-the loop runs over outputs."""
+windows by rows of weights; each lane of a vector register is one output channel. If a window reaches beyond the field,
+only the window offsets inside the field are computed. With few output channels, the lanes are input channels instead,
+and the lanes are summed at the end. To compute the gradient of the weights, some of its rows are kept in registers
+while the loop runs over outputs."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ channels are left."""
 WIDE_ROWS = 8 if "avx512f" in read_cpuinfo_field("flags").split() else 6
 NARROW_ROWS = 8
 """Maximum number of outputs in a strip with WIDE rows, and with NARROW rows. Strips of these sizes fit into registers.
-With AVX-512, a WIDE row fills one of 32 registers, and fewer than 8 rows do not keep both multipliers busy."""
+With AVX-512, a WIDE row fills one of 32 registers, and at least 8 rows are needed to keep both multipliers busy."""
 FEW_OUTPUTS = (8, 6, 4, 3)
 """Maximum number of cells in a strip for one, two, three and four output channels."""
 WINDOW_ROWS = (3, 5, 7)
-"""Numbers of window offsets along a strip for which a depthwise strip loads each cell once, and keeps the weights of
-these offsets in registers too."""
+"""Numbers of window offsets along a strip for which a depthwise strip loads each cell only once and also keeps the
+weights of these offsets in registers."""
 NEAR_BYTES = 3 << 13
 """Size, in bytes, of the cells and output gradients over which the computation of the weight gradient loops repeatedly.
-It is chosen so that they stay in the cache."""
+The size is chosen so that this data stays in the cache."""
 
 
 def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = False, group: int = 1) -> Any:
@@ -54,10 +54,10 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
     channels r of x[b + offset, r] w[offset, r].
 
     Each y[b], start[b] and w[offset, r] is a vector of `nbytes` bytes. With `depthwise`, each x is also such a vector,
-    and is multiplied by w elementwise. If, in addition, the next offset along the last dim is the next output's cell,
-    WIDE strips load each cell once for windows of WINDOW_ROWS, with the same order of sums. If `group` is above 1,
-    lanes form groups of this size, and x[b + offset, r] has channel r of a group in all lanes of the group; r is below
-    `group`. Addresses and steps are in bytes."""
+    and is multiplied by w elementwise. If, in addition, one step of the window offset along the last dim equals one
+    step of the output, WIDE strips load each cell once for windows of the sizes WINDOW_ROWS. The order of summation
+    stays the same. If `group` is above 1, lanes form groups of this size, and x[b + offset, r] has channel r of a group
+    in all lanes of the group; r is below `group`. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -102,7 +102,7 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
                     begin = emit_load(builder, vector, start, start_step, b)
                     builder.store(builder.fadd(begin, builder.load(sums[b])), to, align=word)
 
-            # others are rare: compile less
+            # other cases are rare, so compile less code for them code for them code for them
             case, widths = rows, WINDOW_ROWS if depthwise and nbytes == WIDE and group == 1 else ()
             for n, width in enumerate(widths, 1):
                 fits = builder.icmp_signed("==", counts[2], counts[2].type(width))
@@ -277,8 +277,8 @@ _wide_outer, _narrow_outer = make_weight_gradient_loop(WIDE, 6), make_weight_gra
 
 @register_jitable
 def _can_use_dot_loop(outputs, nbytes):
-    """Return whether vector lanes can be input channels. This requires that there are few outputs, and that the
-    channels of a cell, `nbytes` bytes, fill whole vectors."""
+    """Return whether vector lanes can be input channels. This requires few outputs, and the channels of a cell
+    (`nbytes` bytes) must fill whole vectors."""
     return outputs <= len(FEW_OUTPUTS) and nbytes % NARROW == 0
 
 
@@ -289,7 +289,7 @@ def _pack_weights(weight, packed, places, swapped, unpack):
 
     `places`, (3 dims, 3), contains, for each dim, the number of window offsets to copy, the first offset, and the step
     from one offset to the next. If `swapped`, the dims of `weight` for channels and outputs are swapped. If `unpack`,
-    `packed` is instead added to `weight`."""
+    add `packed` to `weight` instead."""
     outer, inner = (weight.shape[1], weight.shape[0]) if swapped else (weight.shape[0], weight.shape[1])
     word, first, base = weight.itemsize, 0, 0
     while first < outer:
@@ -316,8 +316,8 @@ def _pack_weights(weight, packed, places, swapped, unpack):
 
 @register_jitable
 def choose_strip_output_count(rows, limit):
-    """Return the number of outputs in the next strip, at most `limit`, when `rows` outputs are left in the line. It is
-    chosen so that the last two strips of a line are similar in size."""
+    """Return the number of outputs in the next strip, at most `limit`, when `rows` outputs are left in the line. The
+    number is chosen so that the last two strips of a line are similar in size."""
     return limit if rows >= 2 * limit or rows == limit else min(rows, limit) if rows <= limit else (rows + 1) // 2
 
 
@@ -351,7 +351,7 @@ def _store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
 def compute_line_by_strips(
     like, wide, length, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run
 ):
-    """Compute a line of outputs, strip by strip. If only `valid` lanes of each vector are in use, the strips are
+    """Compute a line of outputs strip by strip. If only `valid` lanes of each vector are in use, the strips are
     computed in `scratch` and then copied to y."""
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
     partial = valid * word < (WIDE if wide else NARROW)
@@ -379,8 +379,8 @@ def compute_line_by_strips(
 def _compute_line_by_dot_products(
     like, outputs, length, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run
 ):
-    """Compute a line of outputs that have few channels, strip by strip, by dot products. `run` is the number of bytes
-    that are multiplied at each window offset."""
+    """Compute a line of outputs with few channels strip by strip, using dot products. `run` is the number of bytes that
+    are multiplied at each window offset."""
     at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
     while at < length:
         rows = choose_strip_output_count(length - at, most)
@@ -399,8 +399,8 @@ def _compute_line_by_dot_products(
 
 @register_jitable
 def locate_line_in_runs(line, runs):
-    """Return the sample to which a line of outputs belongs, the index of its run, and its output index along the first
-    dim. All outputs of a run have the same window offsets inside the field."""
+    """Return the sample that a line of outputs belongs to, the index of the line's run, and its output index along the
+    first dim. All outputs of a run have the same window offsets inside the field."""
     lines, a = 0, 0
     for run in range(runs.shape[0]):
         lines += runs[run, 1] - runs[run, 0]
@@ -423,7 +423,7 @@ def _convolve_lines(
     bytes in x for each dim: from the cell of one output to the cell of the next output, from one window offset to the
     next, and from the first cell to the first cell that output 0 reads. `runs` contains, for each dim d, bounds[d] runs
     (start, stop, first offset, end of offsets) of outputs with the same window offsets. `sizes` is the number of window
-    offsets along each dim. Sums start from `start`, or from the previous values of the outputs if `add`."""
+    offsets along each dim. Sums start from `start` or, if `add`, from the previous values of the outputs."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -475,8 +475,8 @@ def _convolve_lines(
 def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
 ):
-    """Add the gradient of the weights to `packed`, for `from_plane` to `to_plane`, the flattened window offsets along
-    the first two dims. The other arguments are as in `_convolve_lines`."""
+    """Add the gradient of the weights to `packed` for the flattened window offsets `from_plane` to `to_plane` along the
+    first two dims. The other arguments are as in `_convolve_lines`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word
@@ -524,8 +524,8 @@ def _add_weight_gradient(
 def convolve_direct(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
-    """Convolve x with `weight`, and write the result plus `bias`, (outputs,), to y. If `add`, add the result to y
-    instead, without a bias.
+    """Convolve x with `weight`. Write the result plus `bias`, (outputs,), to y. If `add`, add the result without a bias
+    to y instead.
 
     x and y have channels last. If `places` is given, it selects the window offsets to use, as (number of offsets, first
     offset, step) for each dim, and the input and output channels of the weight are swapped."""
@@ -553,7 +553,7 @@ def plan_direct_convolution(
     the window offsets for `_pack_weights`, their number along each dim, the number of lines, and the arguments of
     `_convolve_lines` from `x_steps` to `bounds`. Return None if there is nothing to compute.
 
-    Steps are numbers of bytes from sample to sample, and from cell to cell along each of three dims."""
+    Steps are in bytes: from sample to sample, and from cell to cell along each of the three dims."""
     if places is None:
         places = (*((1, 0, 1),) * (3 - len(strides.kernel)), *((k, 0, 1) for k in strides.kernel))
     strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
@@ -574,8 +574,8 @@ def direct_backward_input(
     """Write the gradient with respect to the input, plus `bias` of shape (channels,), to `dx`.
 
     The gradient at a cell is a sum over the outputs whose windows cover the cell. Two cells that are one stride apart
-    use the same weights, but with outputs shifted by one. Therefore, dx is computed one phase at a time. A phase is a
-    set of cells spaced one stride apart, and its gradient is a convolution of dy with stride 1, which `convolve`
+    use the same weights, but their outputs are shifted by one. Therefore, dx is computed one phase at a time. A phase
+    is a set of cells spaced one stride apart, and its gradient is a convolution of dy with stride 1, which `convolve`
     computes."""
     for into, places, reverse in _plan_phases(strides):
         part = dx[into]
@@ -587,8 +587,9 @@ def direct_backward_input(
 
 @lru_cache(1 << 10)
 def _plan_phases(strides: WindowStrides) -> list[tuple[tuple[slice, ...], tuple[tuple[int, ...], ...], WindowStrides]]:
-    """Return (cells, places, strides) for each phase (set of cells spaced one stride apart). `cells` is the index of
-    the cells. `places` and `strides` are the arguments for `convolve_direct` to compute the gradient at these cells."""
+    """Return (cells, places, strides) for each phase. A phase is a set of cells spaced one stride apart. `cells` is the
+    index of the cells. `places` and `strides` are the arguments for `convolve_direct` to compute the gradient at these
+    cells."""
     plans: list[tuple[Any, Any, WindowStrides]] = []
     for phase in product(*map(range, strides.stride)):
         firsts, places, into = [], [(1, 0, 1)] * (3 - len(phase)), [slice(None)]
@@ -649,8 +650,8 @@ class _OutputRuns(NamedTuple):
     table : (start, stop, first offset, end of offsets) of each run, for each dim
     bounds : number of runs along each dim
     moves : as in `_convolve_lines`, but in cells
-    met : for each dim, the range of window offsets that any output uses; offsets in `table` and `moves` are relative to
-        its start
+    met : for each dim, the range of window offsets that any output uses; offsets in `table` and `moves` are counted
+        from the start of this range
     lines : number of outputs along the first dim
     """
 

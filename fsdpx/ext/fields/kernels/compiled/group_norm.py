@@ -1,6 +1,6 @@
 """Compiled group normalization with channels last in memory.
 
-A field that is held by one rank is normalized sample by sample, so that a sample that fits into the cache is read from
+If one rank holds the whole field, it is normalized sample by sample, so a sample that fits into the cache is read from
 memory only once.
 
 The moments of a channel are computed in one pass over memory: the cells of a block of 32 are summed relative to the
@@ -36,8 +36,8 @@ __all__ = [
 ]  # fmt: skip
 
 ROW_ELEMENTS = 64
-"""Number of elements that a row should have. The loops over columns keep this many in registers, so that they read
-memory sequentially."""
+"""Target number of elements in a row. The loops over columns keep this many elements in registers, and so read memory
+sequentially."""
 
 
 def _emit_moments(builder: Any, cells: list[Any], values: list[Any]) -> list[Any]:
@@ -50,8 +50,7 @@ _sum_block_moments = make_column_loop(_emit_moments, False)
 
 @jit
 def _merge_moments_of_blocks(start, stop, x, out):
-    """For the columns `start` to `stop` of x, compute the mean in out[0], and the sum of squared deviations in
-    out[1]."""
+    """Compute the mean of columns `start` to `stop` of x in out[0], and their sum of squared deviations in out[1]."""
     zero = accumulation_zero(x)
     centre, along, squares = np.full(stop - start, zero), np.full(stop - start, zero), np.full(stop - start, zero)
     means, totals = out[0, start:stop], out[1, start:stop]
@@ -98,7 +97,7 @@ _write_backward = make_column_loop(_emit_backward, True)
 
 @jit
 def _backward_loop(x, dy, dx, mean, scale, along, across):
-    # in reverse order, because the end of the field was read last by the sums, and is still in the cache
+    # in reverse order: the loop over the sums read the end of the field last, so the end is still in the cache
     for first in range((x.shape[0] - 1) // BLOCK_ROWS * BLOCK_ROWS, -1, -BLOCK_ROWS):
         last = min(first + BLOCK_ROWS, x.shape[0])
         _write_backward((x, dy, dx), first, last, 0, mean.size, (mean, scale, along, across), ())
@@ -182,8 +181,8 @@ def _backward_input_of_samples_loop(x, dy, dx, mean, rstd, sums, groups, weight)
 
 @lru_cache(1 << 10)
 def _find_row_shape(shape: tuple[int, ...]) -> tuple[int, tuple[int, int, int]]:
-    """Return how many neighboring cells of a field (samples, *cells, channels) the loops read as one row, and the shape
-    (samples, rows, elements) that the field has when divided into such rows."""
+    """Return the number of neighboring cells of a field (samples, *cells, channels) that the loops read as one row, and
+    the shape (samples, rows, elements) of the field divided into such rows."""
     cells, channels = math.prod(shape[1:-1]), shape[-1]
     wanted = max(ROW_ELEMENTS // max(channels, 1), 1)
     per_row = next((n for n in range(wanted, 1, -1) if cells % n == 0), 1)
@@ -191,8 +190,8 @@ def _find_row_shape(shape: tuple[int, ...]) -> tuple[int, tuple[int, int, int]]:
 
 
 def _repeat_for_row(a: np.ndarray, x: np.ndarray, per_row: int) -> np.ndarray:
-    """Repeat values (samples, channels) for each cell of a row, and cast them to the dtype in which the kernels compute
-    for the field x."""
+    """Repeat values (samples, channels) for each cell of a row, and cast them to the dtype that the kernels use to
+    compute with the field x."""
     values = as_contiguous(view_bits_as_bfloat16(a), accumulation_dtype(x.dtype))
     return values if per_row == 1 else np.tile(values, (1, per_row))
 
@@ -270,8 +269,8 @@ def group_norm_backward(
 
 
 def _convert_or_fill(values: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
-    """Return the values for each channel, or `default` for each channel if `values` is None, in the dtype in which the
-    kernels compute for the field x."""
+    """Return one value per channel, in the dtype that the kernels use to compute with the field x. If `values` is None,
+    each value is `default`."""
     dtype = accumulation_dtype(x.dtype)
     if values is None:
         return np.full(x.shape[1], default, dtype)

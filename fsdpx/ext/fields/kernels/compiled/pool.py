@@ -170,5 +170,5 @@ def _make_window_table(strides: WindowStrides) -> np.ndarray:
 
 
 def _to_three_dims(cells: np.ndarray) -> np.ndarray:
-    """Reshape (samples, *cells, channels) to exactly three cell dims, by adding dims of size 1."""
+    """Reshape (samples, *cells, channels) to exactly three cell dims by adding dims of size 1."""
     return cells.reshape(cells.shape[0], *(1,) * (5 - cells.ndim), *cells.shape[1:])

@@ -1,6 +1,6 @@
 """Reductions over segments of rows, compiled with Numba and parallel over segments or rows.
 
-Each sum adds rows in their order, whatever the number of threads, so results are reproducible."""
+Rows are summed in order for any number of threads, so results are reproducible."""
 
 from __future__ import annotations
 
