@@ -19,9 +19,10 @@ pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="there is n
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Each text of the library, and where it stands."""
+    """Each text of files of the library that name pages, pip or extras, and where it stands."""
     for path in sorted((ROOT / "fsdpx").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)) if re.search(r"docs/|pip |fsdpx\[", source) else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
 
