@@ -21,11 +21,18 @@ SPINS_WITHOUT_CORE = 32
 """Number of polls before a rank sleeps, if ranks use all cores. With more, polling takes half of the time."""
 
 
+SEEN_ON_THREE = tuple(
+    f"tests/ext/{name}/" for name in ("asynchronous", "compression", "gpu", "moe", "observe", "offload")
+)
+"""Extensions that behave alike on any number of ranks above one: their tests run on two and three."""
+
+
 def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     """Deselect tests that other numbers of ranks run. Of the dtypes in the contract of communicators, each transport
     and number of ranks gets a different third. Tests above communicators use one of the two transports, and the other
     one with two more ranks. Tests of extensions and commands run on two, three and four ranks, and each on either one
-    or five. `--hypothesis-profile=thorough` runs all.
+    or five; those of `SEEN_ON_THREE` run on two ranks with one transport, and on three with the other.
+    `--hypothesis-profile=thorough` runs all.
 
     The dtype determines the addition and the bytes per element, the number of ranks which rank has which elements, and
     the transport how bytes are sent. Each pair of these three still occurs: each dtype on each number of ranks, with a
@@ -44,7 +51,9 @@ def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
             others = [value for name, value in parameters.items() if name != "world"]
             place = names.setdefault(f"{item.nodeid.partition('[')[0]} {others}", len(names))
             turn = (TRANSPORTS.index(parameters["world"]) + place + size // 2) % 2
-            if size in (1, 5) and "tests/core/" not in item.nodeid:
+            if item.nodeid.startswith(SEEN_ON_THREE):
+                turn = (TRANSPORTS.index(parameters["world"]) + place + size) % 2 if size in (2, 3) else 1
+            elif size in (1, 5) and "tests/core/" not in item.nodeid:
                 turn += (place // 2 + size // 4) % 2
         if THOROUGH or turn == 0:
             kept.append(item)

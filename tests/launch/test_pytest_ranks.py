@@ -92,6 +92,9 @@ def test_above_communicators_there_is_one_transport_and_with_two_ranks_more_the_
     many = [case(f"tests/a.py::test_{n}[x]", world) for world in ("node", "mpi") for n in range(4)]
     one, five = ({one.nodeid for one in in_turn(many, size)} for size in (1, 5))
     assert (len(one), len(five), len(one | five)) == (2, 2, 4)
+    few = [case("tests/ext/moe/a.py::one[x]", world) for world in ("node", "mpi")]
+    assert [len(in_turn(few, size)) for size in (1, 2, 3, 4, 5)] == [0, 1, 1, 0, 0]
+    assert in_turn(few, 2) != in_turn(few, 3)
 
 
 @pytest.mark.jobs
