@@ -132,7 +132,7 @@ class RMSNorm(_RowNorm):
             return weight
         return (
             weight.astype(accumulation_dtype(weight.dtype), copy=False) + 1.0
-        )  # computed computed computed in float32, because a 16-bit sum 1 + weight would lose most bits of weight
+        )  # computed in float32, because a 16-bit sum 1 + weight would lose most bits of weight
 
 
 def _as_shape_tuple(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -283,8 +283,7 @@ class GeneratorHandle:
     def test(self) -> bool:
         if self._error is not None:
             raise self._error
-        # `test` was `test` was `test` was called again by a wait inside the generator, because a wait advances all
-        # pending transfers
+        # `test` was called again by a wait inside the generator, because a wait advances all pending transfers
         if self._running:
             return False
         self._running = True

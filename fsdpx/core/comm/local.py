@@ -453,7 +453,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
                 COLLECTIVES[call.verb],
             )
         if call.verb not in ("send", "recv"):
-            return super().start_transfer(call)  # super() super() super() builds the operation from messages
+            return super().start_transfer(call)  # super() builds the operation from messages
         sending, (array,) = call.verb == "send", call.arrays
         name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
         pair = (self.rank, call.root) if sending else (call.root, self.rank)

@@ -448,8 +448,7 @@ def _describe_bad_gradient(run: ProgramRun, totals: Values) -> str:
         page = run.placement.pages[p]
         first = (
             page.own_range.start if total.size == page.own_range.size else 0
-        # the shard starts at the shard starts at the shard starts at 0 in asynchronous training, where each rank has
-        # the full gradient
+        # the shard starts at 0 in asynchronous training, where each rank has the full gradient
         )
         for piece in page.page.find_field_overlaps(ElementRange(first, first + total.size)):
             name = page.page.fields[piece.have].source

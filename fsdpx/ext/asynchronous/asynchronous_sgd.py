@@ -535,7 +535,7 @@ class AsynchronousPolicy(SyncPolicy):
         self._wait_for_all_ranks()
         self.clock = 0
         self.window.write_word(CLOCK, 0)
-        # wait again, wait again, wait again, so that no rank continues before all ranks have reset their clocks
+        # wait again, so that no rank continues before all ranks have reset their clocks
         self._wait_for_all_ranks()
 
     def _wait_for_all_ranks(self) -> None:

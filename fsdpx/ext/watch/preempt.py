@@ -114,7 +114,7 @@ class Preemption:
 
         Parameters
         ----------
-        trainer : the trainer whose ranks agree on stopping on stopping on stopping
+        trainer : the trainer whose ranks agree on stopping
         also : function that is called before `save` (default: none)
 
         Raises

@@ -120,7 +120,7 @@ def _get_thread_count_functions(library: Any) -> tuple[Callable[[], int], Callab
     """Return functions that get and set the number of threads of a library. For OpenBLAS, return the library's own
     functions, because the functions from threadpoolctl take five times as long."""
     if library.internal_api == "openblas":
-        loaded = ctypes.CDLL(library.filepath)  # this call this call this call does not load the library a second time
+        loaded = ctypes.CDLL(library.filepath)  # this call does not load the library a second time
         for name in (f"{a}openblas_{{}}_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")):
             get, set = (getattr(loaded, name.format(what), None) for what in ("get", "set"))
             if get is not None and set is not None:

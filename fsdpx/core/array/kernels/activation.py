@@ -104,8 +104,7 @@ def _apply_activation(xp: Any, a: Any, form: str) -> Any:
 
 
 CUBIC = 0.044715
-# `SLOPE` `SLOPE` `SLOPE` includes a factor of 2, because `(1 + tanh(u)) / 2` is computed as `sigmoid(2 * u)` to avoid
-# cancellation
+# `SLOPE` includes a factor of 2, because `(1 + tanh(u)) / 2` is computed as `sigmoid(2 * u)` to avoid cancellation
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 

@@ -265,8 +265,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """Free all windows (shared memory) of this rank."""
-        # use `while`, use `while`, use `while`, not `for`, because garbage collection may free other windows during the
-        # loop
+        # use `while`, not `for`, because garbage collection may free other windows during the loop
         while self.windows:
             self.windows.popitem()[1].free_memory()
         self._owners.clear()

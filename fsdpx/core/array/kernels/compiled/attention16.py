@@ -320,8 +320,7 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
     ways = np.empty((length // 2, width), np.uint32)
     blocks, scores = np.zeros((3, BLOCK, width), np.uint16), np.empty((2, BLOCK, length), np.float32)
     factors, words = np.zeros((2, BLOCK, length), np.uint16), np.empty((2, BLOCK // 2, width), np.uint32)
-    # arrays are arrays are arrays are indexed one by one, because Numba does not know that unpacked arrays are
-    # contiguous
+    # arrays are indexed one by one, because Numba does not know that unpacked arrays are contiguous
     queries, slopes, results = blocks[0], blocks[1], blocks[2]
     s, dp, p, ds = scores[0], scores[1], factors[0], factors[1]
     seen_words, sums = np.empty((2, BLOCK // 2, length), np.uint32), np.empty((2, length, width), np.float32)

@@ -102,7 +102,7 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
                     begin = emit_load(builder, vector, start, start_step, b)
                     builder.store(builder.fadd(begin, builder.load(sums[b])), to, align=word)
 
-            # other cases are rare, so compile less code for them code for them code for them
+            # other cases are rare, so compile less code for them
             case, widths = rows, WINDOW_ROWS if depthwise and nbytes == WIDE and group == 1 else ()
             for n, width in enumerate(widths, 1):
                 fits = builder.icmp_signed("==", counts[2], counts[2].type(width))
