@@ -164,7 +164,7 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
     count. If replicas train independently, a single replica may have no such samples. `rows` holds one list of numbers
     per rank."""
     require_same_scheduled_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
-    # use the use the use the modulo, because in asynchronous training there is only one row, from this rank
+    # use the modulo, because in asynchronous training there is only one row, from this rank
     lr = rows[run.sync_group.rank % len(rows)][-2]
     if math.isnan(lr):
         # NaN marks an invalid rate; this call then raises the same error on all ranks
