@@ -400,9 +400,10 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
         agree_on_settings(carrier, environment.read_environment().shared_settings, get_compared_arguments())
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = world_comm.all_gather_data(platform.node()).count(platform.node())
-    world_comm.progress.polls_before_yield = (
-        POLLS_BEFORE_YIELD if cores.set_threads_per_rank(ranks_here) * ranks_here <= cores.count_usable_cores() else 0
-    )
+    launcher = environment.read_environment().launcher
+    # ranks outside this communicator, such as those of a solver, need cores as well
+    busy = cores.set_threads_per_rank(ranks_here) * max(ranks_here, (launcher and launcher.local_size) or 0)
+    world_comm.progress.polls_before_yield = POLLS_BEFORE_YIELD if busy <= cores.count_usable_cores() else 0
     return world_comm
 
 

@@ -15,11 +15,12 @@ from ranks import together
 
 import fsdpx
 from fsdpx import nn
+from fsdpx.core.array import cores
 from fsdpx.core.base import environment
 from fsdpx.core.comm import CheckedCommunicator, Communicator, Mesh, ReduceOp, connect_axes, split_evenly
 from fsdpx.core.comm.calls import COMPLETED, Call
 from fsdpx.core.comm.communicator import CALL_SPECS, SurvivorCommunicator, can_survive
-from fsdpx.core.comm.init import open_fault_tolerant_communicator
+from fsdpx.core.comm.init import CommunicatorRequest, open_fault_tolerant_communicator, open_mpi
 from fsdpx.core.comm.p2p_collectives import COLLECTIVES
 from fsdpx.core.trainer import array_collectives, initialize
 from fsdpx.data import DistributedSampler, gather_channel_statistics
@@ -325,3 +326,16 @@ class TestWithoutDeaths(OnEveryRank):
                 made.close()
 
         self.run(body)
+
+
+def test_ranks_outside_of_a_communicator_need_cores_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    monkeypatch.setattr(cores, "count_usable_cores", lambda: 1)
+    part = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank)
+    comm = open_mpi(CommunicatorRequest(environment.read_environment(), part))
+    try:
+        assert (comm.progress.polls_before_yield == 0) is (MPI.COMM_WORLD.size > 1)
+    finally:
+        comm.close()
+        part.Free()
