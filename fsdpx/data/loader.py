@@ -32,7 +32,8 @@ class BatchShard:
     ----------
     indices : indices of this rank's samples in the dataset, int64; may be empty
     global_rows : number of samples in the global batch
-    position_after : number of samples of the epoch that all ranks together have received after this batch
+    position_after : number of samples of the epoch that all ranks together have received, up to and including this
+        batch
     """
 
     indices: np.ndarray
@@ -57,10 +58,11 @@ class DistributedSampler:
     Parameters
     ----------
     n : number of samples in the dataset
-    rank, size : number of this data rank, and number of data ranks; if None, they are taken from `comm`. With rank=0,
-        size=1 and no comm, the dataset must contain only this rank's samples: they are not split again (`presharded` is
-        True), and `batch` counts only this rank's samples. If `fit` uses such samplers on several ranks, it sets
-        `uneven` to True: ranks may then have different numbers of samples, so `state_dict` leaves out `n`
+    rank, size : index of this data rank, and number of data ranks; if None, they are taken from `comm`. With rank=0,
+        size=1 and no comm, the dataset must contain only this rank's samples. They are then not split over ranks
+        (`presharded` is True), and `batch` counts only this rank's samples. If `fit` uses such samplers on several
+        ranks, the ranks may have different numbers of samples. `fit` then sets `uneven` to True, and `state_dict`
+        leaves out `n`
     comm : a communicator of the data ranks, or any object with `rank` and `size`; if None, use the default communicator
         if one exists, and otherwise all ranks of this job
     shuffle : whether each epoch has a new random order; if False, the order is 0 .. n-1

@@ -104,8 +104,9 @@ def _map_npz(path: Path) -> dict[str, np.ndarray | UnreadableMember]:
 
 
 def _map_npz_entry(file: Any, entry: zipfile.ZipInfo, whole: np.ndarray, size: int) -> np.ndarray:
-    """Return a view of the array in an entry of an `.npz` file of `size` bytes, whose memory map is `whole`. Raise
-    ValueError or TypeError, with a phrase that follows the name of the array, if the array cannot be read."""
+    """Return a view of the array in an entry of an `.npz` file. `size` is the size of the file in bytes, and `whole` is
+    its memory map. If the array cannot be read, raise ValueError or TypeError. The text of the error is only the end of
+    a sentence; the caller puts the name of the array before it."""
     if entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError("is compressed, so that no part of it can be read: use np.savez")
     file.seek(entry.header_offset)

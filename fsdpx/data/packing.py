@@ -19,8 +19,8 @@ class PackedGraphs(NamedTuple):
 
     Attributes
     ----------
-    edges : node numbers of the sender and receiver of each edge, (2, edges)
-    offsets : number of the first node of each graph, followed by the total number of nodes
+    edges : indices of the sending and the receiving node of each edge, (2, edges)
+    offsets : index of the first node of each graph, followed by the total number of nodes
     """
 
     edges: np.ndarray
@@ -33,8 +33,8 @@ class PackedGraphs(NamedTuple):
 
     @property
     def graph_numbers(self) -> np.ndarray:
-        """For each node, the number of its graph, counted from 0. `fsdpx.MeshLevel` takes these numbers to link the
-        nodes to a coarser mesh with one node per graph."""
+        """For each node, the index of its graph, from 0. `fsdpx.MeshLevel` takes this array to link the nodes to a
+        coarser mesh that has one node per graph."""
         return np.repeat(np.arange(self.offsets.size - 1), np.diff(self.offsets))
 
     def assign_parts(self, ranks: int) -> np.ndarray:
@@ -99,11 +99,13 @@ class PackedGraphs(NamedTuple):
 
 
 def pack_graphs(edges: Sequence[Any], nodes: Sequence[int]) -> PackedGraphs:
-    """Join several graphs into one, by adding an offset to the node numbers of each graph.
+    """Join several graphs into one. The node indices of each graph are increased by the number of nodes in all earlier
+    graphs.
 
     Parameters
     ----------
-    edges : for each graph, the node numbers of the sender and receiver of each edge, integers (2, edges)
+    edges : for each graph, an integer array (2, edges) with the indices of the sending and the receiving node of each
+        edge
     nodes : number of nodes of each graph
 
     Returns

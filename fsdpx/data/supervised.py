@@ -51,8 +51,8 @@ class SupervisedDataset:
     end : token that is appended to every answer, so that the loss applies to it; this token also pads samples shorter
         than seq_len
     packed : whether to put several conversations into one sample, in the order of the file. A sample is then ((tokens,
-        segments), targets), where segments contains for each token the number of its conversation in the sample,
-        counted from 0. Use this with models that have `segments=True` (docs: models)
+        segments), targets), where segments contains, for each token, the index (from 0) of its conversation within the
+        sample. Use this with models that have `segments=True` (docs: models)
     template : how to encode messages: `models.chat_template(folder, tokenizer)`, or a function (role, content) -> (text
         before the message, text of the message); if None, these texts are "role: " and "content\\n". For lines with
         prompt and completion, the template is not used, and the two texts are concatenated. The attribute `messages`

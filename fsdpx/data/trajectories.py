@@ -33,8 +33,8 @@ class TrajectoryDataset:
 
     A folder contains `meta.json` and one file for each split. Sample i is trajectory i, as a dict from field names to
     arrays. Fields that change over time have the shape (steps, nodes, channels), constant fields have the shape (nodes,
-    channels), and `cells` contains the node numbers of each cell. A field whose number of rows differs from step to
-    step is a list of arrays. Each trajectory has its own mesh.
+    channels), and `cells` contains the indices of the nodes of each cell. A field whose number of rows differs from
+    step to step is a list of arrays. Each trajectory has its own mesh.
 
     The constructor only finds the position of each trajectory in the file; a trajectory is read when it is needed. All
     checksums are verified.

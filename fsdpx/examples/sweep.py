@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_results(args: argparse.Namespace, results: list[tuple[int, dict[float, float]]]) -> None:
-    """Print one line for each learning rate. `results` has an entry for each rank: the number of its group, and the
-    validation losses of the group by learning rate."""
+    """Print one line for each learning rate. `results` has an entry for each rank: the index of its group, and a dict
+    that maps each learning rate of the group to its validation loss."""
     print(f"{args.groups} groups of {len(results)} ranks, {args.steps} steps each")
     print(f"{'rate':>8} {'group':>6} {'ranks':>10} {'validation loss':>16}")
     losses = {rate: loss for _, found in results for rate, loss in found.items()}

@@ -1,10 +1,10 @@
 """The memory of a rank: the arena, which allocates all large buffers of the rank, and the C heap, which is configured
 not to return freed memory to the system.
 
-Some buffers live as long as the trainer. All others live only during part of a program, the list of actions in a step.
-Their lifetimes are known before the program runs, so they are packed into a single allocation, the slab. In the slab,
-buffers that are never alive at the same time share memory. Memory freed by a step stays with the process, so the next
-step causes no page faults."""
+Some buffers live as long as the trainer. All others are needed only during part of a step. A step runs a program, which
+is a list of actions. The lifetimes of these short-lived buffers are known before the program runs, so they are packed
+into a single allocation, the slab. In the slab, buffers that are never alive at the same time share memory. Memory
+freed by a step stays with the process, so the next step causes no page faults."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ BLOCK_BYTES = 32 << 20  # size in bytes of a block that several buffers share
 
 @dataclass(frozen=True)
 class BufferLifetime:
-    """A buffer of `nbytes` bytes that is needed from action number `start` to action number `stop` of a program,
-    inclusive. `name` identifies the buffer."""
+    """A buffer of `nbytes` bytes. It is needed from the action with index `start` to the action with index `stop` of a
+    program (list of actions in a step), inclusive. `name` identifies the buffer."""
 
     name: Hashable
     start: int
@@ -177,9 +177,9 @@ class WindowMemory(Protocol):
         ...
 
     def free_shared_locally(self, arrays: list[Any]) -> None:
-        """Free arrays from `allocate_shared` after their arena has been garbage-collected: immediately if that is safe,
-        otherwise later. This method must not communicate, because garbage collection happens on this rank only, in any
-        thread and at any time."""
+        """Free arrays that `allocate_shared` returned. This method is called when the arena that used them is
+        garbage-collected. It frees them immediately if that is safe, otherwise later. This method must not communicate,
+        because garbage collection happens on this rank only, in any thread and at any time."""
         ...
 
 

@@ -18,7 +18,8 @@ __all__ = [
 ]  # fmt: skip
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
-"""The device number for each local rank, if a host has several devices. None assigns devices to ranks in order."""
+"""The index of the device that each local rank (index of a rank on its host) uses, if a host has several devices. None
+assigns devices to ranks in order."""
 
 
 class Device:
@@ -52,8 +53,8 @@ class Device:
     def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
         """Select the device of this rank if the host has several, and return messages for the user. Collective.
 
-        `world` is the communicator of all ranks, and `device_map` is the user's choice of a device for each local
-        rank."""
+        `world` is the communicator of all ranks. `device_map` contains the user's choice of a device for each local
+        rank (index of a rank on its host)."""
         return []
 
     def as_array(self, value: Any) -> Any:
@@ -111,8 +112,8 @@ class Device:
         return False
 
     def try_run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-        """Run the device's own kernel for `name`, the update formula of an optimizer, on these arrays and numbers.
-        Return False if the device has no such kernel."""
+        """Run the device's own kernel for an update formula of an optimizer on these arrays and numbers. `name` is the
+        name of the formula. Return False if the device has no such kernel."""
         return False
 
     def run_shard_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
@@ -165,7 +166,8 @@ def _find_device_of_array_module(name: str) -> Device:
     package = name.partition(".")[0]
     if package in ("builtins", "numpy"):
         return CPU
-    # other packages declare no arrays of fsdpx, and reading their declarations takes 10 % of the start of a job
+    # arrays of fsdpx are declared only in `EXTENSIONS`; reading the declarations of other packages would take 10 % of a
+    # job's start time
     modules = EXTENSIONS["array"] if package == "fsdpx" else list_extensions("array")
     known = [one for one in modules if f"{name}.".startswith(f"{one}.")]
     found: Device = load_extension("array", known[0]) if known else CPU

@@ -34,8 +34,8 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, na
     """Decorate a function, so that Numba compiles it on its first call with each combination of argument types. The
     compiled code releases the GIL, and its divisions follow IEEE 754.
 
-    If a factory defines the function several times, each time with a different inner function, each definition must get
-    a different `name`."""
+    A factory may define the same function several times, each time with a different inner function. Each definition
+    then needs a different `name`, because the name becomes part of the cache file name."""
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
     function.__qualname__ = name or function.__qualname__  # this name becomes part of the cache file name
@@ -52,10 +52,10 @@ def specialize(
     ----------
     function : function to compile
     arguments : one word for each argument: `i` for int64, `b` for bool, `A2` for a 2-D array of any layout, `C2` for a
-        2-D array in C order. After the number, `h` means that the array contains the bits of 16-bit numbers, and `s`
-        means that it is float32. A final `r` means that the function only reads the array, so a read-only or unaligned
-        array may be passed
-    formats : names of the dtypes that arrays without `h` or `s` may have
+        2-D array in C order. After the number of dims, `h` means that the array contains the bits of 16-bit numbers,
+        and `s` means that the array is float32. A final `r` means that the function only reads the array, so a
+        read-only or unaligned array may be passed
+    formats : names of the dtypes to compile for; in a call, all arrays without `h` or `s` have one of them
     """
     compiled = _fixed.get(function)
     if compiled is None:
@@ -137,8 +137,9 @@ def _format_array_kind(a: np.ndarray) -> str | None:
 
 
 class CompiledFunction:
-    """A Python function that is compiled when it is called. `wanted` is a function that takes the arguments of a call
-    and returns the argument kinds to compile for (default: the kinds of the arguments themselves)."""
+    """A Python function that is compiled when it is called. The kind of an argument is its dtype and layout. `wanted`
+    is a function that takes the arguments of a call and returns the kinds to compile for (default: the kinds of these
+    arguments)."""
 
     def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = get_argument_kinds) -> None:
         self.function = function
@@ -159,12 +160,13 @@ class CompiledFunction:
         return self.get_dispatcher()(*arguments) if result is NotImplemented else result
 
     def compile_for_arguments(self, *arguments: Any) -> None:
-        """Compile or load the function for arguments of the same kinds as these, without calling it."""
+        """Compile or load the function for arguments that have the same dtypes and layouts as `arguments`, without
+        calling it."""
         self._get_or_compile_callable(arguments)
 
     @property
     def compiled_kinds(self) -> set[tuple[str, ...]]:
-        """Kinds of arguments for which stored machine code has been loaded."""
+        """Argument kinds (dtypes and layouts) for which stored machine code has been loaded."""
         return set(self._loaded)
 
     def get_dispatcher(self) -> Any:

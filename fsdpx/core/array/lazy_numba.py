@@ -64,7 +64,8 @@ class LazyIntrinsic:
 ir: Any = LazyObject("llvmlite.ir")
 types: Any = LazyObject("numba.types")
 cgutils: Any = LazyObject("numba.core.cgutils")
-intrinsic: Any = LazyIntrinsic  # typed as Any, because annotations of an intrinsic describe its code generator
+# typed as Any, because the annotations of an intrinsic describe its code generator, not its calls
+intrinsic: Any = LazyIntrinsic
 _jitable: set[FunctionType] = set()
 _overloads: dict[Any, tuple[FunctionType, dict[str, Any]]] = {}
 _copies: dict[FunctionType, Any] = {}

@@ -71,8 +71,8 @@ def parse_dtype(name: str | np.dtype) -> np.dtype:
 
 
 LARGEST_INTEGERS = {np.dtype(np.float16): 65504}
-"""Largest integer that each floating-point dtype can represent, for dtypes that cannot represent all integers that may
-occur in data."""
+"""Maps a floating-point dtype to its largest finite integer. Larger integers in data would overflow. Only dtypes whose
+range is too small for integer data are listed."""
 
 
 def to_numpy_dtype(call: str, given: Any) -> np.dtype:

@@ -2,9 +2,9 @@
 step, they flush denormals to 0.
 
 Kernels are split by rows, columns or elements, and workers treat denormals in the same way as the calling thread, so no
-result depends on the number of threads or on which thread computed it. Numba's `prange` is not used for two reasons:
-its default layer ("workqueue") ends the process when two threads call it at once, which happens if ranks run as
-threads, and its split depends on the number of threads.
+result depends on the number of threads or on which thread computed it. Numba's `prange` is not used for two reasons.
+First, its default threading layer ("workqueue") ends the process when two threads call it at once; ranks that run as
+threads would do so. Second, the way it splits work depends on the number of threads.
 
 Processors compute far more slowly with denormals (numbers below 1.2e-38 in float32 or 2.2e-308 in float64). Vanishing
 gradients, their squares in an optimizer, and the far tail of a softmax consist largely of denormals. GPUs and

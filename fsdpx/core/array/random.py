@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 PIECE_ELEMENTS = 1 << 16  # number of elements generated at a time, so that temporaries stay in cache
-MIN_RUN_ELEMENTS = 1024  # minimum length of a contiguous run that is generated separately
+MIN_RUN_ELEMENTS = 1024  # minimum number of consecutive elements for which a separate call of the generator pays off
 WORD_MASK = 0xFFFFFFFF
 MIX = (0x7FEB352D, 0x846CA68B)
 WORDS_PER_STEP = 4  # number of 64-bit numbers that Philox generates from one counter value
@@ -79,9 +79,9 @@ class TrainingMoment:
 
     Attributes
     ----------
-    on_numbers : function (numbers, repeat) that is called whenever a layer requests random numbers. `repeat` takes no
-        arguments and makes the same request again. It returns the numbers for the step in which `repeat` is called. If
-        `on_numbers` is None, nothing is called
+    on_numbers : function (numbers, repeat) that is called whenever a layer requests random numbers, or None. `numbers`
+        are the requested random numbers. `repeat()` makes the same request again in a later step, and returns the
+        random numbers for that step
     """
 
     step: int = 0
@@ -100,8 +100,8 @@ class Random:
     def __init__(
         self, seed: int, path: str = "", step: int = 0, row: int = 0, moment: TrainingMoment | None = None
     ) -> None:
-        """Use the given `moment`, which may be shared with other layers, or create a new one from `step` and `row` (the
-        index of the first sample)."""
+        """Use the given `moment` (current step and index of the first sample), which may be shared with other layers.
+        If it is None, create a new one from `step` and `row` (the index of the first sample)."""
         object.__setattr__(self, "seed", seed)
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "moment", moment or TrainingMoment(step, row))
@@ -124,8 +124,8 @@ class Random:
         """Return the random numbers for an array of `shape` that is a part of a larger array. They are the numbers that
         `get_number_range` returns for the same elements of the larger array.
 
-        `slices` maps each dim that is cut to the pair (first index of the part, size of the larger array). Dim 0
-        cannot be cut.
+        `slices` maps each dim in which the part is smaller to a pair: the index at which the part begins, and the size
+        of the larger array in this dim. Dim 0 must not be among them.
         """
         starts, whole = [0] * len(shape), list(shape)
         for dim, (start, total) in slices.items():
@@ -136,8 +136,9 @@ class Random:
         return self._report_numbers(numbers, self.get_number_subarray, shape, slices)
 
     def get_number_rows(self, shape: tuple[int, ...], rows: np.ndarray, total: int) -> NumberRows:
-        """Return the random numbers for an array of `shape` whose dim 1 consists of the given `rows` of a larger array,
-        in any order. They are the numbers that `get_number_range` returns for the same elements of the larger array.
+        """Return the random numbers for an array of `shape` whose dim 1 consists of some rows of a larger array. `rows`
+        holds the indices of these rows, in any order. They are the numbers that `get_number_range` returns for the same
+        elements of the larger array.
 
         `total` is the number of rows of the larger array.
         """
@@ -171,9 +172,9 @@ class NumberRange:
         return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
 
     def iterate_runs_of_equal_upper_word(self) -> Iterator[tuple[slice, int, int, int]]:
-        """Split the range into runs of positions that share their upper 32 bits. For each run, yield the run's slice of
-        this range, the lower 32 bits of the run's first position, and two 32-bit keys to mix with the lower bits of
-        each position."""
+        """Split the range into runs of consecutive positions with the same upper 32 bits. For each run, yield a slice
+        (the run's place in this range), the lower 32 bits of the run's first position, and two 32-bit keys. The random
+        number of a position depends on the keys and on the lower 32 bits of the position."""
         key0, key1 = (int(key) & WORD_MASK for key in self.keys)
         position = self.start
         while position < self.stop:

@@ -41,9 +41,10 @@ def wrap_with_type_hint_check(
     ----------
     function : the function to wrap
     name : name of the function in error messages (default: its own name)
-    when : when the hints are checked. "after": after the function has returned or failed (for constructors, because
-        their own checks raise more specific errors). "failed": only after the function has failed (for calls with side
-        effects). An FsdpxError does not count as a failure and is passed on
+    when : when the hints are checked. "after": after the function has returned or failed. Use this for constructors,
+        whose own checks come first because they raise more specific errors. "failed": only after the function has
+        failed. Use this for calls with side effects. If the function raises an FsdpxError, this error is passed on and
+        the hints are not checked
     """
     label = name or function.__qualname__.removesuffix(".__init__")
 

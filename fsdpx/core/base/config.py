@@ -101,8 +101,8 @@ class Sharding:
 
     Parameters
     ----------
-    replica, shard : widths of the two data-parallel mesh axes; if None, the number of data-parallel ranks divided by
-        the other width
+    replica, shard : widths of the two data-parallel mesh axes, whose product is the number of data-parallel ranks. A
+        width of None is computed from the other width
     full_params : "use" frees gathered parameters as soon as their layers have run, "step" keeps them until the update
     full_grads : "use" reduces gradients after each microbatch, "step" reduces only the sum of the gradients of all
         microbatches
@@ -225,8 +225,9 @@ class Precision:
     ----------
     compute : dtype of computation, and of the outputs and saved activations of layers: "float32", "float64", "bf16" (or
         "bfloat16"), "fp16" (or "float16")
-    param : dtype in which the all-gather sends parameters. If None, the same as `compute`. Other choices are float32
-        (float64 if `compute` is float64) and, unless `compute` is a 16-bit dtype, "bf16" or "fp16"
+    param : dtype in which the all-gather sends parameters. If None, the same as `compute`. If `compute` is a 16-bit
+        dtype, the only other choice is "float32". If `compute` is "float32" or "float64", the other choices are "bf16"
+        and "fp16"
     reduce : dtype to which gradients are rounded before the reduction, which adds them in float32: "bf16" or "fp16", or
         None for no rounding
     buffers : dtype of running statistics, "float32" or "float64"; if None, float32 (float64 if `compute` is float64).

@@ -1,7 +1,8 @@
 """A `dataclass` decorator that makes the classes of this package faster than Python's.
 
-Python's decorator compiles six methods of a frozen class, which took a quarter of the start of a training job: it has
-130 such classes. This decorator compiles only the constructor. Its classes behave alike.
+Python's decorator compiles six methods for each frozen class. For the 130 such classes of this package, this took a
+quarter of the start time of a training job. The decorator in this module compiles only the constructor. The resulting
+classes behave like those of Python's decorator.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["dataclass", "field", "fields", "replace"]
 
 
 def _make_dataclass(cls: Any = None, /, *, frozen: bool = False, **options: bool) -> Any:
-    """Turn `cls` into an equivalent of what `dataclasses.dataclass` makes of it."""
+    """Turn `cls` into a dataclass that behaves like the result of `dataclasses.dataclass`."""
     if cls is None:
         return lambda cls: _make_dataclass(cls, frozen=frozen, **options)
     is_derived = any(hasattr(base, "__dataclass_fields__") for base in cls.__mro__[1:])
@@ -44,7 +45,7 @@ def _make_dataclass(cls: Any = None, /, *, frozen: bool = False, **options: bool
 
 class _NewValue:
     def __repr__(self) -> str:
-        return "<factory>"  # as in the signatures of Python's
+        return "<factory>"  # as in the signatures of Python's own dataclasses
 
 
 def _compile_init(cls: Any, frozen: bool) -> Any:

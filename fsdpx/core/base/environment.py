@@ -34,7 +34,8 @@ _LAUNCHERS = {
 """For each launcher, the names of the variables that contain the size, rank, local rank and local size. The first
 launcher whose variables are set is used."""
 _NO_TASKS = 0xFFFFFFF0
-"""Slurm step numbers at or above this value denote the batch script and the shell of an interactive allocation."""
+"""Slurm step IDs at or above this value do not denote steps with ranks, but the batch script and the shell of an
+interactive allocation."""
 
 
 @dataclass(frozen=True)
@@ -467,8 +468,8 @@ def get_visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def get_gpu_aware_mpi_setting(environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Return whether to pass GPU arrays to MPI directly (FSDPX_GPU_AWARE_MPI). If None, probe whether MPI accepts
-    them."""
+    """Return whether to pass GPU arrays to MPI directly (FSDPX_GPU_AWARE_MPI). Return None if the user has not decided
+    this; the caller must then probe whether MPI accepts GPU arrays."""
     text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()
     return None if text == "auto" else _read_boolean(environ, "FSDPX_GPU_AWARE_MPI")
 

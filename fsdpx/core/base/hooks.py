@@ -2,8 +2,9 @@
 handlers, and are removed when they are no longer needed.
 
 Hooks stay installed while they have an owner: a trainer that runs on several processes, or a communicator that the
-user's program has opened. They are removed when the last owner releases them. If the program has since installed its
-own hook on top, that hook stays, and fsdpx's hook only forwards calls to the function that it replaced.
+user's program has opened. They are removed when the last owner releases them. The program may have installed its own
+hook on top of fsdpx's hook. In that case, both hooks stay, but fsdpx's hook then only forwards calls to the function
+that fsdpx had replaced.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _HookLink:
 
 
 def _skip_bypassed_links(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Unwrap `function` while it is a bypassed wrapper, and return the result."""
+    """Remove wrappers from `function` as long as the outermost one has been bypassed. Return the result."""
     while isinstance(function, _HookLink) and function.is_bypassed:
         function = function.former
     return function
@@ -65,8 +66,8 @@ class Hook:
         self._link: _HookLink | None = None
 
     def install(self) -> None:
-        """Install the hook so that it is called first, even if it is already installed and the program has put its own
-        hook on top of it."""
+        """Install the hook on top of all other hooks, so that it is called first. If the program has put its own hook
+        on top of this hook, install this hook again above the program's hook."""
         target = getattr(self.module, self.name)
         if target is self._link:
             return
@@ -106,8 +107,8 @@ _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
 def register_process_hooks(*hooks: Hook) -> None:
-    """Add hooks that are installed while the hooks have an owner. If an owner already exists, install the new hooks
-    immediately."""
+    """Register hooks. All registered hooks stay installed as long as they have at least one owner. If an owner already
+    exists, install the new hooks immediately."""
     with _lock:
         _hooks.extend(hooks)
         if _holders:

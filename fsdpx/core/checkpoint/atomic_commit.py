@@ -279,8 +279,8 @@ def follow_link(path: Path) -> Path:
 
 def resolve_replaceable_folder(path: Path) -> Path:
     """Return the folder at `path`, or its target if `path` is a symbolic link. Raise CheckpointError if the folder's
-    name is reserved. Also raise CheckpointError if the folder is the current folder or a mount point, because no other
-    folder could then be renamed to replace it."""
+    name is reserved. A save later replaces this folder by renaming another folder to its name. This is not possible for
+    the current folder or a mount point, so raise CheckpointError for them as well."""
     folder = follow_link(path)
     if folder.name.lower().startswith(_RESERVED_PREFIX):
         raise CheckpointError(
@@ -307,8 +307,9 @@ def explaining_rename_errors(path: Path) -> Iterator[None]:
 
 
 def find_committed_folder(path: Path) -> Path:
-    """Return the folder that holds the checkpoint `path`. Normally this is `path` itself. If a job was killed between
-    the two renames of a commit, it is the temporary folder that keeps the previous version."""
+    """Return the folder that holds the checkpoint `path`. Normally this is `path` itself. A commit first renames the
+    old checkpoint to a temporary name, then the new one to `path`. If a job was killed between these two renames,
+    return the temporary folder with the old checkpoint."""
     path = follow_link(path)
     previous = make_sibling_path(path, PREVIOUS)
     return previous if not path.exists() and is_checkpoint(previous) else path

@@ -164,8 +164,8 @@ class CodecMemoryName(NamedTuple):
     ----------
     axis : axis over which the codec sums, "shard" or "replica"
     memory : the codec's name for the array
-    rank_number : index of the rank among all ranks that have such an array. If all ranks along the axis have the same
-        array, they count as one rank
+    rank_number : index that distinguishes the arrays of different ranks. If all ranks along the axis have the same
+        array, they share one index
     tensor : name of the parameter. If the array does not have one element per parameter element, this is the name of
         the page (flat parameter buffer)
     """
@@ -213,8 +213,9 @@ def iterate_codec_reads_and_zero_missing(
     """Yield a pair (shard, target) for each shard that must be read from a checkpoint to fill this rank's codec arrays.
     Arrays that the checkpoint lacks are set to zero.
 
-    If `target` is None, the shard is read directly into its final array. Otherwise the final array is `target`, and the
-    caller must add the shard to it after reading the shard.
+    A codec array may be the sum of several saved tensors. The first one is read directly into the codec array, and
+    `target` is None. For each further one, `target` is the codec array, and the caller must add the shard to it after
+    reading the shard.
 
     `found` maps the names of the tensors in the checkpoint to their shapes. Tensors that this rank does not need are
     ignored."""

@@ -89,8 +89,8 @@ class CheckpointSource:
 
 
 def open_checkpoint(path: Path) -> CheckpointSource:
-    """Open the checkpoint `path`. If a job was killed between the two renames of a commit, open the checkpoint's
-    previous version.
+    """Open the checkpoint `path`. If a job was killed after it had renamed the previous version but before it had given
+    the new version the name `path`, open the previous version.
 
     Only headers and text files are read. Raise CheckpointError if there is no checkpoint, or if its files do not match
     its manifest."""
@@ -240,8 +240,8 @@ def _describe_file_of_other_format(folder: Path) -> str:
 
 
 MAX_GAP_FACTOR = 8
-"""Several runs (ranges of elements in a file) are read in one operation, together with the gaps between them, if the
-full range is at most this many times as long as the runs alone."""
+"""Maximum ratio for reading several runs (ranges of elements in a file) in one operation, together with the gaps
+between them. The ratio is the length of the full range divided by the total length of the runs."""
 
 
 def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:

@@ -1,5 +1,5 @@
-"""The base class of communication backends. It checks each call, and passes it on to the subclass unless there is only
-one rank and the call can be executed locally.
+"""The base class of communication backends. It checks each call, and then passes the call on to the subclass. On a
+communicator with only one rank, it executes most calls locally, without the subclass.
 
 Arguments are checked before anything is sent, so that an invalid call raises an error instead of hanging.
 `FakeCommunicator` is a backend that transfers nothing."""
@@ -99,8 +99,8 @@ class Backend(Communicator):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the bytes of all ranks with two all-gathers: one of the sizes, and one of the data. Collective.
 
-        Both all-gathers are ordinary calls of this communicator, so a rank that never makes them is reported as
-        usual."""
+        Both all-gathers are ordinary calls of this communicator. If a rank never makes them, the other ranks therefore
+        get the same error as for any other collective."""
         own_bytes = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)
         self.all_gather(np.array([own_bytes.size]), sizes, what="sizes of objects").wait()
@@ -251,8 +251,9 @@ def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
 
 
 def _check_and_resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
-    """Replace the dtype name in `call.wire` with the dtype itself. Raise ConfigError if this reduction, or an array of
-    dtype `dtype`, does not support sending in that dtype."""
+    """Replace the name in `call.wire` with the dtype that it stands for (the dtype in which arrays are sent). `dtype`
+    is the dtype of the arrays themselves. Raise ConfigError if this reduction, or arrays of `dtype`, cannot be sent in
+    the dtype `call.wire`."""
     call.wire = np.dtype(call.wire)
     if get_dtype_kind(dtype) != "float" or not is_half(call.wire):
         raise_call_error(

@@ -59,8 +59,8 @@ def make_signature(
 class CallAgreement:
     """Compares the calls of all ranks before they start. The constructor is collective.
 
-    Calls are compared one at a time, in the order in which they are issued. This order is the same on all ranks, so all
-    ranks have read a record in shared memory before it is overwritten.
+    Calls are compared one at a time, in the order in which they are issued. All ranks issue them in the same order. A
+    record in shared memory is therefore overwritten only after all ranks have read it.
 
     Attributes
     ----------
@@ -107,8 +107,8 @@ class CallAgreement:
         self.turn += 1
 
     def _agree_within_few_polls(self, number: int, call: CallSignature, board: CollectiveBoard) -> bool:
-        """Post this rank's call, and return whether all ranks post the same call within a few polls. This usually
-        succeeds, so this method is tried before a handle is created, which is more expensive."""
+        """Post this rank's call, and return whether all ranks post the same call within a few polls. Try this method
+        first: it usually returns True, and a handle, which takes longer to create, is then not needed."""
         board.post_record(number + 1, call.words)
         for other in self.others:
             if not any(board.has_posted(other, number + 1) for _ in QUICK_POLLS):
@@ -157,7 +157,8 @@ class CallAgreement:
 
 
 class AgreementStage(ABC):
-    """Base class of the handles that wait for one stage of comparing a call between ranks.
+    """Base class of handles for the two stages of comparing a call: waiting for earlier calls, and the comparison
+    itself.
 
     `wait` first polls only this comparison. After a number of polls, it also advances other transfers between polls."""
 

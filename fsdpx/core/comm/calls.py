@@ -419,8 +419,8 @@ class TimedTransfer:
     Attributes
     ----------
     issued_at, completed_at : times when the transfer began and when this rank noticed its end
-    busy_seconds : the time between `issued_at` and `completed_at` that this rank spent advancing the transfer or
-        waiting for it; for the rest of that time, the transfer overlapped with computation"""
+    busy_seconds : how long this rank was busy with the transfer (advancing it or waiting for it) between `issued_at`
+        and `completed_at`. During the rest of that time, the transfer overlapped with computation"""
 
     __slots__ = ("busy_seconds", "completed_at", "finish", "handle", "issued_at")
 

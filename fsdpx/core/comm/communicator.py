@@ -186,8 +186,8 @@ class Communicator(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Close the communicator, unless the block has raised an exception. In that case, other ranks might never reach
-        the collective `close`, and the exception ends the job anyway."""
+        """Close the communicator if the block has ended without an exception. After an exception, do not close it:
+        `close` is collective, and the other ranks might never reach it. The exception ends the job anyway."""
         if kind is None:
             (self.leave or self.close)()
 

@@ -65,8 +65,9 @@ def set_default(default: DefaultCommunicator | None) -> None:
 
 
 def record_script_rank_and_size(comm: Communicator) -> None:
-    """Record the rank and size of a communicator that the script has passed, for `pop_script_rank_and_size`. Do nothing
-    if the default communicator already provides them."""
+    """Record the rank and size of `comm`, a communicator that the script has passed to fsdpx.
+    `pop_script_rank_and_size` returns them later. Do nothing if the default communicator already provides the rank and
+    size."""
     opened = get_default()
     if opened is None or not (opened.of_thread or opened.comm.size == comm.size):
         _script_communicator[:] = [(comm.rank, comm.size)]
@@ -79,8 +80,8 @@ def pop_script_rank_and_size() -> tuple[int, int] | None:
 
 
 def describe_comm_for_comparison(comm: Any) -> str | None:
-    """Return a description of the argument `comm` that ranks can compare. Return None for the default communicator,
-    even if it was passed explicitly."""
+    """Return a description of the user's argument `comm`. Ranks compare these descriptions to check that all of them
+    pass the same kind of communicator. Return None for the default communicator, even if it was passed explicitly."""
     opened, comm = get_default(), to_mpi4py(comm)
     require_valid_intracomm(comm)
     return None if comm is None or (opened is not None and comm is opened.comm) else type(comm).__name__

@@ -387,7 +387,8 @@ def _open_extension(name: str, request: CommunicatorRequest) -> Communicator:
 
 
 def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
-    """Return a communicator of all ranks that uses the connected backend `carrier`. Collective.
+    """Return a communicator of all ranks. It sends messages through `carrier`, a backend that is already connected.
+    Collective.
 
     Also install excepthooks, check that all ranks have the same settings, and divide the CPU cores of each host among
     its ranks. If `shared` is true and there are several ranks, ranks on the same host communicate through shared

@@ -318,7 +318,7 @@ class MeshAxes:
         SGD)
     parts : data ranks that share this rank's samples
     domain : for each divided dimension of the samples, the ranks of `parts` along this dimension
-    samples : data ranks that hold the same part as this rank, but of other samples
+    samples : data ranks that work on other samples and hold the same part of them as this rank
     counters : counts of calls and bytes for each axis
     groups : the groups of ranks that share samples; None if samples are not divided"""
 

@@ -157,8 +157,8 @@ class MessageBackend(Backend):
     @property
     @abstractmethod
     def native_verbs(self) -> frozenset[str]:
-        """Names of the operations that the library itself provides. It provides reductions only for dtypes that it can
-        add. All other operations are built from messages."""
+        """Names of the operations that the library itself provides. A reduction in this set is native only for dtypes
+        that the library can add. For other dtypes, it is built from messages, like all operations outside this set."""
 
     def start_single_message(self, call: Call) -> Handle:
         """Start a single "send" or "recv" call."""

@@ -1,8 +1,8 @@
 """Collectives built from point-to-point messages, for backends that have no better algorithm. The module contains
 direct algorithms, a ring algorithm, and sums that send values as 16-bit floats.
 
-Values are added in rank order. 16-bit floats are sent unchanged. The rank that owns the piece adds them in float32 and
-rounds the sum once.
+Values are added in rank order. Arrays of 16-bit floats are sent unchanged. The rank that owns a piece of the result
+adds the received values in float32 and rounds the sum once.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: in
 
 
 FIRST_RUN_ELEMENTS = 16
-"""Number of elements at the start of an array that an in-place cast copies first, because the result overwrites
-them."""
+"""Number of elements at the start of an array that an in-place cast converts through a temporary copy. For these
+elements, a direct cast could overwrite values before it reads them."""
 
 
 def start_rounded_reduce_scatter(comm: Communicator, call: Call) -> Handle:
@@ -263,7 +263,8 @@ def _start_rounded_reduce_to_owners(
     within = 0 <= get_data_pointer(recv) - get_data_pointer(send) < send.nbytes
 
     def add_pieces() -> None:
-        # `total` may be overwritten: its data has already been sent, and it contains no received piece
+        # overwriting `total` is safe: its old values have already been sent, and the received pieces are stored
+        # elsewhere
         total = send[:own_count] if within else recv
         store(xp, parts[:own_count], total)
         for r in range(1, width):
@@ -291,9 +292,9 @@ def _widen_in_place(xp: Any, x: Array, out: Array) -> None:
 def _iterate_doubling_runs(size: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) for consecutive ranges of elements. Each range is as long as all preceding elements together.
 
-    Suppose that two arrays begin at the same address, and that one array's elements are half as large as the other's. A
-    range of the smaller elements then ends where the same range of the larger elements begins, so the two never
-    overlap."""
+    Suppose that two arrays begin at the same address, and that one array's elements are half as large as the other's.
+    In memory, a range of the smaller elements then ends where the same range of the larger elements begins. A cast of
+    one range therefore never overwrites its own input."""
     start = FIRST_RUN_ELEMENTS
     while start < size:
         yield start, min(2 * start, size)

@@ -42,8 +42,8 @@ def pack(value: Any) -> bytes:
 def unpack(data: Any) -> Any:
     """Decode bytes that another rank has encoded with `pack`. Raise CommError if they are invalid.
 
-    The only code that decoding can run is the code of fsdpx value classes that this process has already loaded. Its
-    memory use is proportional to the number of bytes."""
+    Decoding can create instances of fsdpx classes that only hold values and that this process has already loaded. It
+    runs no other code. The memory use is proportional to the size of `data`."""
     reader = _PlainReader(memoryview(data).cast("B"))
     try:
         value = reader.read_value(0)

@@ -46,8 +46,8 @@ class Codec(ABC):
 
         Parameters
         ----------
-        shapes : shapes of the tensors in order. If only part of a tensor is in this shard, its complete rows count as
-            one tensor, and an incomplete row before or after these rows counts as a vector
+        shapes : shapes of the tensors in order. If the shard holds only part of a tensor, the complete rows in this
+            part count as one tensor, and an incomplete row before or after them counts as a vector
 
         Returns
         -------

@@ -73,9 +73,9 @@ class CodecRoute(NamedTuple):
     def iterate_memory(self, sizes: Mapping[str, int], single_rank: bool) -> Iterator[CodecAxisMemory]:
         """Yield the arrays that the codecs keep between steps for one gradient.
 
-        `sizes` maps each mesh axis over which the gradient is summed to the number of elements in the sum. If
-        `single_rank` is true, each of these axes has only one rank, and arrays whose reshard rule is "reset" are not
-        kept."""
+        The keys of `sizes` are the mesh axes over which the gradient is summed. Each value is the number of elements in
+        the sum over this axis. If `single_rank` is true, each of these axes has only one rank, and arrays whose reshard
+        rule is "reset" are not kept."""
         for axis, size in sizes.items():
             codec: Codec = getattr(self, axis)
             for name, elements in codec.memory_sizes(size).items():
@@ -110,8 +110,8 @@ class CodecRules:
 
     @classmethod
     def from_choice(cls, choice: Choice, make: Callable[[str | Codec | None], Codec]) -> CodecRules:
-        """Build the rules from the `compression` option. `make` returns the codec for a given codec or codec name. For
-        parameters that match no pattern, it is called with None."""
+        """Build the rules from the `compression` option. The function `make` converts an entry of the option (a codec
+        or the name of a codec) to a codec. For parameters that match no pattern, `make` is called with None."""
 
         def make_route(one: SingleChoice | None) -> CodecRoute:
             if isinstance(one, HierarchicalCompression):
@@ -146,15 +146,15 @@ class CodecRules:
         return codecs
 
     def find_rule(self, names: Collection[str]) -> tuple[int, bool]:
-        """Return the number of the first rule that matches a parameter with one of these names, and whether that rule
-        contains a codec that is not elementwise. The results of a codec that is not elementwise depend on which
-        parameters share a flat buffer."""
+        """Return the index of the first rule whose pattern matches one of a parameter's `names`. Also return whether
+        this rule contains a codec that is not elementwise. The results of such a codec depend on which parameters share
+        a flat buffer."""
         rules = enumerate(self.rules)
         number, route = next((i, r) for i, (pattern, r) in rules if any(fnmatchcase(n, pattern) for n in names))
         return number, not all(codec.elementwise for codec in route)
 
     def get_codec_route(self, rule: int) -> CodecRoute:
-        """Return the codecs of rule number `rule`, one for each mesh axis."""
+        """Return the codecs of the rule with index `rule`, one for each mesh axis."""
         return self.rules[rule][1]
 
     @property
@@ -174,8 +174,8 @@ class CodecRules:
 
     def iterate_user_notes(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
         """Yield each codec's note for users (`Codec.get_user_note`) about the parameters that the codec reduces.
-        `shapes` contains pairs of a rule number and a dict that maps the names of that rule's parameters to their
-        shapes."""
+        `shapes` contains pairs (index of a rule, dict). The dict maps the names of the parameters that use this rule to
+        their shapes."""
         for codec in dict.fromkeys(self):
             own_shapes = (some for rule, some in shapes if codec in self.get_codec_route(rule))
             if text := codec.get_user_note(dict(pair for some in own_shapes for pair in some.items())):

@@ -41,8 +41,9 @@ def get_arena_storage_ids(arena: Arena) -> set[int]:
 
 
 class ActivationMeter:
-    """Counts the bytes of activations that a program keeps between actions. The count is updated after each action.
-    Inputs of the batch count as long as a value refers to them. Targets and temporary arrays of layers do not count.
+    """Counts the bytes of activations that a program keeps between actions. The count is updated after each action. An
+    input of the batch counts as long as a slot (named value of the program) holds it. Targets and temporary arrays of
+    layers do not count.
 
     A view counts as its base array, and each base array counts once. Parameters that a layer saves for backward are not
     counted, because the ledger (table of a rank's arrays) counts them.

@@ -1,5 +1,5 @@
 """The operations that compute: load inputs, forward, loss, backward and recompute. They run the nodes (layer calls) of
-a unit (group of layers) in order. Nodes pass activations to each other and refer to them by number."""
+a unit (group of layers) in order. Each activation has an integer ID, by which nodes refer to it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def run_unit_forward(
     released: Sequence[Sequence[int]] = (),
 ) -> list[Any]:
     """Run the forward pass of all nodes (layer calls) in a unit (group of layers). `values` is a dict that maps
-    activation numbers to arrays. The nodes' outputs are added to it. If `keep` is true, return what each node saves for
-    backward; otherwise return None for each node.
+    activation IDs (integers) to arrays. The nodes' outputs are added to it. Return one entry per node: the data that
+    the node saves for backward if `keep` is true, and None otherwise.
 
-    `constant` holds the numbers of the activations that need no gradient; nothing is saved for them. For each node,
-    `released` holds the numbers of the activations to remove from `values` once the node has run. The next layers can
-    then reuse memory that is still in the cache. By default, no activations are removed."""
+    `constant` holds the IDs of the activations that need no gradient; nothing is saved for them. For each node,
+    `released` holds the IDs of the activations to remove from `values` once the node has run. The next layers can then
+    reuse their memory while it is still in the cache. By default, no activations are removed."""
     saved: list[Any] = []
     for n, (node, env, p) in enumerate(zip(unit.nodes, envs, params, strict=True)):
         inputs = node.inputs
@@ -78,8 +78,8 @@ def run_unit_backward(
     """Run the backward pass of the nodes (layer calls) of a unit (group of layers), last node first. This computes the
     gradients of both inputs and parameters.
 
-    `dvalues` maps the number of an activation to its gradient; gradients of inputs are added to this dict. Activations
-    in `constant` need no gradient."""
+    `dvalues` is a dict that maps the ID (an integer) of an activation to its gradient. The input gradients of the nodes
+    are added to this dict. Activations in `constant` need no gradient."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
@@ -200,8 +200,8 @@ def forward_unit_without_saving(run: ProgramRun, action: Action, taken: Values, 
 
 
 def forward_unit_checkpointed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Run the forward pass of a unit (group of layers) and save only its inputs (activation checkpointing), as a dict
-    that maps activation numbers to arrays."""
+    """Run the forward pass of a unit (group of layers), and save only its inputs (activation checkpointing). They are
+    saved as a dict that maps activation IDs (integers) to arrays."""
     outputs, _ = _run_forward(run, action, taken, read, added, keep=False)
     if run.get_microbatch(action) is None:
         return (*outputs, None, *added)
@@ -294,11 +294,11 @@ def _list_trainable_pages(run: ProgramRun, unit: int) -> list[int]:
 def _list_inputs_and_known_gradients(
     run: ProgramRun, unit: StageUnit, taken: Values, have: Values
 ) -> tuple[list[int], dict[int, Any]]:
-    """Return the numbers of the unit's inputs that need a gradient, and a dict that maps activation numbers to
-    gradients that are already known. A unit is a group of layers.
+    """Return two results for a unit (group of layers): the IDs of its inputs that need a gradient, and a dict that maps
+    activation IDs (integers) to the gradients that are already known.
 
-    The dict contains the gradients of the unit's outputs, which are all entries of `taken` except the last. It also
-    contains the gradients in `have`, which other units that read the same inputs have computed."""
+    The dict contains the gradients of the unit's outputs (all entries of `taken` except the last). It also contains the
+    gradients in `have`. Other units have already computed these gradients for inputs that they share with this unit."""
     inner, output_values = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
     known = dict(zip((*output_values, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}

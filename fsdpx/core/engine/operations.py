@@ -160,14 +160,14 @@ def _pack_values_for_step_all_reduce(run: ProgramRun, pairs: Values, weight: Val
 
 
 def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
-    """Return the mean loss, given the numbers that each rank sent. Raise DataError if no samples of the global batch
-    count. If replicas train independently, a single replica may have no such samples. `rows` holds one list of numbers
-    per rank."""
+    """Return the mean loss. `rows` holds one list per rank with the numbers that this rank sent. Raise DataError if the
+    total loss weight of the global batch is zero. If replicas train independently, raise no error, because the weight
+    of a single replica's samples may be zero."""
     require_same_scheduled_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
     # use the modulo, because in asynchronous training there is only one row, from this rank
     lr = rows[run.sync_group.rank % len(rows)][-2]
     if math.isnan(lr):
-        # NaN marks an invalid rate; this call then raises the same error on all ranks
+        # a rate of NaN marks an invalid rate; this call computes the rate again, and raises the error on all ranks
         get_learning_rate(run.placement.optimizer, run.step + 1)
     shared = sum_exactly([row[0] for row in rows])
     if len(rows[0]) == 3:

@@ -115,8 +115,8 @@ class BufferViews:
 
     def view_unit_parameters(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[Parameters]:
         """Return, for each node (layer call) of a unit (group of layers), a dict that maps parameter names within the
-        layer to arrays. `pages` contains dicts that map full names to arrays: first those of the unit's pages (flat
-        parameter buffers), then those of its running statistics."""
+        layer to arrays. `pages` is a list of dicts whose keys are full names and whose values are arrays. The first
+        dicts are for the unit's pages (flat parameter buffers), and the others are for its running statistics."""
         key = (unit, *map(id, pages))
         cached = self._params.get(key)
         if cached is None:
@@ -344,8 +344,8 @@ class ProgramRun:
     ties : each `TieGroup`, by the index of its first page (flat parameter buffer)
     step, scaler : number of updates before this run, and the loss scale when the run began
     missed : for each parameter name, the number of updates that the parameter missed while it was frozen
-    track_transfer : function (action, transfer) that registers a transfer that no action waits for, and the action that
-        started it; the run waits for all these transfers at its end
+    track_transfer : function (action, transfer) that registers a transfer for which no later action waits, such as a
+        send; `action` is the action that started it. At its end, the run waits for all registered transfers
     """
 
     placement: Placement
@@ -404,8 +404,8 @@ def get_microbatch_number(action: Action) -> int:
 
 
 def get_action_target(action: Action) -> int:
-    """Return the number of the target of an action: a unit (group of layers), a page (flat parameter buffer) or a
-    message."""
+    """Return the ID (an integer) of the target of an action. The target is a unit (group of layers), a page (flat
+    parameter buffer) or a message."""
     assert action.unit is not None
     return action.unit
 

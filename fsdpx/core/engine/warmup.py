@@ -65,7 +65,8 @@ OTHER_WARMUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "float16": lambda x, w, s: _warm_up_conversion(x, "float16"),
     "bfloat16": lambda x, w, s: _warm_up_conversion(x, "bf16"),
 }
-"""Warm-up functions for names that are not kernels. Their arguments are the same as for `choice.Sample`."""
+"""Warm-up functions, by name, for operations that are not kernels but also need a warm-up. They take the same sample
+arrays as a `choice.Sample`."""
 VARIANTS = {
     **dict.fromkeys(("gated", "gated_backward"), ("gelu", "gelu tanh")),
     **dict.fromkeys(("gelu", "gelu_backward", "bias_gelu", "recompute_gelu_and_backward"), ("tanh",)),

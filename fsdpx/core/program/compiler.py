@@ -93,8 +93,8 @@ class SyncRules:
 
     def get_filled_slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
         """Return the slots (named buffers) that are filled before or after a program that trains the pages (flat
-        parameter buffers) `trained`. To get the slots that are filled before the program, pass `begins` as `filled`; to
-        get the slots that are filled after it, pass `ends`."""
+        parameter buffers) `trained`. To get the slots that are filled before the program, pass the attribute `begins`
+        as the argument `filled`. To get the slots that are filled after the program, pass the attribute `ends`."""
         return {s for s in filled if s.at is None or s.at in trained}.union(
             *(_make_slots(kind, trained) for kind in self.kept)
         )

@@ -85,15 +85,16 @@ class _ScheduleStep:
             sends.append(Action("SEND", edge.number, self.mb))
 
     def can_receive_early(self, before: _ScheduleStep) -> bool:
-        """Return whether the receives of this action can be posted before the preceding action, `before`. If this
-        action is the backward of the same microbatch, they cannot: the gradient would arrive in a buffer that `before`
-        still uses."""
+        """Return whether the receives of this action can be posted before the preceding action, `before`. They cannot
+        if this action is a backward and `before` works on the same microbatch, because the gradient would arrive in a
+        buffer that `before` still uses."""
         return self.forward or before.mb != self.mb
 
 
 def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
-    """Insert activation recomputation for `units` (numbers of groups of layers). Their forward actions become C, which
-    keeps only the inputs, and R repeats the forward pass right before their backward actions."""
+    """Insert activation recomputation for the units (groups of layers) whose IDs are in `units`. Replace their forward
+    actions by C, which keeps only the inputs. Right before their backward actions, insert R, which repeats the forward
+    pass."""
     result: Actions = []
     for action in actions:
         chosen = action.unit in units
@@ -107,9 +108,9 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
     """Insert the actions GATHER, which all-gathers the parameters of a page (flat buffer), and FREE, which frees the
     gathered parameters.
 
-    All future uses are known. Therefore, the pages gathered before an action are exactly the pages that the action
-    needs and the next `ahead` pages that will be needed (Belady's rule with prefetch). If `keep` is true, nothing is
-    freed. The pages in `resident` are already gathered."""
+    While an action runs, the gathered pages are those that the action needs and the next `ahead` pages that later
+    actions need. All other pages are freed, unless `keep` is true. This is Belady's rule with prefetch; it can be
+    applied because all future uses are known. The pages in `resident` are gathered before the first action."""
     needs = [_list_pages_used_by_action("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []
@@ -126,8 +127,8 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
 
 
 def _list_pages_used_by_action(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
-    """Return the pages (flat parameter buffers) for which an action uses a slot (named buffer) of kind `kind`. `words`
-    are entries of the table `VERBS`, such as "full:pages"."""
+    """Return the IDs of the pages (flat parameter buffers) whose slots (named buffers) of kind `kind` an action uses.
+    `words` lists slots of the action in the notation of the table `VERBS`, such as "full:pages"."""
     slots = (
         slot for word in words if word.startswith(f"{kind}:") for slot in resolve_word_to_slots(word, action, stage, 1)
     )
@@ -152,9 +153,9 @@ def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join
     SETTLE waits for the reduce-scatter and adds its result.
 
     REDUCE follows the last action that adds to a page's gradient or, if `each` is true, the last such action of each
-    microbatch. SETTLE follows after at most `behind` reductions of other pages, before any action adds to the gradient
-    again, and no later than the end of the program. If `join` is true, the last SETTLE of a page is followed by JOIN,
-    which sums over replicas."""
+    microbatch. SETTLE follows later, under three conditions: at most `behind` reductions are pending at a time, no
+    action adds to the same gradient before its SETTLE, and no reduction is pending when the program ends. If `join` is
+    true, the last SETTLE of a page is followed by JOIN, which sums over replicas."""
     added = [_list_pages_used_by_action("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}

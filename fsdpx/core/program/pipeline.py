@@ -86,7 +86,7 @@ class Stage:
     units : units of the full model, in execution order; `takes` and `reads` are meaningful only for the units of this
         rank
     trainable : for each page, whether it is trained
-    inputs, outputs : numbers of the values that enter and leave the model
+    inputs, outputs : IDs (integers) of the values that enter the model and of those that leave it
     own_stages : this rank's stages as (number, units)
     edges : all messages between pipeline ranks
     twins : groups of pages that hold the same (tied) parameter for units of different stages
@@ -98,9 +98,9 @@ class Stage:
     units_with_statistics : units with running statistics
     pages_with_codec_memory : pages whose gradient codec keeps arrays between steps
     constant : values whose gradient is not needed (see `find_values_without_gradient`); may include values inside units
-    stored_slots : (slot, substitute) pairs of all ranks, where both are slots (named buffers). Between programs, the
-        value of the first slot is offloaded to slower memory, and the substitute holds a placeholder. In these pairs,
-        activation slots have no microbatch number
+    stored_slots : pairs (slot, substitute) of slots (named buffers), for all ranks. Between programs, the value of
+        `slot` is offloaded to slower memory, and `substitute` holds a placeholder for it. For activations, a pair
+        stands for all microbatches, so its slots have no microbatch index
     """
 
     units: tuple[StageUnit, ...]
@@ -145,12 +145,12 @@ class Stage:
 
     @cached_property
     def own_units(self) -> tuple[int, ...]:
-        """Numbers of the units (groups of layers) that this rank runs, in execution order."""
+        """IDs (integers) of the units (groups of layers) that this rank runs, in execution order."""
         return tuple(sorted(u for _, units in self.own_stages for u in units))
 
     @cached_property
     def pages(self) -> tuple[int, ...]:
-        """Numbers of the pages (flat parameter buffers) that this rank uses, in ascending order."""
+        """IDs (integers) of the pages (flat parameter buffers) that this rank uses, in ascending order."""
         return tuple(sorted({p for u in self.own_units for p in self.units[u].pages}))
 
     @cached_property
@@ -178,8 +178,8 @@ class Stage:
 
     @cached_property
     def units_with_backward(self) -> frozenset[int]:
-        """Numbers of the units (groups of layers) that run a backward pass, because they have trainable parameters or
-        an input that depends on trainable parameters."""
+        """IDs (integers) of the units (groups of layers) that run a backward pass. Such a unit has trainable
+        parameters, or an input that depends on trainable parameters."""
         units = enumerate(self.units)
         return frozenset(
             u for u, unit in units if self.is_unit_trainable(u) or not self.constant.issuperset(unit.inputs)
@@ -208,7 +208,7 @@ class Stage:
 
     @cached_property
     def used_inputs(self) -> tuple[int, ...]:
-        """Numbers of the model inputs that a unit (group of layers) or the loss on this rank reads."""
+        """IDs (integers) of the model inputs that are read on this rank, by a unit (group of layers) or by the loss."""
         return tuple(v for v in self.inputs if v in self._values_read)
 
     @cached_property
@@ -321,8 +321,9 @@ SPECIAL_WORDS: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {
     "final": _resolve_final_gradients,
     "whole": _resolve_total_gradients,
 }
-"""Functions for words in the table of verbs whose kind differs from the kind of their slots. Given the text after the
-colon, the action and the stage, a function returns the slots. Extensions add words."""
+"""Functions for special words in the table of verbs, such as "edge:last". The text before the colon of such a word is a
+key of this dict and not a kind of slot. A function takes the text after the colon, the action and the stage, and
+returns the slots (named buffers). Extensions add words."""
 
 
 def _require_unit_number(action: Action) -> int:
@@ -364,8 +365,9 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
         (v for v in s.units[_require_unit_number(a)].inputs if v not in s.constant), a.mb
     ),
 }
-"""Functions for the texts that may follow the colon of a word. Each returns the (at, mb) pairs of the word's slots, for
-an action `a` in a stage `s` with `n` microbatches. Extensions add entries."""
+"""Functions for the text after the colon of a word, such as "pages" in "full:pages". This text selects the slots of the
+word. Each function takes an action `a`, a stage `s` and the number of microbatches `n`. It returns a pair (at, mb) for
+each slot. Extensions add entries."""
 
 
 def make_stages(
@@ -385,14 +387,14 @@ def make_stages(
 ) -> tuple[Stage, ...]:
     """Divide a model into stages and return the `Stage` object of each pipeline rank.
 
-    The loss is computed in the last stage, and every rank has the model inputs. `Stage` describes the parameters that
-    are not listed below.
+    The loss is computed in the last stage, and every rank has the model inputs. Parameters that are not listed below
+    are described in `Stage`, as attributes of the same name.
 
     Parameters
     ----------
     units : (pages, values read, values computed) of each unit, in execution order
     trainable : for each page, whether it is trained
-    inputs, outputs : numbers of the values that enter and leave the model
+    inputs, outputs : IDs (integers) of the values that enter the model and of those that leave it
     stages : for each unit, the number of its stage, in ascending order
     home : pipeline rank of each stage
     constant : values whose gradient is not needed; if None, they are derived from the units
@@ -443,7 +445,7 @@ def _make_messages_between_ranks(
 def _list_stages_computing_or_reading(
     value: int, units: Sequence[Row], outputs: Sequence[int], stages: Sequence[int], last: int
 ) -> list[int]:
-    """Return the numbers of the stages that compute or read a value, in ascending order. `last` is the number of the
+    """Return the indices of the stages that compute or read a value, in ascending order. `last` is the index of the
     last stage, which reads the model's outputs."""
     there = [stages[u] for u, (_, read, given) in enumerate(units) if value in read or value in given]
     there += [last] if value in outputs else []

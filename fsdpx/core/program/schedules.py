@@ -170,7 +170,8 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
 
 def _expand_letters(letters: str, down: int, back: int) -> Actions:
     """Return the actions that `letters` abbreviate. Lower case stands for stage `down`, and upper case for stage
-    `back`. Each occurrence of a letter stands for the next microbatch of this letter."""
+    `back`. The first occurrence of a letter is the action for microbatch 0, the second is for microbatch 1, and so
+    on."""
     count = {letter: itertools.count() for letter in "fiwFIW"}
     return [Action(x.upper(), down if x.islower() else back, next(count[x])) for x in letters]
 
@@ -225,10 +226,10 @@ class NamedSchedule:
     Attributes
     ----------
     make_schedule : function of the numbers of ranks, microbatches and stages per rank
-    steady : number of microbatches per pipeline rank beyond which each additional microbatch takes the same time; if
-        None, the number is unknown and plans list this schedule as not searched
-    fixed : text that explains why stages cannot be placed on other ranks (W actions fill the gaps of one particular
-        placement); "" if they can
+    steady : number of microbatches per pipeline rank above which each additional microbatch lengthens the step by the
+        same time; None if this number is unknown. Plans then do not search this schedule, and list it as not searched
+    fixed : if stages cannot be placed on other ranks, text that describes the required placement (its gaps are filled
+        by W actions); otherwise ""
     interleaves : whether each rank has several stages, which run in rounds with one microbatch per rank
     frugal : whether no more microbatches are in flight than in 1F1B
     """
@@ -376,9 +377,9 @@ def count_in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, 
     Parameters
     ----------
     schedule : any schedule
-    until : the last action of a pair: "W" (default) for B or W, "I" for B or I. After I, only the arrays that W needs
-        are kept. Let n_I and n_W be the results for "I" and "W". In the notation of Qi et al., the activation memory is
-        then `n_I M_B + (n_W - n_I) M_W`
+    until : the action that ends a pair: "W" (default) or "I". If the backward pass is not split into I and W, B ends
+        the pair. After I, only the arrays that W needs are kept. Let n_I and n_W be the results for "I" and "W". In the
+        notation of Qi et al., the activation memory is then `n_I M_B + (n_W - n_I) M_W`
 
     Returns
     -------

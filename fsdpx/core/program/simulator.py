@@ -121,7 +121,7 @@ class SimulatedTask:
     waits : (key, delay in seconds) pairs: the task can start once each key has been complete for its delay
     seconds : duration of the task
     lane : lane on which the task runs, concurrently with its rank; if None, the task occupies its rank
-    until : another key that must be complete before the task ends, or None. The rank itself may continue earlier
+    until : an additional key, or None. The task ends only when this key is complete, but its rank may continue earlier
     """
 
     action: Action
@@ -334,10 +334,11 @@ def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, co
 
     Parameters
     ----------
-    events : events returned by `simulate`; span is the longest time of any rank from its first start to its last end
+    events : events returned by `simulate`; span is the maximum, over all ranks, of the time from the rank's first start
+        to its last end
     schedule : the schedule that was simulated
-    costs : the simulated times; work is the largest total time of the actions of any rank. With equal stages, work is
-        microbatches x stages per rank x (forward + both halves of backward)
+    costs : the simulated times; work is the maximum, over all ranks, of the total time of the rank's actions. With
+        equal stages, work is microbatches x stages per rank x (forward + both halves of backward)
 
     Returns
     -------

@@ -46,14 +46,14 @@ class TrafficSizes:
     grad_itemsize: int
     widths: dict[str, int]
     carried: Mapping[tuple[str, str], Mapping[int, Transfers]] = field(default_factory=dict)
-    """for each (axis, collective), a dict that maps a page to the collectives that its gradient codec uses instead;
-    pages that are not listed are sent uncompressed"""
+    """collectives of gradient codecs: for each (axis, collective) of an uncompressed reduction, a dict that maps a page
+    to the collectives by which the codec of the page replaces it; pages that are not listed are sent uncompressed"""
     # for each page, (axis, collective, elements) of each transfer that sums the page's tied gradients
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
     tie_itemsize: int = 4
     amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)
-    """for transfers that do not move pages: for each `VerbTransfer.amount`, a dict that maps (`Action.unit`,
-    microbatch) to bytes; nothing is sent for missing keys"""
+    """sizes of the transfers that do not move pages: for each kind of data (`VerbTransfer.amount`), a dict that maps
+    (`Action.unit`, microbatch) to a number of bytes; if a key is missing, nothing is sent"""
     # for each page, (axis, collective, bytes) of each transfer in the page's update
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
 

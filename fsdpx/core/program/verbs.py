@@ -111,8 +111,8 @@ class SlotKind:
 
     Attributes
     ----------
-    buffer : the kind of slot that owns the memory of slots of this kind. Slots that share memory are never alive at the
-        same time
+    buffer : the kind of slot whose memory slots of this kind use, such as "grad" for the kind "sum". Two slots that use
+        the same memory are never alive at the same time
     memory : category under which memory reports count these slots
     in_slab : whether the memory is in the slab (the block that is planned for each program), unless the slot is alive
         before or after the program

@@ -86,7 +86,7 @@ def _require_same_collective_order(first: Program, other: Program, rank: int) ->
 
 
 def check_pipe(programs: Sequence[Program]) -> None:
-    """Raise ProgramError if the programs of all pipeline ranks would not all finish when run together.
+    """Raise ProgramError unless the programs of the pipeline ranks all finish when they run together.
 
     Sends and receives do not block. The first action that needs a received value waits for it, and synchronizing
     operations wait for all pipeline ranks.

@@ -1,5 +1,5 @@
-"""Which samples of a dataset the arrays of a batch hold, so that ranks that must have the same samples can compare
-them."""
+"""A record of the dataset samples that the arrays of a batch hold. Ranks that must have the same samples use this
+record to check that they do."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 __all__ = ["find_samples", "record_samples"]
 
 _known: dict[int, tuple[weakref.ref[Any], int]] = {}
-"""For each array of a batch that a loader has returned, by its id: a weak reference to it, and a digest of the indices
-of its samples."""
+"""Maps the id of each array in a batch from a loader to a pair: a weak reference to the array, and a digest of the
+indices of the samples in the array."""
 
 
 def record_samples(batch: Any, digest: int) -> None:
     """Record that all arrays of a batch hold the samples whose indices have this digest."""
     for array in _iterate_arrays(batch):
         owner, key = _find_owner(array), id(_find_owner(array))
-        if owner.nbytes == array.nbytes:  # otherwise it is a view of a larger array, such as the dataset
+        if owner.nbytes == array.nbytes:  # do not record a view of a part of a larger array, such as the dataset
             with suppress(TypeError):  # arrays of other libraries may allow no weak references
                 _known[key] = weakref.ref(owner, lambda _, key=key: _known.pop(key, None)), digest  # type: ignore[misc]
 
 
 def find_samples(batch: Any) -> int | None:
-    """Return the digest that was recorded for an array of a batch or for an array of which it is a view, or None."""
+    """Return the recorded digest of the first array in a batch that has one, or None if there is none. If an array is a
+    view, use the digest of the viewed array."""
     for array in _iterate_arrays(batch):
         reference, digest = _known.get(id(owner := _find_owner(array)), (None, 0))
         if reference is not None and reference() is owner:
@@ -44,7 +45,7 @@ def _iterate_arrays(batch: Any) -> Iterator[Any]:
 
 
 def _find_owner(array: Any) -> Any:
-    """Return the array whose memory an array, or a tensor of PyTorch, is a view of."""
+    """Return the array that owns the memory of `array`, which may be a view. PyTorch tensors are supported too."""
     while hasattr(base := getattr(array, "base", getattr(array, "_base", None)), "nbytes"):
         array = base
     return array

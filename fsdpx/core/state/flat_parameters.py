@@ -190,8 +190,8 @@ def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[E
 
 def coalesce_runs(runs: Iterable[Interval], max_size: int, max_sparsity: float = math.inf) -> Iterator[list[Interval]]:
     """Merge neighboring (start, stop) runs into groups, because one call per group is cheaper than one call per run.
-    The span of a group (its number of elements, including the gaps between runs) is at most `max_size`, and at most
-    `max_sparsity` times the number of elements in the runs."""
+    The span of a group is its number of elements, including the gaps between runs. It is limited in two ways: to
+    `max_size`, and to `max_sparsity` times the number of elements without the gaps."""
     group: list[Interval] = []
     inside = 0
     for run in runs:

@@ -65,10 +65,10 @@ LEDGER_KINDS = {
 """Descriptions of the kinds of arrays, by name. Extensions add kinds of their own."""
 
 Owner = Literal["shard", "all", "data", "replica", "private"]
-"""The ranks that hold the same elements. "shard": all ranks with the same index on the shard axis. "all": all ranks,
-unless another axis shards the tensor. "data": all ranks with the same index on the data axis, because replicas also
-shard the array. "replica": like "shard", but only within one replica, because replicas have different values.
-"private": only this rank."""
+"""The ranks that hold the same elements. "shard": all ranks with the same index on the shard axis. "all": all ranks; if
+another axis shards the tensor, those with the same index on it. "data": all ranks with the same index on the data axis,
+because replicas also shard the array. "replica": like "shard", but only within one replica, because replicas have
+different values. "private": only this rank."""
 
 Level = Literal["device", "host", "slow", "map", "rank"]
 """Where an array is stored. "device": in the memory of the device that computes. "host": in host memory. "slow": at a

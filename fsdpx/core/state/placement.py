@@ -90,8 +90,8 @@ class PipelineChoice:
         return home if self.width > 1 else (0,)
 
     def describe_stages_per_rank(self, home: tuple[int, ...]) -> str:
-        """Return a phrase for error messages with the number of stages per pipeline rank. Return "" unless the schedule
-        itself has chosen more stages than there are pipeline ranks. `home` is the pipeline rank of each stage."""
+        """Return a phrase for error messages with the number of stages per pipeline rank. If the user chose the stages,
+        or if there are no more stages than pipeline ranks, return "". `home` is the pipeline rank of each stage."""
         if self.stages is not None or len(home) <= self.width:
             return ""
         name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")

@@ -109,9 +109,9 @@ class SyncPolicy:
         return EVERY_STEP
 
     def count_steps_per_sync_rules(self) -> list[tuple[SyncRules, int]]:
-        """Return a list of pairs (rules, number of steps in a round with these rules). A round consists of the steps
-        from one synchronization of all ranks to the next. The last pair contains the rules of the last step, in which
-        all ranks synchronize."""
+        """Return the rules for one round, which consists of the steps from one synchronization of all ranks to the
+        next. The result is a list of pairs (rules, number of steps that follow these rules). The last pair is for the
+        last step of the round, in which all ranks synchronize."""
         return [(EVERY_STEP, 1)]
 
     def is_sync_step(self, step: int) -> bool:

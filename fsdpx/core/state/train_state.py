@@ -225,8 +225,8 @@ class TrainState:
         return Random(self.seed, moment=self.moment)
 
     def list_indices_of_filled_slots(self, kind: str) -> frozenset[int]:
-        """Return the numbers of the pages (flat buffers), units (groups of layers) or activations for which `store`
-        holds a value of this kind, such as "grad"."""
+        """Return the IDs (integers) of the pages (flat buffers), units (groups of layers) or activations for which
+        `store` holds a value of kind `kind`, such as "grad"."""
         return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
 
     def clear_slots(self, kinds: Iterable[str]) -> None:

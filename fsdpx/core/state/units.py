@@ -41,10 +41,10 @@ GROUP_BYTES = 1 << 20
 takes longer than the latency."""
 
 ReductionRuleFunction = Callable[[Sequence[str]], tuple[int, bool]]
-"""Function that maps the names of a parameter to (number of the rule for reducing its gradient, whether the result for
-an element depends on the other elements in the page). If the result depends on other elements, a parameter that all
-tensor ranks hold in full must not share a page with sharded parameters. Sharded parameters differ between tensor ranks,
-so the results for the full parameter would differ too."""
+"""Function that takes the names of a parameter and returns a pair: the index of the rule for reducing its gradient, and
+whether the reduced value of an element depends on the other elements in the page. If the result depends on other
+elements, a parameter that all tensor ranks hold in full must not share a page with sharded parameters. Sharded
+parameters differ between tensor ranks, so the results for the full parameter would differ too."""
 PageKind = tuple[bool, bool, str, int, bool]
 """Properties that all parameters in a page have in common (see `kind_of` in `lay_out_model`)."""
 
@@ -103,8 +103,8 @@ class Unit:
 
     @cached_property
     def released_values(self) -> list[list[int]]:
-        """For each node (layer call) of the unit, the numbers of the activations that no later node of the unit uses.
-        Outputs of the unit are excluded."""
+        """For each node (layer call) of the unit, the IDs (integers) of the activations that no later node of the unit
+        uses. Outputs of the unit are excluded."""
         return list_released_values(self.nodes, self.outputs)
 
     @property
@@ -114,8 +114,8 @@ class Unit:
 
 
 def list_released_values(nodes: Iterable[Node], needed: Container[int]) -> list[list[int]]:
-    """For each node (layer call), return the numbers of the activations that no later node uses. These activations can
-    be released after the node has run. Activations in `needed` are excluded."""
+    """For each node (layer call), return the IDs (integers) of the activations that no later node uses. These
+    activations can be released after the node has run. IDs in `needed` are excluded."""
     last = {v: n for n, node in enumerate(nodes) for v in (*node.inputs, node.output)}
     released: list[list[int]] = [[] for _ in range(max(last.values(), default=-1) + 1)]
     for v, n in last.items():
@@ -133,7 +133,8 @@ class ModelLayout:
     specs : spec of each full parameter, keyed by its canonical name
     ties : for each alias of a tied parameter, the name under which a page stores the parameter
     aliases : for each alias of a tied parameter, the canonical name of the parameter
-    inputs, outputs : names of the model's inputs, and numbers of the activations that are its outputs
+    inputs, outputs : names of the model's inputs (`inputs`), and IDs of the activations that are its outputs
+        (`outputs`)
     twins : groups of pages with copies of the same tied parameter; each group begins with the page of the first layer
         that uses the parameter
     """
@@ -174,8 +175,8 @@ class ModelLayout:
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
 
     def find_values_without_gradient(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
-        """Return the numbers of the activations that need no gradients. `frozen` holds the canonical names of the
-        parameters that are currently frozen, and `wanted` holds the numbers of the inputs for which the caller wants
+        """Return the IDs (integers) of the activations that need no gradients. `frozen` holds the canonical names of
+        the parameters that are currently frozen, and `wanted` holds the IDs of the inputs for which the caller wants
         gradients."""
         trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
         nodes = [node for unit in self.units for node in unit.nodes]
@@ -387,8 +388,8 @@ ranks."""
 def parse_stages_option(
     model: LayerList, stages: Stages | None, ranks: int
 ) -> tuple[Sequence[str | int] | None, int | tuple[int, ...] | None]:
-    """Parse the option `stages`. Return (stages as a list, number of stages). If the option is a mapping, return
-    (stages as a list, pipeline rank of each stage). If it is not set, return (None, None).
+    """Parse the option `stages`. For a list, return the list and the number of stages. For a mapping, return a list of
+    the first layer of each stage, and the pipeline rank of each stage. If the option is not set, return (None, None).
 
     If a layer matches no pattern in the mapping, it is placed on the same rank as the preceding layer. If there is only
     one pipeline rank, a list or mapping is ignored."""

@@ -83,8 +83,8 @@ def _describe_array_checksums(layer_or_loss: Any) -> str:
 
 
 def _list_child_layers_and_losses(holder: Any) -> list[Any]:
-    """Return the losses and layers inside a loss or layer: its attributes, and elements of its tuples and lists, such
-    as the terms of a sum."""
+    """Return the losses and layers that a loss or layer holds, either directly as attributes, or as elements of tuples
+    and lists, such as the terms of a sum."""
     values = list(getattr(holder, "__dict__", {}).values())
     for value in values:  # `values` grows during the loop, so nested lists are also searched
         values += value if isinstance(value, tuple | list) else ()

@@ -349,9 +349,9 @@ def _agree_on_signature(
 
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
-    """Start an asynchronous collective on a separate communicator, because its order relative to other collectives may
-    differ between ranks. A backend from an extension may not provide a separate communicator; the default communicator
-    is then used, after ranks have compared their calls."""
+    """Start an asynchronous collective on a separate communicator. This is needed because ranks may order it
+    differently relative to other collectives. If the backend of an extension provides no separate communicator, first
+    compare the calls of all ranks, and then use the default communicator."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)

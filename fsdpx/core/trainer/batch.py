@@ -77,9 +77,10 @@ def raising_errors_on_all_ranks(comm: Communicator, call: str, agree_at_end: boo
     """Context manager that raises an FsdpxError on all ranks if any rank raises one in the `with` block. The block must
     not communicate. Collective.
 
-    `call` is the name of the collective call that follows. Ranks without an error learn of errors on other ranks when
-    this call begins, so no extra message is needed if there is no error. If no call follows the block, pass
-    `agree_at_end`; ranks then report errors to each other at the end of the block."""
+    `call` is the name of the collective call that follows. When this call begins, ranks compare it, and each rank then
+    learns whether another rank has failed in the block. The block itself therefore sends a message only if this rank
+    has an error. If no call follows the block, pass `agree_at_end`; ranks then report errors to each other at the end
+    of the block."""
     if not comm.has_peers:
         yield
         return
@@ -99,7 +100,8 @@ def raising_errors_on_all_ranks(comm: Communicator, call: str, agree_at_end: boo
 
 def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
     """Return the elementwise maximum of `values`, a 1-d array of an 8-byte dtype, over all ranks. Ranks also compare
-    their calls, as in `agree_on_call`. The same message carries up to three values. Collective."""
+    their calls, as in `agree_on_call`. If there are at most three values, a single message carries the call and the
+    values. Collective."""
     if values.size > VALUE_COUNT:
         agree_on_call(comm, call)
         maxima = np.array(values)
@@ -165,8 +167,8 @@ class DuplicateBatchDetector:
     """Warns if all data ranks train on the same samples, which usually means that the data was not sharded as intended.
     The detector stops checking after its warning, or as soon as samples differ between data ranks.
 
-    Batches without samples and batches of identical samples are ignored, because they may be intentional or come from
-    an idle rank.
+    Two kinds of batches are ignored: batches without samples, and batches whose samples are all identical. They may be
+    intentional, or come from an idle rank.
 
     Attributes
     ----------
@@ -321,9 +323,9 @@ def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
 
 
 def to_device_array(placement: Placement, value: Any, name: str = "", takes: str = "numbers") -> Any:
-    """Return `value` as an array on this rank's device, in native byte order and with floats converted to the compute
-    dtype, or to float32 if that has 16 bits and `takes` is "exact". Error messages call the array `name`: the name of
-    an input, or TARGET."""
+    """Return `value` as an array on this rank's device, in native byte order. Floats are converted to the compute
+    dtype. If this dtype has 16 bits and `takes` is "exact", they are converted to float32. `name` is the name of the
+    array in error messages: the name of an input, or TARGET."""
     compute = choose_float_dtype(takes, placement.formats.compute)
     if value.__class__ is np.ndarray and placement.xp is np:  # fast path: the array can be used as it is
         dtype = value.dtype

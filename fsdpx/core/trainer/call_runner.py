@@ -189,7 +189,7 @@ class CallRunner(ABC):
 
     @property
     def rank(self) -> int:
-        """This rank's number in `world`."""
+        """The rank of this process in `world`."""
         return int(self.world.rank)
 
     @property
@@ -403,7 +403,7 @@ class CallRunner(ABC):
         def save_on_training_ranks() -> None:
             self.agree_on_call("save" + ", in the background" * background)
             self.wait_for_save_within_call()
-            # replicas that train independently each save their own parameters and later resume with them
+            # if replicas train independently, each replica saves its own parameters, and resumes with them
             state, plain = self.session.state, choices.weights == "parameters" and not self.has_own_speed
             put = nullcontext() if plain else self.using_weights(choices.weights)
             with (

@@ -233,8 +233,8 @@ class FitLimits:
         """Return why a resumed run ends without another step, or "" if training continues.
 
         `history` is the history of the earlier run, `epochs` the number of epochs that it completed, and
-        `earlier_reason` the reason why it ended. An `earlier_reason` of "" means that the run was interrupted; its last
-        validation may then be missing."""
+        `earlier_reason` the reason why it ended. If the earlier run was interrupted, `earlier_reason` is "", and the
+        last validation of that run may be missing from `history`."""
         if self.steps is not None and history.steps >= self.steps:
             return STEPS
         if earlier_reason and self.epochs is not None and epochs >= self.epochs:

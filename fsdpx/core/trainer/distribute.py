@@ -114,9 +114,9 @@ def distribute(
         many units as the limit requires; or "attention", for attention only
     tensor_plan : dict that maps path patterns to marks such as `nn.sharding.ColumnParallel`, which say how a layer is
         sharded over the tensor axis (default: the model's own plan)
-    sequence : what the tensor axis shards besides weights: the sequence in norms and dropout ("parallel"), the sequence
-        in all layers ("ulysses" or "ring"), or the samples ("samples", which shards only the weights of experts) (docs:
-        tensor)
+    sequence : what the tensor axis shards in addition to weights. "parallel": the sequence in norms and dropout.
+        "ulysses" or "ring": the sequence in all layers. "samples": the samples; in this case, only the weights of
+        experts are sharded (docs: tensor)
     elastic : True or `fsdpx.ElasticConfig(...)`: training continues when ranks die, leave or join (docs: elastic)
     average : how to average the parameters over time, for `evaluate(weights="average")`: `fsdpx.EMA(0.999)` or
         `fsdpx.SWA(...)`
@@ -308,9 +308,9 @@ def _find_open_communicator(comm: Any) -> Communicator | None:
     """Return an open communicator that ranks can use to compare their arguments. Return None if there is none, or if
     some of its ranks may have died.
 
-    If the size of `comm` is the number of ranks that were started, `comm` has the same ranks as the default
-    communicator. In that case, return the default communicator, so that ranks can compare their arguments even if only
-    some of them pass a communicator.
+    If `comm` has as many ranks as were started, it has the same ranks as the default communicator. In that case, return
+    the default communicator. Ranks can then compare their arguments even if some of them pass `comm` and others pass
+    nothing.
     """
     if isinstance(comm, FakeCommunicator):  # a fake communicator has no other processes to compare with
         return None

@@ -91,7 +91,7 @@ def fit(
         returns true on any rank, all ranks end together
     callbacks : function(trainer, history) to call after each step; or an object with some of the methods
         on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end; or a list of these.
-        Callbacks are called on all ranks, but not if a finished run is started again
+        Callbacks are called on all ranks. If a run has finished and the script is started again, no callback is called
     log : folder for metrics.csv, metrics.jsonl, log.txt (the printed messages) and TensorBoard events
     tensorboard : if True, write TensorBoard events, and raise an error if tensorboardX is missing; if False, write no
         events (default: write events if tensorboardX is installed)
@@ -230,8 +230,9 @@ class _FitLoop:
         return EPOCHS
 
     def _was_last_batch(self, epoch: int, count: int) -> bool:
-        """Return whether the most recent training batch, number `count` of this pass over the loader, was the last one
-        of the epoch. Return False if the loader cannot tell without reading another batch."""
+        """Return whether the most recent training batch was the last one of the epoch. `count` is the number of batches
+        that this pass over the loader has yielded so far. Return False if the loader cannot tell without reading
+        another batch."""
         # a resumed epoch may be partial, so do not count its batches
         if hasattr(self.loader, "state_dict") and hasattr(self.loader, "epoch"):
             return bool(self.loader.state_dict().get("epoch", epoch) > epoch)

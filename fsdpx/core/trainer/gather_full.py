@@ -210,8 +210,8 @@ def _all_gather_full_arrays(
     Parameters
     ----------
     state : train state of this rank
-    gather_page : function that returns all elements of a page (flat parameter buffer) of this tensor rank; called only
-        for the pages of this pipeline rank
+    gather_page : function that returns all elements of a page (a flat parameter buffer of this tensor rank). It is
+        called only for pages that this pipeline rank holds
     gradients : if True, gather the gradients of trainable pages, summed over tied copies; if False, gather parameters
     names : names of the parameters to return; pages that hold none of them are not sent (default: all)
     """

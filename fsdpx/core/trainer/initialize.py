@@ -102,9 +102,9 @@ def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
 
 
 def _compute_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
-    """Return the local rank of `rank`. The n ranks of a host have the local ranks 0 to n - 1. If the launcher has set
-    exactly these numbers, they are kept; otherwise the ranks of the host are numbered in rank order. `hosts` lists,
-    for each rank, its host name and its local rank according to the launcher."""
+    """Return the local rank of `rank`. The n ranks of a host get the local ranks 0 to n - 1. If the launcher has
+    already given them these local ranks, they are kept. Otherwise, the ranks of the host are numbered in rank order.
+    `hosts` lists, for each rank, its host name and its local rank according to the launcher."""
     here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
     ranks, numbers = zip(*here, strict=True)
     local = numbers if {*numbers} == {*range(len(here))} else range(len(here))

@@ -79,9 +79,9 @@ def _encode_min_and_max(value: int | None) -> list[int]:
 
 
 def _encode_sample_or_batch_count(loader: Any, size: int) -> int | None:
-    """Return a number that must be equal on all ranks: `2 * samples` if the loader shards a common dataset, or `2 *
-    batches + 1` if each rank has its own part of the data. Return None for a loader of any other kind. `size` is the
-    number of data ranks."""
+    """Return a number that must be equal on all ranks. If the loader shards a common dataset, it is `2 * samples`, an
+    even number. If each rank has its own part of the data, it is `2 * batches + 1`, an odd number. The two cases thus
+    never give equal numbers. Return None for a loader of any other kind. `size` is the number of data ranks."""
     if not isinstance(loader, ShardingLoader):
         return None
     return 2 * len(loader) + 1 if loader.sampler.presharded and size > 1 else 2 * len(loader.dataset)

@@ -87,8 +87,8 @@ def _choose_units_within_budget(
 def _compute_peak_bytes(
     stage: Stage, order: Sequence[Action], sizes: Mapping[int, UnitBytes], chosen: Collection[int]
 ) -> int:
-    """Return the peak activation memory, in bytes, of one pipeline rank in a step with this order of actions, if the
-    units (groups of layers) in `chosen` are recomputed."""
+    """Return the peak activation memory of one pipeline rank during a step, in bytes. The rank runs its actions in the
+    given `order`, and recomputes the units (groups of layers) in `chosen`."""
     parts = dict(stage.own_stages)
     kept = {u: size.kept_if_recomputed if u in chosen else size.kept for u, size in sizes.items()}
     now = most = 0

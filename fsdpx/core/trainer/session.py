@@ -56,8 +56,8 @@ NO_GRADIENT, WRONG_SHARDING = "no gradient reaches some", "how samples are cut"
 MAX_SHAPES = 16
 """Maximum number of `DirectPrediction` objects to keep, one for each small batch shape."""
 READ_ONLY_KINDS = ("evaluate", "predict")
-"""Kinds of programs that change no state. Requests for these programs depend only on the contents of the store and on
-the set of frozen parameters."""
+"""Kinds of programs that change no state. During training, only two things change how these programs are compiled:
+which parameters are frozen, and which values earlier programs left in the store."""
 
 
 class BatchComparison(NamedTuple):
@@ -185,8 +185,8 @@ class Session:
             self.state.wait_for_transfers()
 
     def _get_agreement_group(self, call: str) -> Communicator:
-        """Return the communicator of the ranks that make `call` together: all ranks, or the ranks of one replica in a
-        step that does not synchronize replicas."""
+        """Return the communicator of the ranks that make `call` together. In a step that does not synchronize replicas,
+        these are the ranks of this replica; otherwise, they are all ranks."""
         axes = self.placement.axes
         if axes.group is axes.world or call not in STEP_KINDS:
             return axes.world
@@ -197,8 +197,8 @@ class Session:
         )
 
     def wait_for_last_step(self) -> None:
-        """In asynchronous training, wait until all ranks have finished their last step, because other ranks may read
-        and change this rank's parameters until then. Waiting does not delay other ranks."""
+        """In asynchronous training, wait until all ranks have finished their last step. Until then, other ranks may
+        read and change this rank's parameters. Ranks that are still training do not wait for this rank."""
         self.placement.sync_policy.wait_for_last_step()
 
     def announce_parameters_are_set(self) -> None:
@@ -210,9 +210,9 @@ class Session:
             self.agree_on_call("begin to step apart")
 
     def swapping_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
-        """Return a context manager. If the policy lets ranks train different parameters, then inside the context each
-        rank has the parameters that are common to all ranks. Otherwise, the context manager does nothing. `kinds` are
-        the kinds of arrays to replace, such as "master"."""
+        """Return a context manager. If ranks train different parameters, as in local SGD, it temporarily replaces this
+        rank's parameters by those that are common to all ranks. Otherwise, it does nothing. `kinds` are the kinds of
+        arrays to replace, such as "master"."""
         put = self.placement.sync_policy.read_common_state_and_get_setter(self.state, kinds)
         return nullcontext() if put is None else self.swapping_parameters(put, "the common model")
 
@@ -421,8 +421,8 @@ class Session:
             self.state.ran.add(kind)
             results = self.engine.run_program(executable, feed)
             if kind == "predict" and self._uncoordinated is not None:
-                # all ranks must prepare a program together, so prepare the next `predict` now; it then waits only for
-                # neighbors
+                # preparing a program is collective, so prepare the program of the next `predict` now; the next call of
+                # `predict` then waits only for neighboring ranks
                 self._get_or_prepare_executable(kind, feed, local)
         except MemoryError as error:
             if self.explain_memory_error is None:
@@ -450,9 +450,10 @@ class Session:
         return self._get_or_prepare_executable_of_request(request)
 
     def _get_or_prepare_executable_of_request(self, request: ProgramRequest) -> Executable:
-        # Preparing a program allocates shared memory collectively, so all ranks must prepare it in the same call. The
-        # key includes the programs that have run, because these are the same on all ranks. The request alone is not
-        # enough: it depends on the contents of the store, which may differ between ranks.
+        # Preparing a program is collective, because it allocates shared memory. All ranks must therefore prepare a
+        # program in the same call. With the request alone as key, they might not: it depends on the contents of the
+        # store, which may differ between ranks. The key therefore also contains the kinds of programs that have run,
+        # which are the same on all ranks.
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
             self._executables[key] = self.engine.prepare_program(request)
@@ -502,15 +503,15 @@ class Session:
     def make_program_request(
         self, kind: str, microbatches: int, local: bool = False, fresh: bool = False
     ) -> ProgramRequest:
-        """Return the compiler's input for a program of this kind: the placement's options, and which values earlier
-        programs left in the store. If `fresh` is true, the store is assumed to be empty. If `local` is true, gradients
-        are not reduced over ranks."""
+        """Return the input of the compiler for a program of this kind. It contains the placement's options, and says
+        which values, such as gradients, earlier programs left in the store. If `fresh` is true, assume that they left
+        none. If `local` is true, gradients are not reduced over ranks."""
         place, policy = self.placement, self.placement.sync_policy
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")
         kind = policy.get_program_kind(kind)
-        # if ranks may change, all ranks must learn of NaN or Inf: if only one rank raised an error, the others would
-        # assume that this rank has died
+        # if ranks may change (`commit` is set), compute the gradient norm, so that all ranks learn of NaN or Inf; if
+        # only one rank raised an error, the other ranks would assume that it has died
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,
@@ -546,8 +547,8 @@ class Session:
 
     @property
     def program(self) -> Program:
-        """The program of a step without accumulated gradients or gathered parameters. With local SGD, only some steps
-        synchronize replicas; the result is the program of a synchronizing step."""
+        """The program of a step that begins without accumulated gradients and without gathered parameters. With local
+        SGD, only some steps synchronize replicas; the result is the program of a synchronizing step."""
         return self.round_programs[-1][0]
 
     @property

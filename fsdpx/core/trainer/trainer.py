@@ -585,8 +585,8 @@ class Trainer:
 
     @property
     def program(self) -> Program:
-        """The program of a step without accumulated gradients; `print(trainer.program)` shows it as text. With local
-        SGD, only some steps synchronize replicas; the result is the program of a synchronizing step."""
+        """The program of a step that begins without accumulated gradients; `print(trainer.program)` shows it as text.
+        With local SGD, only some steps synchronize replicas; the result is the program of a synchronizing step."""
         return self._session.program
 
     @property

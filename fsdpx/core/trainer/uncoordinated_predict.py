@@ -6,9 +6,9 @@ batch is invalid, or differs in shape or dtype from the previous one, waits unti
 call. If the batches of all ranks differ from the previous ones, the ranks compare them as in the first call. If the
 batches of only some ranks differ, the lowest of these ranks writes an error into the windows of all ranks, together
 with the number of calls that have begun. Each rank then runs the calls that it has missed on a batch of zeros, so that
-no message remains unreceived and no rank waits for another. Because some ranks learn of the error only in their next
-call, all ranks raise the error in every call up to and including this next call. Ranks that continue after the error
-are then all at the same call again."""
+no message remains unreceived and no rank waits for another. Some ranks learn of the error one call later than others.
+Therefore, each rank raises the error in all its calls up to the last call in which any rank learns of the error. After
+that, all ranks that continue make the same call again."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from fsdpx.errors import CommTimeout, ConfigError, FsdpxError
 __all__ = ["UncoordinatedPrediction"]
 
 CALL, STOP, READY, BEGUN, FAILS = range(5)
-"""Indices of the 64-bit words in a rank's part of the window: the number and state of the rank's call; the epoch in
-which the rank has to stop; the epoch of the error in the window; the last call that any rank has begun in that epoch;
-and the last call that fails."""
+"""Indices of the 64-bit words in a rank's part of the window (shared memory). CALL: index and state of the rank's
+current call. STOP: the epoch (series of calls that ends with an error) in which the rank must stop. READY: the epoch
+whose error has been written into the window. BEGUN: the last call of that epoch that any rank has begun. FAILS: the
+last call that raises the error."""
 STARTED, WAITING, RETURNED = range(3)
 """States of a rank's call: the rank runs the call, waits for the other ranks to begin it, or has returned from it."""
 HEAD, TEXT = 64, 1024  # sizes in bytes
@@ -57,7 +58,8 @@ class UncoordinatedPrediction:
         self._agreed_kind: Any = None
         self._inputs: tuple[Any, ...] = ()
         self._epoch = self._count = 0
-        self._failed: list[FsdpxError] = []  # one error for each call that other ranks have begun but this rank has not
+        # errors that the next calls of `predict` on this rank raise, one for each call
+        self._failed: list[FsdpxError] = []
 
     def record_agreed_batch(self, batch_kind: tuple[str, int], inputs: tuple[Any, ...]) -> None:
         """Record the batch that all ranks have just compared. Collective. On a backend without one-sided windows
@@ -81,8 +83,8 @@ class UncoordinatedPrediction:
 
     def try_start_without_agreement(self, batch_kind: tuple[str, int], error: FsdpxError | None) -> bool:
         """Return True if this rank may start its prediction immediately, and False if all ranks must first compare
-        their batches. Raise the error common to all ranks in two cases: this rank's batch differs from the previous one
-        although other ranks have already started, or another rank has reported an error."""
+        their batches. In two cases, raise an error, which is the same on all ranks: another rank has reported an error,
+        or only some ranks have a batch that differs from the previous one."""
         if self._failed:
             raise self._failed.pop()
         if self._agreed_kind is None or self._window is None:
@@ -184,8 +186,9 @@ class UncoordinatedPrediction:
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
     def _run_missed_calls_and_get_error(self, begun: int) -> FsdpxError:
-        """Make up for the predictions that this rank has missed by running them on zeros, and return the error that all
-        ranks raise. `begun` is the number of calls (0 or 1) that this rank has begun but not run."""
+        """Run the predictions that this rank has missed, with zeros as inputs, so that no other rank waits for this
+        rank. Then return the error that all ranks raise. `begun` is 1 if this rank has begun a call but has not run its
+        prediction; otherwise, it is 0."""
         window, me = self._window, self._comm.rank
         assert window is not None
         window.poll_until_none_missing(

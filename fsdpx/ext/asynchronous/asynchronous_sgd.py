@@ -34,7 +34,7 @@ from fsdpx.optim.segments import ShardPeers
 __all__ = ["AsyncSGD", "CommonMemory", "GossipSGD", "Span"]
 
 Span = tuple[int, ElementRange]
-"""(rank, range of the elements of a page that the rank owns)."""
+"""A rank, and the range of elements that the rank owns in a page (flat parameter buffer)."""
 
 
 class WindowItem(NamedTuple):
@@ -55,10 +55,10 @@ class CommonMemory:
     """Parameters and optimizer state in a shared-memory window, which every rank can read and update without involving
     the rank that owns the data. The constructor is collective.
 
-    Each rank owns one part of the window. A part consists of arrays of these kinds: "words" (counters, stored before
-    each page), "master" (parameters), "slot" and "average" (optimizer state) and, if `added` is true, "added" (sum of
-    gradients). If `sharded` is true, all ranks update one model, and each rank owns a shard of it; otherwise, each rank
-    owns a model."""
+    Each rank owns one part of the window. A part consists of the rank's own counters, followed by its pages (flat
+    parameter buffers). A page consists of arrays of these kinds: "words" (counters of the page), "master" (parameters),
+    "slot" and "average" (optimizer state) and, if `added` is true, "added" (sum of gradients). If `sharded` is true,
+    all ranks update one model, and each rank owns a shard of it; otherwise, each rank owns a model."""
 
     def __init__(self, placement: Placement, sharded: bool, added: bool) -> None:
         self.placement, world = placement, placement.axes.world
@@ -100,8 +100,8 @@ class CommonMemory:
 
     @contextmanager
     def locked_page_for_update(self, rank: int, page: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-        """Context manager that locks a page in the part of the window that rank `rank` owns, and yields the page's
-        counters, master parameters and optimizer state."""
+        """Context manager that locks a page (flat parameter buffer) in the part of the window that rank `rank` owns. It
+        yields the page's counters, master parameters and optimizer state."""
         keys = [key for key in self._items[rank] if key.page == page and key.kind in ("slot", "average")]
         with self.locked_arrays(rank, LedgerKey("words", page), LedgerKey("master", page), *keys) as (
             words,
@@ -111,19 +111,20 @@ class CommonMemory:
             yield words, master, {key.name: array for key, array in zip(keys, slots, strict=True)}
 
     def read_page_counter(self, rank: int, page: int, index: int) -> int:
-        """Read counter number `index` of a page in the part of the window that rank `rank` owns, without a lock."""
+        """Read, without a lock, one counter of a page (flat parameter buffer) in the part of the window that rank
+        `rank` owns. `index` says which of the page's counters to read."""
         return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + index)
 
     def list_owners_and_ranges(self, page: int) -> Sequence[Span]:
-        """Return a (rank, range of elements) pair for each rank that owns a part of a page.
+        """Return a (rank, range of elements) pair for each rank that owns a part of a page (flat parameter buffer).
 
         The list begins with this rank, so that the ranks do not all lock the same part first."""
         turned = [(self.rank + i) % self.size for i in range(self.size if self.sharded else 1)]
         return [(rank, _find_owned_element_range(self.placement, page, rank, self.sharded)) for rank in turned]
 
     def make_shard_segments(self, rank: int, page: int) -> ShardSegments:
-        """Return the segments (parameters, or parts of them) that make up rank `rank`'s elements of a page, in the form
-        that optimizers take."""
+        """Return the segments (parameters, or parts of parameters) that rank `rank` owns in a page (flat parameter
+        buffer), in the form that optimizers take."""
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _find_owned_element_range(self.placement, page, rank, self.sharded)
             others = (
@@ -139,7 +140,7 @@ class CommonMemory:
 
 def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added: bool) -> dict[LedgerKey, WindowItem]:
     """Return the position of each array in the part of the window that rank `rank` owns. The rank's own counters, such
-    as its clock, come first, followed by the pages in order.
+    as its clock, come first. The pages (flat parameter buffers) follow in order.
 
     The result is the same on all ranks."""
     found: dict[LedgerKey, WindowItem] = {}
@@ -172,7 +173,7 @@ def _iterate_page_array_specs(
 
 
 def _find_owned_element_range(placement: Placement, page: int, rank: int, sharded: bool) -> ElementRange:
-    """Return the range of elements of a page that rank `rank` owns in the window."""
+    """Return the range of elements that rank `rank` owns in a page (flat parameter buffer) of the window."""
     here = placement.pages[page]
     return here.shards[rank] if sharded else here.own_range
 
@@ -283,7 +284,7 @@ class GossipSGD(OwnSpeed):
         return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
 
 
-# "pushed" means that this rank's gradient of a page was applied
+# "pushed" means that this rank's gradient of a page (flat parameter buffer) was applied
 SLOTS.update({"pushed": SlotKind("pushed", "control")})
 
 # fmt: off
@@ -324,16 +325,17 @@ CLOCK, SYNC_COUNT = 0, 1
 """Indices of the counters at the start of each rank's part of the window: number of steps of the rank since all ranks
 last synchronized, and number of times that the rank has waited for all ranks."""
 AWAY_CLOCK = 1 << 62
-"""Value of the clock of a rank that takes no more steps before all ranks synchronize."""
+"""Clock value of a rank that takes no more steps until all ranks synchronize. It is so large that no other rank waits
+for this rank."""
 UPDATES, ADDED, WEIGHT = 0, 1, 2
-"""Indices of the counters in front of each page: number of updates, number of gradients in the sum, and the weight of
-these gradients (a float64)."""
+"""Indices of the counters that the window stores before each page (flat parameter buffer): number of updates of the
+page, number of gradients in its sum of gradients, and total weight of these gradients (a float64)."""
 
 
 Update = Callable[[Any, Any, Mapping[str, Any], ShardSegments, int, float | None, float], None]
-"""Function that updates elements of a page. Its arguments are parameters, gradient, optimizer slots, segments, step,
-total weight of the gradients of all ranks (None if the gradient comes from this rank alone), and a factor for the
-learning rate."""
+"""Function that updates elements of a page (flat parameter buffer). Its arguments are the parameters, gradient,
+optimizer state, segments, step, weight, and a factor for the learning rate. The weight is the total weight of the
+gradients of all ranks, or None if the gradient comes from this rank alone."""
 
 
 class AsynchronousPolicy(SyncPolicy):
@@ -343,8 +345,8 @@ class AsynchronousPolicy(SyncPolicy):
     Attributes
     ----------
     clock : number of steps of this rank since all ranks last synchronized
-    staleness_counts : maps each staleness to the number of this rank's updates with that staleness. The staleness of an
-        update is the number of other updates of the page since this rank read the page
+    staleness_counts : maps each staleness to the number of this rank's updates that had this staleness. The staleness
+        of an update is how often other updates changed the page (flat parameter buffer) after this rank had read it
     """
 
     is_synchronous, own_speed = False, True
@@ -354,7 +356,8 @@ class AsynchronousPolicy(SyncPolicy):
         self.placement, world = placement, placement.axes.world
         self.choice, self.rank, self.size = choice, world.rank, world.size
         self.clock = self._sync_count = 0
-        # (rank, page) -> number of updates of the page when this rank last read it
+        # maps (owner, page) to the number of updates that the page (flat parameter buffer) had received when this rank
+        # last read it
         self._read: dict[tuple[int, int], int] = {}
         self.staleness_counts: dict[int, int] = {}
 
@@ -380,8 +383,8 @@ class AsynchronousPolicy(SyncPolicy):
         self.placement.axes.counters.add_calls("world", call, elements * int(np.dtype(dtype).itemsize))
 
     def pull_parameters(self, page: int, full: Any) -> None:
-        """Read the current parameters of a page into `full`. If this rank is too far ahead of the slowest rank, first
-        wait for that rank."""
+        """Read the current parameters of a page (flat parameter buffer) into `full`. If this rank is too far ahead of
+        the slowest rank, first wait for that rank."""
         self._wait_for_staleness_bound()
         with self.window.access_epoch("pull"):
             for rank, span in self.memory.list_owners_and_ranges(page):
@@ -410,7 +413,8 @@ class AsynchronousPolicy(SyncPolicy):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def push_gradient(self, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Update a page with this rank's gradient, directly in the memory of every rank that owns a part of the page.
+        """Update a page (flat parameter buffer) with this rank's gradient, directly in the memory of every rank that
+        owns a part of the page.
         """
         for rank, span in self.memory.list_owners_and_ranges(page):
             own = gradient[span.start : span.stop]
@@ -430,8 +434,9 @@ class AsynchronousPolicy(SyncPolicy):
                 self._count_traffic("push", span.size, own.dtype)
 
     def _add_gradient_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Add this rank's gradient to the part of a page that rank `rank` owns, after the gradients of all lower ranks,
-        as in synchronous training. The last rank to add its gradient then updates that part."""
+        """Add this rank's gradient to the sum for the part of a page (flat parameter buffer) that rank `rank` owns.
+        First wait until all lower ranks have added their gradients, so that the sum is the same as in synchronous
+        training. The last rank that adds its gradient then updates the part."""
         self.window.wait_until_none_missing(
             lambda: self._find_rank_to_add_gradient_next(rank, page),
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
@@ -462,29 +467,30 @@ class AsynchronousPolicy(SyncPolicy):
             self._count_traffic("push", gradient.size, gradient.dtype)
 
     def _find_rank_to_add_gradient_next(self, rank: int, page: int) -> list[int]:
-        """Return a list with the rank whose turn it is to add its gradient, or an empty list if it is this rank's turn.
+        """Ranks take turns to add their gradients to the part of a page (flat parameter buffer) that rank `rank` owns.
+        Return a list with the rank whose turn it is, or an empty list if it is this rank's turn.
 
-        Raises DataError if that rank has stopped taking steps. `rank` owns the part of the page that gradients are
-        added to."""
+        Raises DataError if the rank whose turn it is has stopped taking steps."""
         turn = self.memory.read_page_counter(rank, page, ADDED)
         if turn == self.rank:
             return []
         away = self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)
-        # read again, because rank `turn` may have added its gradient in the meantime, as part of its last step
+        # read the counter again, because rank `turn` may have added its gradient in its last step, just before it
+        # stopped
         if away and self.memory.read_page_counter(rank, page, ADDED) == turn:
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
         return [turn]
 
     def mix_page(self, page: int, step: int) -> None:
-        """If `step` is a multiple of `sync_every`, average a page of this rank's model with the same page of a random
-        rank."""
+        """If `step` is a multiple of `sync_every`, average a page (flat parameter buffer) of this rank's model with the
+        same page of a random rank's model."""
         if step % self.choice.sync_every == 0:
             with self.window.access_epoch("mix"):
                 self._average_page_with_random_rank(page, step)
 
     def _average_page_with_random_rank(self, page: int, step: int) -> None:
-        """Replace a page on this rank and on a random rank by the mean of the two, so that the mean of all models does
-        not change.
+        """Average a page (flat parameter buffer) of this rank with the same page of a random rank. Both ranks get the
+        mean, so the mean of all models does not change.
 
         The random rank is the same for all pages of a step."""
         key, drawn = LedgerKey("master", page), random.Random(f"{self.placement.options.seed} {self.rank} {step}")
@@ -551,8 +557,8 @@ class AsynchronousPolicy(SyncPolicy):
         )
 
     def assemble_full_page(self, key: LedgerKey) -> Any:
-        """Return all elements of a page of parameters or optimizer state, without involving other ranks. Not
-        collective.
+        """Return all elements of a page (flat buffer) of parameters or optimizer state. Not collective: this rank reads
+        the elements from shared memory, and no other rank needs to make a call.
 
         The elements are assembled from all shards or, if each rank has its own model, averaged over the models."""
         if self.choice.sharded:
@@ -612,8 +618,8 @@ def _get_policy(run: ProgramRun) -> AsynchronousPolicy:
 
 
 def pull_parameters(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Read the current parameters of a page of n elements from the shared memory. Each of N ranks reads n - n/N
-    elements from other ranks."""
+    """Read the current parameters of a page (flat parameter buffer) of n elements from the shared memory. Each of N
+    ranks reads n - n/N elements from other ranks."""
     p = get_action_target(action)
     full = run.workspace.get_full_parameter_buffer(p)
     _get_policy(run).pull_parameters(p, full)
@@ -621,8 +627,8 @@ def pull_parameters(run: ProgramRun, action: Action, taken: Values, read: Values
 
 
 def push_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Apply this rank's gradient of a page of n elements to the shards of all ranks. Each of N ranks writes n - n/N
-    elements to other ranks."""
+    """Apply this rank's gradient of a page (flat parameter buffer) of n elements to the shards of all ranks. Each of N
+    ranks writes n - n/N elements to other ranks."""
     (gradient,), (mean, scale) = taken, read
 
     def apply_gradient(

@@ -46,7 +46,8 @@ SLOTS.update({
     "velocity": SlotKind("velocity", "outer optimizer"),
     "delta": SlotKind("delta", "gradients"),
     "next": SlotKind("next", "outer parameters"),
-    # "trained" holds, for each fragment, the loss weight of the data seen since the fragment was last sent
+    # "trained" holds one number for each fragment (set of pages sent together): the loss weight of the data that this
+    # replica has trained on since it last sent the fragment
     "trained": SlotKind("trained", "control"),
     "share": SlotKind("share", "control"),
     "parcel": SlotKind("parcel", "scratch", in_slab=True, raw=True),
@@ -129,8 +130,8 @@ class RoundSchedule:
         return self.delay // 2
 
     def find_first_send_step(self, fragment: int) -> int:
-        """Return the step after which a fragment is sent for the first time. The last fragment is first sent at the end
-        of the first round."""
+        """Return the step after which a fragment (set of pages sent together) is sent for the first time. For the last
+        fragment, this is the last step of the first round."""
         return -(-self.every * (fragment + 1) // len(self.fragments))
 
     def get_replica_communication(self, step: int) -> OuterStep:
@@ -150,11 +151,12 @@ class RoundSchedule:
         return OuterStep(**{name: frozenset(pages) for name, pages in found.items()})
 
     def get_fragment(self, page: int) -> int:
-        """Return the index of the fragment that a page belongs to."""
+        """Return the index of the fragment (set of pages sent together) that contains a page."""
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
     def count_outer_steps(self, page: int, step: int) -> int:
-        """Return how many outer steps of a page are complete after step `step`."""
+        """Return how many updates by the outer optimizer a page (flat parameter buffer) has received after training
+        step `step`."""
         return (
             step - self.outer_gradient_delay_steps - self.find_first_send_step(self.get_fragment(page))
         ) // self.every + 1
@@ -297,9 +299,10 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def round_schedule(self) -> RoundSchedule:
-        """Schedule that says which parameters are synchronized in which round.
+        """Schedule that says at which steps of a round each page (flat parameter buffer) is synchronized.
 
-        Pages are assigned to fragments round-robin, but all copies of a tied parameter go to the same fragment."""
+        A fragment is a set of pages that are sent together. Pages are assigned to fragments round-robin, but all copies
+        of a tied parameter go to the same fragment."""
         choice, layout = self.choice, self.placement.layout
         first = {p: group[0] for group in layout.twins for p in group}
         trained = [page.index for page in layout.pages if page.trainable]
@@ -332,8 +335,8 @@ class LocalSyncPolicy(SyncPolicy):
         return float(results[MEAN].value if found is None else found.loss)
 
     def find_elements_of_outer_step(self, page: int) -> ElementRange:
-        """Return the range of elements of a page that this rank updates in the outer step. The range lies within the
-        rank's shard."""
+        """Return the range of elements of a page (flat parameter buffer) that this rank updates in the step of the
+        outer optimizer. The range lies within the rank's shard."""
         return self._find_elements_of_rank(page, self.placement.axes.coordinates)
 
     def _find_elements_of_rank(self, page: int, coordinates: MeshCoordinates) -> ElementRange:
@@ -358,8 +361,8 @@ class LocalSyncPolicy(SyncPolicy):
         """Yield the additional arrays that local SGD needs for a page, as rows of the ledger (the table of a rank's
         arrays).
 
-        An outer gradient shares the memory of the reduced gradient, unless the transfer of the outer gradient takes
-        longer than a step."""
+        The outer gradient needs an array of its own only if its transfer takes longer than a step. Otherwise, it uses
+        the memory of the reduced gradient."""
         place, p = self.placement, page.page.index
         dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.find_elements_of_outer_step(p)
         yield LedgerRow(LedgerKey("outer", p), dtype, page.own_range)
@@ -511,8 +514,8 @@ def start_all_gather_data_shares(run: ProgramRun, action: Action, taken: Values,
 def start_reduce_scatter_outer_gradient(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Start a reduce-scatter of the outer gradient of a page over the replicas, weighted by each replica's share of the
-    data.
+    """Start a reduce-scatter, over the replicas, of the outer gradient of a page (flat parameter buffer). Each
+    replica's outer gradient is weighted by its share of the data.
 
     The outer gradient is the outer parameters minus this replica's parameters. Each of R replicas sends n - n/R of the
     page's n elements."""
@@ -536,7 +539,8 @@ def start_reduce_scatter_outer_gradient(
 def update_outer_and_start_all_gather(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Run the outer optimizer on this rank's elements of a page, then start the all-gather of the outer parameters.
+    """Run the outer optimizer on this rank's elements of a page (flat parameter buffer), then start the all-gather of
+    the outer parameters.
 
     Each of R replicas sends n - n/R of the page's n elements."""
     p, place, (gradient,), (whole, slots) = get_action_target(action), run.placement, taken, added

@@ -126,8 +126,8 @@ search."""
 
 @jit
 def _find_kth_largest_bitwise(sizes, count, k):
-    """Return the largest threshold t for which at least `k` of the first `count` elements of `sizes` are >= t, found
-    bit by bit.
+    """Return the largest t for which at least `k` of the first `count` elements of `sizes` are >= t. The bits of t are
+    found one by one.
 
     The search stops as soon as exactly `k` elements are >= t."""
     least = np.int32(0)

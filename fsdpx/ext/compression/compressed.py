@@ -25,8 +25,8 @@ __all__ = [
 SIZE_MULTIPLE_BYTES = 8
 """Packed parts are padded to a multiple of this many bytes, so that each part is aligned for every dtype."""
 MAX_REDUCES = 1 << 24
-"""Number of reductions after which random numbers repeat, because float32 represents all integers exactly only up to
-this number."""
+"""Number of reductions after which random numbers repeat. They depend on a counter of reductions, which may be stored
+as a float32, and a float32 counts exactly only up to this number."""
 
 
 class CompressedCodec(Codec):
@@ -108,7 +108,7 @@ class CompressedCodec(Codec):
         """Return the size in bytes of the send and receive buffers for reducing `size` elements over `width` ranks, in
         parts of equal size.
 
-        If any part is larger than that, the reduction allocates its own buffers."""
+        If a reduction has a part that is larger than these equal parts, it allocates its own buffers."""
         return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
@@ -189,10 +189,10 @@ class CompressedCodec(Codec):
         return sum(self.packed_bytes(n) for r, n in enumerate(counts) if r != rank)
 
     def get_and_advance_reduce_number(self, memory: Memory) -> int:
-        """Return the number of this reduction, which is the same on all ranks, and advance the counter.
+        """Return the index of this reduction, which is the same on all ranks, and advance the counter.
 
-        Numbers begin at 0. The first `warmup` reductions may send more data than later ones. After MAX_REDUCES - 1, the
-        numbers continue at `warmup`. A dry run always uses the number `warmup`."""
+        The first reduction has index 0. The index after MAX_REDUCES - 1 is `warmup`, not 0, because the first `warmup`
+        reductions may send more data than later ones. A dry run always uses the index `warmup`."""
         if not self._has_reduce_counter or not _has_data(namespace_of(memory["turn"])):
             return self.warmup
         step = int(memory["turn"][0])

@@ -18,10 +18,11 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers
     """Quantize a flat float array to int8 in blocks of 256 elements: q = x / scale, where scale is max |x| / 127 of
     the block.
 
-    `scales` receives one float32 per block. It is 0 if all elements of the block are zero or tiny. If any element is
-    Inf or NaN, the scale is NaN, and q is 0. `residual`, which may be x itself, receives the error x - q * scale, or 0
-    where the error is not finite. `numbers` are random numbers for stochastic rounding: element i is rounded up with a
-    probability equal to its fractional part. If `numbers` is None, elements are rounded to nearest."""
+    `scales` receives one float32 per block. The scale is 0 if all elements of the block are zero or tiny. If any
+    element of the block is Inf or NaN, the scale is NaN, and q is 0 in the whole block. `residual`, which may be x
+    itself, receives the error x - q * scale, or 0 where the error is not finite. `numbers` are random numbers for
+    stochastic rounding: element i is rounded up with a probability equal to its fractional part. If `numbers` is None,
+    elements are rounded to nearest."""
     if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import quantize as body
 

@@ -223,14 +223,15 @@ class PowerSGD(Codec):
         return found
 
     def _count_all_reduce_elements(self, size: int) -> tuple[int, int]:
-        """Return the number of elements in each of the two all-reduces: P with all uncompressed tensors, and Q."""
+        """Return the numbers of elements that the two all-reduces sum, as a pair. The first all-reduce sums P and all
+        uncompressed tensors, and the second sums Q."""
         thin = self._list_thin_factors(size)
         whole = size - sum(t.rows * t.columns for t in thin)
         return whole + self.rank * sum(t.rows for t in thin), self.rank * sum(t.columns for t in thin)
 
     def _list_uncompressed_ranges(self, size: int, thin: Sequence[ThinFactors]) -> list[tuple[int, int, int]]:
-        """Return the ranges of the gradient that are sent uncompressed, as (offset in the first all-reduce, start,
-        stop)."""
+        """Return the ranges of the gradient that are sent uncompressed, as (offset, start, stop). They are stored from
+        `offset` on in the buffer of the first all-reduce."""
         at, start, found = self.rank * sum(t.rows for t in thin), 0, []
         for stop, after in [*((t.start, t.stop) for t in thin), (size, size)]:
             if start < stop:

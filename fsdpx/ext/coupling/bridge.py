@@ -80,10 +80,10 @@ class Bridge:
     trainer : on training ranks, the grid of the trainer, which has no ghost cells; None on solver ranks
     mode : what happens if one side is faster. All ranks pass the same mode. "lockstep": `send` returns when the other
         side has received the fields. "queue" (default): `send` waits only while `depth` snapshots are in transit.
-        "latest": `send` drops snapshots that the other side is not ready for. On solver ranks, `send` never waits,
-        neither for the trainer nor for other solver ranks; when the trainer asks for a snapshot, it receives the first
-        snapshot that all solver ranks can still send. From trainer to solver, `send` is collective over the training
-        ranks, and the newest snapshot and weights always arrive eventually, even if the trainer has closed the bridge
+        "latest": `send` drops snapshots that the other side is not ready for. On solver ranks, `send` then waits for no
+        other rank. When the trainer asks for a snapshot, it receives the first one that all solver ranks can still
+        send. On training ranks, `send` is collective. The newest snapshot and the newest weights from the trainer
+        always reach the solver, even if the trainer has already closed the bridge
     depth : maximum number of snapshots in transit in mode "queue"; default 2
 
     Raises
@@ -146,8 +146,8 @@ class Bridge:
         self._senders[0].send(make_body)
 
     def receive(self, wait: bool = True) -> Snapshot | None:
-        """Receive fields that the other side has sent. Collective over this side if `wait` is False. On training ranks,
-        also collective in mode "latest".
+        """Receive fields that the other side has sent. Collective over the ranks of this side if `wait` is False. On
+        training ranks, mode "latest" makes every call collective.
 
         Parameters
         ----------

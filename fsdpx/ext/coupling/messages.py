@@ -80,9 +80,9 @@ def find_overlaps_with_receivers(
 ) -> list[Overlap]:
     """Return the overlaps of a sender's part with the parts of the receivers that it sends messages to.
 
-    Messages go to the first receiver, to all receivers whose parts overlap with this part, and to some receivers
-    without any cells, so that every receiver gets a message. `place` is the index of this rank among the `senders`
-    sender ranks."""
+    The sender sends messages to the first receiver, and to all receivers whose parts overlap with its own part. In
+    addition, each receiver whose part has no cells gets messages from one of the senders, so that every receiver gets a
+    message. `place` is the index of this rank among the `senders` sender ranks."""
     found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(receivers.items())]
     return [overlap for i, overlap in found if has_messages_between(place, senders, i, overlap.theirs, overlap.ranges)]
 
@@ -97,8 +97,8 @@ def find_overlaps_with_senders(own: PartFacts, place: int, senders: Mapping[int,
 def has_messages_between(
     sender: int, senders: int, receiver: int, part: PartFacts, ranges: Mapping[str, tuple[int, int]]
 ) -> bool:
-    """Return whether sender number `sender` of `senders` sends messages to receiver number `receiver`. `part` is the
-    receiver's part, and `ranges` are the cells that both hold."""
+    """Return whether the sender with index `sender` sends messages to the receiver with index `receiver`. `senders` is
+    the number of senders. `part` is the receiver's part, and `ranges` are the cells that both hold."""
     if receiver == 0 or all(start < stop for start, stop in ranges.values()):
         return True
     return 0 in part.local_shape and sender == receiver % senders

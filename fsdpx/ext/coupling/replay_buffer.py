@@ -38,7 +38,7 @@ class ReplayBatch(NamedTuple):
 
     Attributes
     ----------
-    ids : numbers of the samples, in the order in which they were added
+    ids : integers that identify the samples; a sample's ID is the number of samples that were added before it
     fields : each field of all samples, with a leading dim of samples
     weights : importance weight of each sample, at most 1, which compensates for drawing in proportion to priorities
     """
@@ -145,9 +145,9 @@ class ReplayBuffer:
         Returns
         -------
         ReplayBatch
-            with the attributes `ids` (numbers of the samples, for `update_priorities`), `fields` (arrays with a leading
-            dim of samples) and `weights`, (batch_size,). With policy "priority", a weight is 1 / (samples *
-            probability), divided by the highest of these values in the buffer; otherwise it is 1
+            with the attributes `ids` (integers that identify the samples, for `update_priorities`), `fields` (arrays
+            with a leading dim of samples) and `weights`, (batch_size,). With policy "priority", a weight is 1 /
+            (samples * probability), divided by the highest of these values in the buffer; otherwise it is 1
 
         Raises
         ------
@@ -172,7 +172,7 @@ class ReplayBuffer:
 
         Parameters
         ----------
-        ids : numbers of samples, from `sample`
+        ids : integers that identify the samples, as returned by `sample`
         priorities : a number above 0 for each of these samples, the same on all ranks
 
         Raises

@@ -139,8 +139,8 @@ class Sender:
     comm : communicator of both sides
     tag : tag of the data; control messages have the next higher tag
     receivers : ranks that receive messages from this rank; the first one is the lead
-    depth : maximum number of snapshots that receivers have not answered yet when `send` returns; 0 means lockstep. Used
-        only if every snapshot must arrive, that is, without `agree` and `on_request`
+    depth : maximum number of unanswered snapshots when `send` returns: if there are more, `send` waits for answers. 0
+        means lockstep. Not used with `agree` or `on_request`, because snapshots may then be dropped
     agree : a collective that returns whether all ranks of this side pass True. If given, the sender ranks agree on
         whether to send a snapshot or keep it for later. Default None
     on_request : whether a snapshot is sent only after the receivers have asked for one
@@ -325,7 +325,8 @@ class Receiver:
     comm : communicator of both sides
     side : communicator of this side
     tag : tag of the data; control messages have the next higher tag
-    senders : ranks that send to this rank; for the lead of an `on_request` stream, all ranks of the other side
+    senders : ranks that send to this rank. If `on_request`, the first receiver (the lead, which asks for snapshots)
+        passes all ranks of the other side
     on_request : whether this side asks for snapshots
 
     Attributes
@@ -347,9 +348,9 @@ class Receiver:
         self._count = 0
 
     def receive(self, wait: bool) -> ReceivedBodies | None:
-        """Return the next snapshot, or None if the stream has ended. If `wait` is False, also return None unless the
-        entire snapshot has arrived on every rank of this side. Collective over this side if the stream is `on_request`
-        or `wait` is False."""
+        """Return the next snapshot, or None if the stream has ended. With `wait` False, do not wait: return None if any
+        rank of this side has not received the entire snapshot yet. Collective over this side if the stream is
+        `on_request` or `wait` is False."""
         while not self.has_ended:
             self._ask()
             if wait:
@@ -397,7 +398,8 @@ class Receiver:
             self._out.send(rank, kind, value)
 
     def _ask(self) -> None:
-        """Ask the senders for a snapshot if this rank is the lead and has not asked already."""
+        """If this rank is the lead (the rank that asks for snapshots) and has no pending request, ask the senders for a
+        snapshot."""
         if self._choice is not None and not self._has_asked:
             self._has_asked = True
             self._choice.start()

@@ -64,7 +64,8 @@ def choose_training_ranks(training_ranks: Sequence[int | None], count: int) -> l
     """Return the `count` ranks that train from now on. Ranks that trained before come first, in their old order,
     because they hold the state; ranks that were idle follow.
 
-    `training_ranks` gives, for each rank, its number among the ranks that trained before, or None if it was idle."""
+    `training_ranks` has one element for each rank: its index among the ranks that trained before, or None if it was
+    idle."""
     order = sorted(enumerate(training_ranks), key=lambda pair: (pair[1] is None, pair[1] or 0, pair[0]))
     return [rank for rank, _ in order[:count]]
 
@@ -115,8 +116,8 @@ class Member(NamedTuple):
 
     Attributes
     ----------
-    initial_rank : number of the rank when the job began
-    training_rank : number of the rank among the ranks that train; None if idle
+    initial_rank : rank of this process when the job began
+    training_rank : index of this rank among the ranks that train; None if it is idle
     fresh : whether the rank can restart from step 0, with the initial parameters
     generations : the snapshots of the state that the rank holds in memory
     """

@@ -52,8 +52,8 @@ is set if its interval is cheap enough. The shortest interval that all ranks con
 MAX_COPY_TIME_SHARE = 0.01
 """Maximum share of the training time that copies may take, if the user does not set the interval."""
 SEND_COST_FACTOR = 3.0
-"""Time that a rank loses to sending and receiving a copy while its cores also compute, divided by the time to create
-the copy."""
+"""Time by which sending and receiving a copy slows down a rank that is training, as a multiple of the time that it
+takes to create the copy."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ class Coordinator:
     def count_step_and_start_due_copy(self) -> None:
         """Count a finished step, and start to copy the state if a copy is due.
 
-        This method does not wait for other ranks, and depends only on the last agreement, because another rank may
-        learn of a loss at the same time."""
+        This method does not wait for other ranks, because another rank may just have learned of a loss. Whether a copy
+        is due follows from the last agreement, so all ranks make the same decision."""
         self._copy_interval.record_step()
         at = self._make_step_undo_point(self.last_step + 1, self.newest_copied_step, self._position.under_way)
         if not self.assembly.copies.needed:

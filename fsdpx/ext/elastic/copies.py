@@ -46,11 +46,11 @@ def assign_copy_holder_ranks(hosts: Sequence[str], copies: int) -> list[tuple[in
     all others. The remaining ranks join the last group. This group is a ring, in which each rank keeps the state of the
     `copies` ranks before it. Every rank thus keeps as many copies as it has buddies.
 
-    With the same memory, groups survive more losses than a single ring of all ranks. State is lost when a rank and all
-    its buddies are lost at once. A ring of N ranks has N such sets of ranks, but groups have only N / (copies + 1). If
-    N ranks form pairs, the job survives k random simultaneous losses unless two of the lost ranks form a pair. The
-    probability of survival is `C(N/2, k) * 2**k / C(N, k)`, where C is the binomial coefficient. For N = 16 and k = 3,
-    this is 0.80; for a ring, it is 0.63."""
+    Groups need the same memory as a single ring of all ranks, but lose state less often. State is lost only if a rank
+    and all its buddies die at once. A ring of N ranks contains N sets of ranks whose simultaneous death loses state.
+    Groups contain only N / (copies + 1) such sets. If N ranks form pairs, the job survives k random simultaneous losses
+    unless two of the lost ranks form a pair. The probability of survival is `C(N/2, k) * 2**k / C(N, k)`, where C is
+    the binomial coefficient. For N = 16 and k = 3, this is 0.80; for a ring, it is 0.63."""
     found: list[tuple[int, ...]] = [()] * len(hosts)
     for group in form_state_backup_groups(hosts, copies):
         n = len(group)

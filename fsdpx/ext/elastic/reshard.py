@@ -178,8 +178,8 @@ def _group_by_name(parts: Iterable[ShardDescriptor]) -> defaultdict[str, list[Sh
 
 
 class ElementRows(NamedTuple):
-    """Some elements of shard number `part` of this rank, as contiguous runs: run i has size[i] elements, starting at
-    offset at[i]."""
+    """Some elements of one of this rank's shards, as contiguous runs. `part` is the index of the shard. Run i has
+    size[i] elements, starting at offset at[i]."""
 
     part: int
     at: np.ndarray
@@ -226,8 +226,8 @@ SHORT_RUN_ELEMENTS = 32
 
 
 class ElementMove(NamedTuple):
-    """Elements to transfer from rank `source` to the receiver, which may be the same rank. The elements are in shard
-    number `have` of the source, and go to shard number `want` of the receiver.
+    """Elements to transfer from rank `source` to the receiver, which may be the same rank. The elements are read from
+    the source's shard with index `have`, and written to the receiver's shard with index `want`.
 
     Run i has size[i] elements, which are read from offset at[i] and written to offset to[i]."""
 
@@ -253,8 +253,8 @@ class ReshardMessage(NamedTuple):
 
     Attributes
     ----------
-    number : sort key of the message, the same on sender and receiver: (round, position among the messages between the
-        two ranks, sender). In round k, each rank sends to rank + k
+    number : sort key of the message, the same on sender and receiver: the tuple (round, i, sender). The message is the
+        i-th message (from 0) that its sender sends in this round. In round k, rank r sends to rank r + k
     sends : whether this rank sends the message
     peer : the other rank
     rows : elements in the message, as positions in the shards that this rank holds (if it sends the message) or wants
@@ -487,8 +487,8 @@ def reshard_arrays(
     Every rank may hold and want any elements, or none. If several ranks hold an element, its bits must be the same on
     all of them. A rank copies the elements that it holds itself; the ranks that hold the other elements take turns
     sending them. Arrays of `want` may share memory with arrays of `have` only where both contain the same elements of a
-    tensor. Check first, with `describe_missing_elements`, that some rank holds every wanted element. Raises RankLost if
-    a rank dies; `comm` is then revoked, and some arrays of `want` may already be filled.
+    tensor. Before the call, check with `describe_missing_elements` that each wanted element is held by at least one
+    rank. Raises RankLost if a rank dies; `comm` is then revoked, and some arrays of `want` may already be filled.
 
     A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. The rank needs
     additional memory only for elements that are not contiguous, up to MAX_MESSAGES_IN_FLIGHT x block."""
@@ -524,9 +524,9 @@ def _exchange_messages(
 ) -> None:  # fmt: skip
     """Send and receive all messages of a plan, several at a time.
 
-    At any time, the unfinished message with the lowest number has been posted by both of its ranks, because all
-    messages that either rank posted earlier are complete. Waiting for the oldest message therefore cannot deadlock,
-    even if a send waits for its receive."""
+    Waiting for the oldest message cannot deadlock, even if a send waits for its receive. Each rank posts its messages
+    in the order of their numbers. Consider the unfinished message with the lowest number: all earlier messages of its
+    two ranks are complete, so both ranks have posted it."""
     transfers: deque[ReshardTransfer] = deque()
     spare: list[np.ndarray] = []
 

@@ -25,12 +25,12 @@ def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str =
 def all_reduce_moments(
     env: LayerContext, x: Array, dims: tuple[int, ...], what: str, weights: Array | None = None
 ) -> Array:
-    """Return a float64 array whose three rows are the count, mean and sum of squared deviations of a field over `dims`,
-    for the parts of all ranks together.
+    """Return the moments of a field over `dims`, for the parts of all ranks together. The moments are the rows of a
+    float64 array: count, mean, and sum of squared deviations.
 
-    `dims` must be the last dims of `x`. `weights` holds the weight of each element; If None, all weights are 1. `what`
-    is the name of the moments in error messages. The moments of the ranks are merged in rank order with the formula of
-    Chan et al. (1979). Communicates only if the field is partitioned."""
+    `dims` must be the last dims of `x`. `weights` holds the weight of each element; if it is None, all weights are 1.
+    `what` is the name of the moments in error messages. The moments of the ranks are merged in rank order with the
+    formula of Chan et al. (1979). Communicates only if the field is partitioned."""
     xp, size = env.xp, float(math.prod(x.shape[d] for d in dims))
     mean = (x if weights is None else weights * x).sum(axis=dims, dtype=np.float64)
     count = xp.full(mean.shape, size, dtype=np.float64)

@@ -56,8 +56,9 @@ def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.
 
 
 def compute_latitude_weights(latitudes: Numbers, bounds: Numbers | None = None) -> np.ndarray:
-    """Return the weight of each latitude in averages over a sphere: the difference between the sines of the two bounds
-    of its cells, divided by the mean of these differences (WeatherBench 2, Rasp et al. 2024).
+    """Return the weight of each latitude in averages over a sphere (WeatherBench 2, Rasp et al. 2024). For each
+    latitude, take the difference between the sines of the upper and lower bound of its cells. The weight is this
+    difference divided by the mean of all differences.
 
     Parameters
     ----------

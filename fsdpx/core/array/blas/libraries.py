@@ -30,7 +30,7 @@ WHEELS = {"mkl": "libmkl_rt.so*", "onednn": "libdnnl.so*"}
 
 SEQUENTIAL = 1  # value for MKL_Set_Threading_Layer that loads no OpenMP runtime
 AUTO, STRICT = 2, 0x10000  # values of MKL_CBWR_Set
-AVX512 = 11  # lowest of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch can return
+AVX512 = 11  # smallest result of MKL_CBWR_Get_Auto_Branch that stands for AVX-512 code
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,9 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
 
 
 def _can_multiply_compiled(gemm_address: int, a: Array) -> bool:
-    """Return whether compiled code can compute products with `a` as the left matrix: with the gemm function at
-    `gemm_address`, or without BLAS if the address is 0. The compiled code may still reject the arrays."""
+    """Return whether to try compiled code for a product whose left matrix is `a`. The compiled code calls the gemm
+    function at `gemm_address`. If the address is 0, it computes the product without BLAS. Even if the result is True,
+    the compiled code may still reject the arrays."""
     return gemm_address != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and has_numba())
 
 

@@ -119,8 +119,8 @@ def attention_backward(
 
 
 def _iterate_head_indices(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
-    """Yield the indices (sample, head) of all heads. For shape-only arrays, yield only the first head, and count its
-    work for all heads."""
+    """Yield the indices (sample, head) of all heads. For shape-only arrays, yield only the first head, and multiply its
+    counted work by the number of heads."""
     if getattr(xp, "holds_no_data", False):
         return iterate_first_and_count_all((0, 0), q.shape[0] * q.shape[1])
     return np.ndindex(*q.shape[:2])
@@ -141,9 +141,10 @@ def _attention_backward_of_head(
 def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
     """Return `compute(None)`, or the more expensive `compute(seen)` if the result contains NaN or Inf.
 
-    `compute` multiplies rows by weights that are 0 for hidden rows. The two results differ only if hidden rows contain
-    NaN or Inf, which a weight of 0 does not remove. `seen` is a mask (T, S) that is False where a row is hidden; None
-    means that all rows are visible. If the arrays are not NumPy arrays, only `compute(None)` runs.
+    `seen` is an attention mask (T, S) that is False where a row is hidden; None means that all rows are visible.
+    `compute` multiplies rows by weights, which are 0 for hidden rows. However, 0 times NaN or Inf is NaN, so a hidden
+    row can still affect `compute(None)`. `compute(seen)` leaves hidden rows out. If the arrays are not NumPy arrays,
+    only `compute(None)` runs.
     """
     mask = compute(None)
     if xp is not np or seen is None:
@@ -166,8 +167,8 @@ def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: C
 
 
 def zero_hidden_weights(x: Any, seen: Any) -> Any:
-    """Set the weights x (..., T, S) of hidden rows to 0, because the weight of a row is NaN if the row contains NaN.
-    `seen` is the mask (T, S) of visible rows."""
+    """Set the weights x (..., T, S) of hidden rows to 0. Before this call, a hidden row that contains NaN has the
+    weight NaN. `seen` is the mask (T, S) of visible rows."""
     return x if seen is None else np.where(seen, x, x.dtype.type(0))
 
 

@@ -42,8 +42,8 @@ def sum_squares_of_blocks(xp: Any, flat: Any, grain: int) -> Any:
 
 
 def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
-    """Yield the start of each block of `step` elements. For shape-only arrays, yield only the first start, and count
-    the work of this block for all blocks."""
+    """Yield the start of each block of `step` elements. For shape-only arrays, yield only the first start, and multiply
+    the counted work of this block by the number of blocks."""
     if getattr(xp, "holds_no_data", False):
         return iterate_first_and_count_all(0, -(-size // step))
     return range(0, size, step)

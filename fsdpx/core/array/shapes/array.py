@@ -322,7 +322,7 @@ def find_result_dtype(function: Callable[..., Any], *operands: Any, **options: A
     """Return the dtype of the result of NumPy's `function` for these operands. It is found by calling `function` with
     empty arrays. Python numbers are passed unchanged.
 
-    0-d arrays stay 0-d in that call, because NumPy 1 treats them as numbers.
+    For a 0-d array, another 0-d array is passed, because dtype promotion in NumPy 1 treats 0-d arrays as numbers.
     """
     kinds = tuple((o.dtype, o.ndim > 0) if hasattr(o, "dtype") else o for o in operands)
     try:

@@ -33,8 +33,8 @@ class ProductCount(NamedTuple):
     kernel : name of the kernel that computes the product, possibly without storing its operands or its result in
         memory; "" for a product outside kernels
     places : number of products in one call of that kernel
-    windows : for a convolution, a size that determines its speed. For one-cell windows, it is the total number of
-        windows. Otherwise, it is the length of a row of outputs divided by the length of the window
+    windows : for a convolution, a number that affects its speed. If each window is a single cell, it is the total
+        number of windows. If windows are larger, it is the length of an output row divided by the length of a window
     """
 
     rows: int
@@ -84,8 +84,8 @@ class WorkCount:
     products : the number of times that each matrix product occurs
     passes : the number of times that each kernel call occurs
     inner : for each kernel name, the number of bytes that the steps inside the kernel would read and write if each step
-        were a separate kernel. Elements are counted in the dtype of the operands for kernels with matrix products, and
-        in float32 for other kernels
+        were a separate kernel. For kernels with matrix products, this number is computed for elements of the operands'
+        dtype; for other kernels, it is computed for float32 elements
     """
 
     products: Counter[ProductCount] = field(default_factory=Counter)

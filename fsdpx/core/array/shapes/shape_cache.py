@@ -87,8 +87,9 @@ def get_kernel_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, 
 
 
 def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
-    """Return a hashable key for `value`. In the key, each array is replaced with its shape, its dtype, and any earlier
-    array that is the same object or shares its memory. Append the arrays to `arrays`."""
+    """Return a hashable key for `value`. In the key, each array is replaced with its shape, its dtype, and two indices
+    in `arrays`: the index of the first array that shares its memory, and the index of the first array that is the same
+    object. Append the arrays to `arrays`."""
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)
@@ -134,8 +135,8 @@ def make_value_template(
 
 
 def rebuild_cached_value(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
-    """Build a value from a description returned by `make_value_template`. New arrays use the memory in `roots`; a root
-    that is missing from `roots` is created and appended."""
+    """Build a value from a description returned by `make_value_template`. `roots` lists the memory that the new arrays
+    use. If it does not contain the memory of an array yet, this memory is created and appended."""
     kind, value, *more = plan
     if kind is ShapeArray:
         dtype, place, nbytes = more

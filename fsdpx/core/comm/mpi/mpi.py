@@ -158,8 +158,9 @@ def translate_mpi_error(error: MPI.Exception, call_text: str, comm: MPI.Intracom
     """Return the error to raise after an MPI error: RankLost if `comm` has lost a rank or has been revoked, and
     CommError otherwise. `call_text` is a description of the call.
 
-    The MPI error class alone does not tell these cases apart. If several requests are tested, the class only means "an
-    error in a status". Also, a connection may break before MPI knows why."""
+    The MPI error class alone does not show which error to raise, for two reasons. If several requests are tested at
+    once, the class only says that one of them failed. If a connection breaks, MPI may not know yet that a rank has
+    died."""
     dead = get_failed_ranks(comm)
     if error.Get_error_class() in DEATH_ERROR_CODES or (DEATH_ERROR_CODES and (dead or comm.Is_revoked())):
         return make_rank_lost_error(call_text, dead)
@@ -186,10 +187,10 @@ class MpiWindow(Window):
     `open_locked_part` yields a copy of the data, which is written back if `write` is true.
 
     If the network does not support remote memory access, other hosts can access a part only while its owner is inside
-    an MPI call that polls the network. Reading a part on the same host does not always poll the network. A rank that
-    waits by polling a part on its own host could therefore delay ranks on other hosts, so it also polls the network
-    explicitly. For the same reason, no rank leaves a synchronization before all ranks have arrived: until then, other
-    ranks may still need to read its part."""
+    an MPI call that polls the network. Reading a part of a rank on the same host may not poll the network. A rank that
+    waits in a loop of such reads would therefore block other hosts, so the loop also polls the network explicitly. No
+    rank leaves a synchronization before all ranks have arrived. Until then, other ranks may still need to read its
+    part, so it must keep polling the network."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
         self._win = MPI.Win.Allocate(max(nbytes, 8), 1, comm=comm)
@@ -359,8 +360,9 @@ class MpiCommunicator(MessageBackend):
     def _start_long_reduce_scatter(self, call: Call) -> Handle:
         """Start a reduce-scatter whose array is too long for one MPI call, as one reduce for each rank's piece.
 
-        If `recv` is the start of `send`, write the result to this rank's piece of `send` and copy it at the end,
-        because reduces to other ranks may still be reading the start of `send`."""
+        If `recv` occupies the start of `send`, reduces to other ranks may still be reading the elements there. In this
+        case, write the result to this rank's own piece of `send`, and copy it to `recv` when all reduces are
+        complete."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, requests = pieces.get_piece(send, self.rank), []
         target = own_part if is_in_place(send, recv) else recv

@@ -1,5 +1,5 @@
 """The watchdog process that runs on each host while MPI is being initialized. If a rank does not arrive in time, the
-watchdog prints the number of that rank (if it is known) and ends the job.
+watchdog prints which rank is missing (if it is known) and ends the job.
 
 It is run as a script and imports only the standard library, so that it starts within milliseconds. The names of the
 marker files that waiting ranks create contain all the information that the watchdog needs, so it opens no files. It
@@ -25,8 +25,8 @@ __all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_start_time", "parse_mar
 MARK_PREFIX = "came-"
 _MARK = re.compile(rf"{MARK_PREFIX}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
 TIMED_OUT_MARK = "late"
-"""Name of a folder that marks that the watchdog has ended the job. The deaths of the ranks do not show this, because
-they may be noticed in any order."""
+"""Name of a folder that the watchdog creates when it ends the job. Without this mark, `fsdpx run` could not tell why
+the ranks died, because it may notice their deaths in any order."""
 POLL_SECONDS = 0.5
 SECONDS_TO_END = 2.0
 

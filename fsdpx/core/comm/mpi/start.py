@@ -111,8 +111,8 @@ _inside: list[int] = []  # contains the rank of this process while it waits for 
 @contextmanager
 def guarding_mpi_start() -> Iterator[None]:
     """Context manager for the initialization of MPI. If a rank does not arrive in time, the watchdog ends the job, so
-    that the other ranks do not wait forever. If MPI is already initialized, no watchdog is started, because the script
-    then controls when ranks arrive."""
+    that the other ranks do not wait forever. If the user's script has already initialized MPI, no watchdog is started,
+    because the ranks may then enter this context at very different times."""
     settings = environment.read_environment()
     launcher = settings.launcher
     unheeded = get_running_mpi() is not None and settings.run is None
@@ -168,8 +168,8 @@ def has_start_timed_out(run: Path) -> bool:
 
 
 def remove_dead_folders(folders: Iterable[Path], is_dead: Callable[[Path], bool]) -> None:
-    """Remove every folder in `folders` that belongs to this user and for which `is_dead` returns True. If the folder's
-    own job removes it at the same time, skip it."""
+    """Remove every folder in `folders` that belongs to this user and for which `is_dead` returns True. Skip a folder if
+    the job that created it removes it in the meantime."""
     for left in folders:
         with suppress(FileNotFoundError):
             if safe_files.is_user_owned_folder(left) and is_dead(left):

@@ -28,9 +28,9 @@ LINES_PER_STEP = 4  # number of cache lines that one loop iteration sums over th
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
 """Indices of words in a row (the arguments of a collective): number of ranks on the host, this rank's index among them,
 number of elements to add, divisor of the sums, whether stores bypass the caches, and number of arrays to write to.
-These HEAD words are followed by three tables with one entry per rank: the address of the rank's board, the address of
-the rank's array, and the location (ADDRESS_WORDS words) that the rank is expected to post. The addresses of the results
-come last."""
+After these HEAD words, the row contains three tables with one entry per rank: the address of the rank's board (its
+shared records), the address of the rank's array, and the location of this array (ADDRESS_WORDS words). If a rank posts
+a different location on its board, its array has moved. The addresses of the output arrays come last."""
 ADDRESS_WORDS = 3
 POSTED, FINISHED, WORDS = 0, 8, 16
 """Byte offsets of the fields of a record on the board (in shared memory)."""
@@ -167,8 +167,8 @@ def _splat_vector(builder: Any, value: Any, vector: Any) -> Any:
 @jit
 def poll_barrier(row, number, at, max_polls):
     """Poll a barrier at most `max_polls` times. Return COMPLETE if all ranks have arrived, and LATE otherwise. `row` is
-    the address of the barrier's arguments, `number` is the barrier's number, and `at` is the byte offset of its
-    records."""
+    the address of the barrier's arguments, and `number` is its sequence number. `at` is the byte offset of the records
+    (in shared memory) in which ranks announce this number."""
     return COMPLETE if _have_all_posted(row, number, at + POSTED, max_polls) else LATE
 
 

@@ -226,10 +226,10 @@ class NodeCommunicator(Backend):
         """Start an all-gather of a few bytes per rank through the board (records in shared memory with which ranks
         announce collectives). The arrays may be in any memory.
 
-        A trainer begins each of its calls with this gather. If another rank makes a different call at that time, it
-        waits in MPI, and its call is never matched with this gather. This is intended: if both calls used MPI, the
-        library could mix up their data, corrupt its own memory (as happens with Open MPI's nonblocking collectives),
-        and hang."""
+        A trainer begins each of its calls with this gather. If another rank makes a different call at that time, that
+        rank waits in MPI while this rank waits in shared memory, so the library never matches the two calls. This is
+        intended: if both calls used MPI, the library could mix up their data, corrupt its own memory (as happens with
+        Open MPI's nonblocking collectives), and hang."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective_number()
         group.board.view_payload(group.lane, number)[: send.nbytes] = send.view(np.uint8)
@@ -279,8 +279,8 @@ class NodeCommunicator(Backend):
             return None
         if self.lanes is not None:
             return GeneratorHandle(self.lanes.reduce_scatter_in_host_then_over_hosts(call, address), self.progress)
-        # if `recv` is the start of `send`, other ranks may still be reading it, so the result is first written to this
-        # rank's own piece of `send`, which no other rank reads
+        # if `recv` is the start of `send`, other ranks may still be reading the elements there; therefore first write
+        # the result to this rank's own piece of `send`, which no other rank reads
         aside = is_in_place(send, recv) and group.lane > 0
         if self.persistent_code is not None and _has_compiled_sum(call) and not aside and isinstance(recv, np.ndarray):
             return self._start_and_cache_persistent(
@@ -362,7 +362,8 @@ class NodeCommunicator(Backend):
         self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None
     ) -> Handle:
         """Start the new compiled collective `made`, and cache it for later calls with the same arrays. If the partition
-        `pieces` is balanced, also reuse the collective for calls without counts."""
+        `pieces` is balanced, calls with explicit counts and calls without counts are equivalent, so cache the
+        collective for both."""
         if len(self._persistent_calls) >= MAX_PERSISTENT_CALLS:
             self._persistent_calls.clear()
         counts: list[AllCounts] = [call.counts]

@@ -24,8 +24,8 @@ __all__ = [
 ]  # fmt: skip
 
 SPINS_PER_STEP = 512
-"""Number of polls in compiled code (about 20 us in total) before Python takes over and also advances other
-transfers."""
+"""Number of polls (about 20 us in total) after which compiled code returns to Python. Python then advances other
+transfers before polling continues."""
 MIN_STREAMED_BYTES = 4 << 20
 """Results of at least this many bytes bypass the caches, where they would only evict other data. Smaller results are
 worth caching, because they are read soon."""

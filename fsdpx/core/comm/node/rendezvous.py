@@ -1,9 +1,10 @@
 """Collectives inside one host, and collectives over several hosts that combine shared memory with messages.
 
 The collectives of a host are numbered, and ranks announce them in records on a shared board. A lane consists of one
-rank per host: the ranks that have the same index on their hosts. Messages are exchanged only within lanes. While a call
-waits for the ranks of its host, a later call could overtake it on some ranks. Each call therefore gets a ticket when it
-is issued, and calls start their messages in ticket order."""
+rank per host: the ranks that have the same index on their hosts. Messages are exchanged only within lanes. All ranks of
+a lane must start the messages of their calls in the same order. However, while a call waits for the ranks of its host,
+a later call could overtake it on some ranks. Each call therefore gets a ticket when it is issued, and messages are
+started in ticket order."""
 
 from __future__ import annotations
 
@@ -185,9 +186,9 @@ class NodeGroup:
         return self.memory.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
     def view_host_slices(self, number: int, own: Array, start: int) -> list[Array]:
-        """Return one slice for each rank of this host, in rank order. It is a slice of the array that the rank has
-        announced for collective number `number`, begins at element `start`, and is as long as this rank's own slice,
-        `own`."""
+        """Return one slice for each rank of this host, in rank order. Each slice is part of the array that its rank has
+        announced for collective number `number`. It begins at element `start` and is as long as `own`, which is the
+        slice of this rank."""
         count = range(len(self.ranks))
         return [own if i == self.lane else self.view_peer_slice(i, number, start, own.size, own.dtype) for i in count]
 
@@ -197,9 +198,9 @@ class NodeGroup:
         return self.board.view_payload(index, number).view(np.int64)
 
     def copy_pieces_from_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
-        """For each (index, array, start) in `pieces`, fill `array` with elements of a peer's array, beginning at its
-        element `start`. The peer (the rank with index `index` on the host) has announced its array for collective
-        number `number`."""
+        """For each (index, array, start) in `pieces`, fill `array` from the array that a peer has announced for
+        collective number `number`. The peer is the rank with index `index` on the host. The copied elements begin at
+        element `start` of the peer's array."""
         for index, array, start in pieces:
             array[...] = self.view_peer_slice(index, number, start, array.size, array.dtype)
 
@@ -329,7 +330,8 @@ class LaneTurn:
         self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
-        return self._lanes.turn >= self._ticket  # `turn` is greater if this call was advanced during another wait
+        # `turn` is greater than the ticket if this call has already started its messages during another wait
+        return self._lanes.turn >= self._ticket
 
     def wait(self) -> None:
         group = self._lanes.host_group

@@ -29,10 +29,10 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
     """Create a file in `folder` on rank 0, and map and lock it on all ranks of `comm`. All these ranks must run on one
     host. Collective.
 
-    The file has no name while it occupies memory, so nothing is left behind if the ranks are killed. The other ranks
-    open rank 0's file through /proc. If access is denied, for example because containers cannot see each other's
-    processes, the file gets a temporary name. It then stays empty until all ranks have opened it and the name has been
-    removed.
+    A file with a name would keep its memory if the ranks were killed. Therefore, rank 0 creates a file without a name,
+    and the other ranks open it through /proc. If access is denied, for example because containers cannot see each
+    other's processes, the file gets a temporary name. In this case, it stays empty until all ranks have opened it and
+    the name has been removed.
 
     Parameters
     ----------
@@ -157,8 +157,8 @@ class _SharedFileOpening:
 
 def _open_descriptor_of_process(process: int, number: int, *identity: int) -> int:
     """Open the file that another process has open as descriptor `number`. Return -1 if access is denied, or if the file
-    does not have the given `identity` (device, inode). If a container has its own process IDs, the descriptor may refer
-    to a different file."""
+    does not have the given `identity` (device, inode). This check is needed because containers may have their own
+    process IDs. The same ID may then belong to a process with a different file."""
     name = f"/proc/{process}/fd/{number}"
     with suppress(OSError):
         if _get_device_and_inode(os.stat(name)) == identity:

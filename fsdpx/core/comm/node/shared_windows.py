@@ -173,7 +173,7 @@ class NodeMemory:
     world : communicator of all ranks of the job
     here : communicator of the ranks on this host, in the order of their world ranks
     leader : lowest world rank on this host, which identifies the host
-    common : ids of the windows in which all ranks of a group use the same part
+    common : ids of the windows that hold one buffer shared by all ranks of a group, and not one part per rank
     windows : all open windows, by id"""
 
     def __init__(self, world: Communicator, here: Communicator, leader: int) -> None:

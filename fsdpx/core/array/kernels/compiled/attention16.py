@@ -3,9 +3,8 @@ numbers (VDPBF16PS from AVX512-BF16). Arrays in memory remain 16-bit.
 
 As in `dot_product_attention`, softmax is computed on full rows, not online. Scores and sums are float32, and
 probabilities are rounded to bfloat16 before they are multiplied. A word is a pair of bfloat16 numbers that are adjacent
-along the summed dim. Each thread holds the words of the keys and values of one head, and a few blocks of rows. Blocks
-are passed as addresses and strides in bytes, and their sizes are padded with zeros, so that all loops run over full
-vectors.
+along the summed dim. Each thread holds the keys and values of one head as words, and a few blocks of rows. A block is
+passed as an address and strides in bytes. Blocks are padded with zeros, so that all loops run over full vectors.
 """
 
 from __future__ import annotations
@@ -316,7 +315,8 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
-    # pairs of keys are interleaved, because `dq = ds @ k` sums over keys, and the dot instruction adds pairs
+    # `dq = ds @ k` sums over keys, and the dot instruction sums adjacent pairs of numbers, so adjacent keys are
+    # interleaved
     ways = np.empty((length // 2, width), np.uint32)
     blocks, scores = np.zeros((3, BLOCK, width), np.uint16), np.empty((2, BLOCK, length), np.float32)
     factors, words = np.zeros((2, BLOCK, length), np.uint16), np.empty((2, BLOCK // 2, width), np.uint32)

@@ -14,18 +14,18 @@ WIDE, NARROW, UNROLLED = 64, 32, 4
 """WIDE, NARROW: sizes of vectors in bytes. UNROLLED: number of WIDE vectors that are processed together."""
 
 Formula = Callable[[Any, list[Any], list[Any]], list[Any]]
-"""Function (builder, elements of the matrices, values of their columns) that emits code and returns the numbers that
-the code computes."""
+"""Function (builder, matrix elements, per-column values) that emits code for one position (row, column) of the
+matrices. It returns the LLVM values of the results of this code."""
 
 
 def make_column_loop(formula: Formula, writes: bool) -> Any:
     """Return a compiled function `loop(matrices, first, last, start, stop, values, sums)` for the rows from `first` to
     `last` and the columns from `start` to `stop` of matrices.
 
-    If `writes` is true, the formula computes each element of the last matrix from the elements of the other matrices.
-    Otherwise it computes several terms for each element, and the sum of term k over the rows of column j is written to
-    `sums[k][j - start]`. The formula may use per-column values: value k of column j is `values[k][j - start]`. Results
-    are bitwise equal for any `start` and `stop`."""
+    If `writes` is true, the formula computes each element of the last matrix from the elements of the other matrices at
+    the same position. If `writes` is false, the formula computes one or more terms for each position. The loop sums
+    term k over the rows of column j, and writes the sum to `sums[k][j - start]`. The formula may use per-column values:
+    value k of column j is `values[k][j - start]`. Results are bitwise equal for any `start` and `stop`."""
     unrolled, wide, narrow, single = (
         _make_loop_over_vectors(formula, writes, *size) for size in ((WIDE, UNROLLED), (WIDE, 1), (NARROW, 1), (0, 1))
     )

@@ -107,8 +107,9 @@ def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarr
 BLOCK_ROWS = 64  # rows of scores held in memory at a time; with a causal mask, scores of later keys are never computed
 HIDDEN = 60.0
 """Before exp, a masked score is set to the maximum of its row minus this number; after exp, it is set to 0. Masked
-scores are not skipped, so that every loop over a row has the length of the block. With other lengths, the remainder of
-the vector loop would take as long as the loop itself."""
+scores are not skipped, so that every loop over a row has the full length of the block. A shorter loop would often end
+with elements that do not fill a vector. Processing them one by one would take as long as all full vectors of the
+row."""
 
 
 @jit(fastmath=REORDER)

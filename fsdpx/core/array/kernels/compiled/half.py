@@ -1,7 +1,7 @@
 """Casts between float32 and 16-bit floats, rounded to nearest (ties to even) or stochastically, and sums of 16-bit
 floats in float32.
 
-The casts operate on bits that are loaded and stored as uint32 and uint16, so neither the processor nor Numba needs to
+The casts load and store the bits of floats as uint32 and uint16. Therefore neither the processor nor Numba needs to
 support 16-bit floats.
 """
 

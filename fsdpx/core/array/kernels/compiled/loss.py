@@ -124,8 +124,8 @@ def _prepare_logits_and_target(
     """Return the logits and the target in the memory layout that the loops expect, and the number of rows whose target
     is not `ignored`. Raise IndexError for an invalid target.
 
-    `extra_classes` is 1 if a target may be a class that is not among these logits, because classes are split over
-    ranks.
+    `extra_classes` is 1 if a target may also be equal to the number of classes in `logits`. This value stands for a
+    class whose logits are on another rank.
     """
     if target.shape != logits.shape[:1]:
         raise ShapeError(f"cross_entropy: {logits.shape[0]} rows of logits, and targets of shape {target.shape}")

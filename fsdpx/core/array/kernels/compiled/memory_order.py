@@ -163,7 +163,8 @@ def make_flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, .
 
     The given arrays have the same shape. If their memory orders differ, they are first converted to channels last.
     """
-    out = np.empty_like(arrays[0])  # has no gaps, so its strides differ from those of an array with gaps
+    # `out` has no gaps in memory, even if `arrays[0]` has gaps; their strides then differ
+    out = np.empty_like(arrays[0])
     flat = _flatten_in_memory_order(*arrays, out)
     if flat is None and out.ndim > 2:
         turned = [to_channels_last(a) for a in arrays]
