@@ -36,8 +36,8 @@ __all__ = ["SECTIONS", "ModelBuilder"]
 SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
 REQUIRED = ("model", "loss", "optimizer")
 PLAIN = str | bytes | int | float | list | tuple | None
-"""Types of plain values. The value of a section must not have one of these types, except that data sections may be
-lists or tuples. Any other value that is not a table is used as a finished object."""
+"""Types of plain values. A section must be a table (dict) or a finished object, such as a layer. A value of one of
+these plain types is an error, with one exception: data sections may be lists or tuples."""
 NAME_SOURCES: tuple[Any, ...] = (
     nn, models, optim, schedules, data, codecs, int8, topk, powersgd, config, choice, mesh, asynchronous, trace,
 )  # fmt: skip

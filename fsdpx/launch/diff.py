@@ -42,7 +42,7 @@ class FirstDifference:
     worst : the element that differs most; for per-sample values, the first index of the element is the index of the
         sample in the global batch
     ranks : number of ranks of the first run, and of the second run
-    before : number of values, all equal, that were computed before the differing value
+    before : number of values that were computed before the differing value; all of them are equal in both runs
     """
 
     step: int

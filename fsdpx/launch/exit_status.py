@@ -147,8 +147,8 @@ class Evidence:
         the launcher's. The launcher's status is meaningless in this case: Open MPI returns 0 even if the last rank
         aborts, and a nonzero status if the job succeeds after ranks died
     launcher : name of the launcher
-    killed : name of the signal that killed the launcher although the job was not asked to stop; no rank can have sent
-        it, because ranks send no signals
+    killed : name of the signal that killed the launcher, if the job was not asked to stop. Such a signal comes from
+        outside the job, because ranks send no signals
     """
 
     status: int
@@ -177,8 +177,8 @@ class Evidence:
         )
 
     def find_rank_failed_before_mpi_init(self) -> RankStatus | None:
-        """Return the same rank as `find_rank_ended_before_mpi_init`, but only if it recorded an exit status. Otherwise
-        return None."""
+        """Return the first rank that ended while other ranks waited for it in MPI_Init. Return None if there was none,
+        or if this rank recorded no exit status."""
         first = self.find_rank_ended_before_mpi_init()
         return None if first is None or first.status is None else first
 
@@ -395,7 +395,8 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_attempts_without_progress(endings: Sequence[JobEnding]) -> int:
-    """Count the consecutive attempts right before the last attempt that got at least as far as the last attempt."""
+    """Count the earlier attempts to run the job that got at least as far as the last one. Counting goes backward from
+    the last attempt, and stops at the first attempt that got less far."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

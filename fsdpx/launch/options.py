@@ -178,7 +178,7 @@ class NodeRank:
     Parameters
     ----------
     nodes : number of hosts
-    number : number of this host, from 0
+    number : index of this host, from 0
     address : name or address of host 0, reachable from all other hosts
     port : a free port on host 0. Each restart uses the next port, so that its ranks cannot connect to ranks of the
         previous attempt

@@ -153,7 +153,7 @@ def run_job(
         _log_line(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if config.folder is None and ending.kind in ("done", "preempted"):
         safe_files.remove_user_owned_folder(folder)
-    # later jobs remove only folders that contain an owner file, so the records are kept
+    # later jobs remove old folders only if they contain an owner file; without this file, the records are kept
     (folder / _OWNER_FILE).unlink(missing_ok=True)
     return ending
 
@@ -322,8 +322,9 @@ def _run_job_once(
 
 
 def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int, FlightRecord]:
-    """Return the flight records (logs of the last actions) of all ranks, as a dict keyed by rank. The keys are the rank
-    numbers that the processes were started with, since the surviving ranks are renumbered after a death."""
+    """Return the flight records (logs of the last actions) of all ranks, as a dict keyed by rank. The keys are the
+    ranks that the processes had at the start. After a death, the surviving processes get new ranks, which are not used
+    here."""
     started = {(note.host, note.process): note.rank for note in notes.values()}
     found: dict[int, FlightRecord] = {}
     for flown in sorted(folder.glob("flight-*/"), key=lambda path: path.stat().st_mtime):

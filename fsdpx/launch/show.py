@@ -248,7 +248,7 @@ def _choose_rank_and_sample_count(
     """Return the rank to show, and its number of samples. By default, the first rank that has samples and holds shard
     number `part` of the field is shown."""
     if args.rank is not None and not 0 <= args.rank < ranks:
-        return args.rank, 1  # the dry run raises an error for this rank
+        return args.rank, 1  # there is no such rank; the dry run will raise the error
     rows = [_count_samples_of_rank(mesh, rank, batch, args.chunks) for rank in range(ranks)]
     first = next(rank for rank, own in enumerate(rows) if own and mesh.data_rank_of(rank) % prod(mesh.domain) == part)
     if args.rank is not None and not rows[args.rank]:
@@ -423,7 +423,7 @@ def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: floa
 
 @contextmanager
 def converting_write_errors(path: Any) -> Iterator[None]:
-    """Context manager that turns errors from writing `path` into a ConfigError."""
+    """Context manager that converts errors that occur while `path` is written to a ConfigError."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -46,15 +46,15 @@ class Architecture:
     ----------
     make_model : function that builds the model from a configuration and the caller's options
     names : parameter name in fsdpx, or name prefix that ends in a dot -> corresponding name in the files; * stands for
-        the index of a block. A name in the files that contains # stands for several tensors, the slices of the
-        parameter along dim 0; in their names, # is replaced with 0, 1, ... The first entry that matches applies
-    base_prefix : prefix of tensor names, such as "model."; files that contain a model without its head omit it
+        the index of a block. If the name in the files contains #, the files store each slice of the parameter along dim
+        0 as a tensor of its own, and # stands for 0, 1, ... The first entry that matches applies
+    base_prefix : prefix of tensor names, such as "model."; files of a model without a head omit this prefix
     transposed : patterns (fnmatch) for the fsdpx names of matrices that the files store transposed
     unused : name patterns of tensors in the files that are not needed
     fields : configuration fields that determine the model
     required_values : configuration field that supports only some values -> these values; the field may also be missing
-    ignored_fields : configuration fields that do not change the model. It is an error if a field is in none of these
-        three tables and is not common to all architectures
+    ignored_fields : configuration fields that do not change the model. Fields common to all architectures need not be
+        listed. Any other field that is in none of these three tables is an error
     aliases : alternative name of a configuration field -> its usual name
     tied : for models with `tie_word_embeddings`, a dict that maps the name of each tied tensor to the name of the
         tensor that it is tied to; the first entry is the head

@@ -122,8 +122,8 @@ def to_state_dict(
     """
     tensors = _read_tensors(like)
     ends = np.cumsum([0, *(_view_as_real(a).size for a in tensors.values())]).tolist()
-    # the value of each element of these tensors is its index, so a model built from them shows where each parameter
-    # comes from
+    # The elements of these tensors are their own indices, counted over all tensors. In a model built from them, each
+    # parameter therefore holds the positions that its values come from.
     places = {}
     for (name, array), first, end in zip(tensors.items(), ends, ends[1:], strict=False):
         numbers = np.arange(first, end, dtype=np.float64)

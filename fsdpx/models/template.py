@@ -14,8 +14,8 @@ from datetime import datetime
 from typing import Any
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Delimiters around the parts that the template marks as answers. They are Unicode noncharacters, which do not occur
-in ordinary text."""
+"""Delimiters that enclose the parts of the rendered text that the template marks as answers. They are Unicode
+noncharacters, which do not occur in ordinary text."""
 
 
 def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:

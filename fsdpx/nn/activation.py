@@ -42,7 +42,8 @@ class ReLU(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         y = kernels.relu(env.xp, x)
-        return y, (y,)  # saving y costs no memory: the next layer saves the same array as its input
+        # saving y takes no additional memory, because the next layer saves the same array anyway, as its input
+        return y, (y,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return kernels.relu_backward(env.xp, saved[0], dy), ()
@@ -223,8 +224,8 @@ class Dropout(Layer):
         return apply_dropout_mask(x, keep, self.p), keep
 
     def _get_numbers(self, env: LayerContext, x: Array) -> Any:
-        """Return random numbers for this rank's elements of x. Each element has the same number as in the full
-        array."""
+        """Return random numbers for this rank's elements of x. If x is a shard, each element gets the same number that
+        it would get if one rank held the full array."""
         if self.parts is None:
             return env.random.get_number_range(x.shape)
         return self.parts.get_random_numbers(env.random, tuple(x.shape), env.mesh.domain)
@@ -240,7 +241,8 @@ class ShardedDropout(Dropout):
     dim : the sharded dim
     total : size of `dim` in the full array; if None, `dim` is the sequence dim, and `LayerContext.sequence_offset`
         returns its full size
-    grain : with `total`, the number of consecutive elements that stay on one rank; see `ShardSpec`
+    grain : number of consecutive elements of `dim` that stay on one rank, used only if `total` is given; see
+        `ShardSpec`
     """
 
     def __init__(self, p: float = 0.5, dim: int = 1, total: int | None = None, grain: int = 1) -> None:

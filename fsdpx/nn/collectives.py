@@ -19,8 +19,8 @@ A value on an axis of N ranks is in one of three states:
 
 Each pair satisfies <F x, y> = <x, F* y>, where replicated values count once in the inner product, and other values are
 summed over the ranks. For an array of n bytes, each rank sends 2n(N-1)/N bytes in an all-reduce, n(N-1)/N in an
-all-gather or a reduce-scatter, n(N-1)/N^2 in all_to_all_dims, and the rows for other ranks in all_to_all_rows. On an
-axis of size 1, nothing is communicated or copied."""
+all-gather or a reduce-scatter, and n(N-1)/N^2 in all_to_all_dims. In all_to_all_rows, each rank sends only the rows
+that other ranks receive. On an axis of size 1, nothing is communicated or copied."""
 
 import builtins
 import math
@@ -92,8 +92,8 @@ def start_all_reduce_sum(
 
 
 def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
-    """Return the shards of all ranks concatenated along `dim`. `total` is the size of the full dim; If None, all shards
-    have equal sizes. `what` names the call in error messages. Collective."""
+    """Return the shards of all ranks concatenated along `dim`. `total` is the size of the full dim. If `total` is None,
+    all shards have equal sizes. `what` names the call in error messages. Collective."""
     return start_all_gather_dim(xp, comm, x, dim, total, what=what).wait()
 
 
@@ -141,8 +141,8 @@ def all_gather_replicated(
     """Return the shards of all ranks concatenated along `dim`, for use in the same computation on every rank.
     Collective.
 
-    All ranks then have equal gradients, so the adjoint is `take_shard`, which communicates nothing. The arguments are
-    the same as for `all_gather_dim`."""
+    Because all ranks do the same computation with the result, they get equal gradients of it. Therefore, the adjoint is
+    `take_shard`, which communicates nothing. The arguments are the same as for `all_gather_dim`."""
     return all_gather_dim(xp, comm, x, dim, total, what=what)
 
 
@@ -151,8 +151,8 @@ def all_to_all_dims(
 ) -> Array:
     """Redistribute a value from shards along the dim `merge` to shards along the dim `split`. Collective.
 
-    `total` is the size of the full dim `merge`; If None, all shards have equal sizes. `what` names the call in error
-    messages. The adjoint swaps `split` and `merge`."""
+    `total` is the size of the full dim `merge`. If `total` is None, all shards have equal sizes. `what` names the call
+    in error messages. The adjoint swaps `split` and `merge`."""
     if comm.size == 1:
         return x
     split, merge = split % x.ndim, merge % x.ndim

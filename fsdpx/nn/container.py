@@ -50,8 +50,8 @@ class ChildCall:
 
 
 class RecomputePlaceholder:
-    """Placeholder that is saved for the backward pass instead of the result of a cheap step. The result is recomputed
-    when the backward pass needs it.
+    """Placeholder for the result of a cheap step (a call of a layer with `cheap = True`). The placeholder is saved for
+    the backward pass instead of the result. The result is recomputed when the backward pass needs it.
 
     The placeholder stands for the result of step number `step` of the container `owner`. During the forward pass,
     results are identified by their Python ids. The reference `y` keeps the result alive, so that no later array gets
@@ -161,7 +161,7 @@ class Container(Layer):
                 if recomputed and any(id(values[source]) in recomputed for source in sources):
                     held = map_saved(held, lambda part: recomputed.get(id(part), part))
                 saved.append(held)
-                if step.layer.cheap:  # later steps save a placeholder for y, and backward recomputes y
+                if step.layer.cheap:  # later steps save a placeholder instead of y; the backward pass recomputes y
                     recomputed[id(y)] = RecomputePlaceholder(self, len(saved) - 1, y)
             for name in last:
                 del values[name]
@@ -186,7 +186,8 @@ class Container(Layer):
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
         """Run the backward pass only as far back as the first step with trained parameters. Earlier steps are skipped.
-        If a step has trained parameters, but its inputs need no gradient, its own `backward_leaf` runs."""
+        Some steps have trained parameters, but their inputs need no gradient. For these steps, `backward_leaf` of the
+        layer runs instead of `backward`."""
         parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
         constant = find_values_without_gradient(
             (((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs
@@ -246,11 +247,11 @@ class Container(Layer):
         return unwrap_single([grads.get(name) for name in self.inputs])
 
     def _recompute_if_placeholder(self, env: LayerContext, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
-        """Return `part` itself, or the recomputed result if `part` is a `RecomputePlaceholder` of this container.
-        `parts` are the parameters, grouped by child layer.
+        """If `part` is a `RecomputePlaceholder` of this container, return the recomputed result. Otherwise, return
+        `part` itself. `parts` are the parameters, grouped by child layer.
 
-        This function is a method, because a closure that calls itself would form a reference cycle, which would keep
-        `saved` alive until the garbage collector runs."""
+        This function calls itself. It is a method and not a closure, because a closure that calls itself forms a
+        reference cycle. The cycle would keep `saved` alive until the garbage collector runs."""
         if not isinstance(part, RecomputePlaceholder) or part.owner is not self:
             return part
         step, whole = self.steps[part.step], partial(self._recompute_if_placeholder, env, parts, saved)
@@ -466,7 +467,8 @@ class ComposeValue:
     def __mul__(self, other: Any) -> Any:
         return Multiply()(self, other)
 
-    __radd__, __rmul__ = __add__, __mul__  # also called if the left operand is a number, which Add and Multiply reject
+    # Python calls these if the left operand is a number; Add and Multiply then reject the number
+    __radd__, __rmul__ = __add__, __mul__
     __sub__ = __rsub__ = __neg__ = _make_unsupported_operator("-")
     __truediv__ = __rtruediv__ = _make_unsupported_operator("/")
     __pow__ = __rpow__ = _make_unsupported_operator("**")
@@ -553,8 +555,8 @@ class ComposeTrace:
 
 
 class ComposingMeta(ABCMeta):
-    """Metaclass of `Composite` that runs `compose` after the constructor has finished, including the constructor of a
-    subclass."""
+    """Metaclass of `Composite`. It runs `compose` when the constructor has finished. If a subclass has its own
+    constructor, `compose` runs after that constructor."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         layer = super().__call__(*args, **options)
@@ -580,8 +582,8 @@ class Composite(Container, metaclass=ComposingMeta):
     operations other than layer calls, + and * to values."""
 
     reads: tuple[str, ...] = ()
-    """Names of the inputs. Needed only for `compose(self, *x)` if the number of inputs depends on arguments of
-    `__init__`."""
+    """Names of the inputs. Usually, the names are taken from the signature of `compose`. Set this attribute only if the
+    signature is `compose(self, *x)` and the number of inputs depends on arguments of `__init__`."""
 
     def __init__(self) -> None:
         """Do nothing. Subclasses need not call this constructor, because the steps come from `compose`."""

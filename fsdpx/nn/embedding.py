@@ -309,8 +309,9 @@ class VocabParallelCrossEntropyLoss(Loss):
 
     Every rank has the full target `(samples, ...)`. The total and the weight cover all classes, and are equal on all
     ranks. The forward pass performs two all-reduces of float64 arrays with one element per position: first for the
-    maximum of the position's logits, then for the sum of their exponentials. The second array also contains one sum
-    over all positions, or two sums with label smoothing. The backward pass communicates nothing.
+    maximum of the position's logits, then for the sum of their exponentials. The second array has one more element: the
+    sum of the labels' logits over all positions. With label smoothing, it also has an element for the sum of all
+    logits. The backward pass communicates nothing.
 
     Parameters
     ----------

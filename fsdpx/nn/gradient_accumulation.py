@@ -59,7 +59,7 @@ class GradientEntries(dict[str, GradientEntry]):
         super().__init__({name: GradientEntry(array, self.flags, i) for i, (name, array) in enumerate(arrays.items())})
 
     def mark_all_blank(self) -> None:
-        """Mark all gradients as not yet written, so that the next addition to each starts from zero."""
+        """Mark all gradients as not yet written, so that the next value added to a gradient is added to zero."""
         self.flags[:] = bytes((BLANK,)) * len(self)
 
     def zero_unwritten(self) -> Sequence[str]:
@@ -152,18 +152,19 @@ def as_indices(x: Any) -> Any:
 
 
 def cast_input(array: Any, takes: str, dtype: Any) -> Any:
-    """Return a model input, cast to the dtype that is expected by the layers that read it.
+    """Return a model input in the dtype that its readers (the layers that take this input) expect.
 
-    `takes` is a value of `Layer.takes` other than "passed". An input with "numbers" is cast to `dtype`, the dtype in
-    which the model computes, and one with "exact" to float32 if `dtype` has 16 bits."""
+    `takes` is a value of `Layer.takes` other than "passed". Only integer and boolean inputs are cast. For "numbers",
+    the new dtype is `dtype`, in which the model computes. For "exact", it is float32 if `dtype` has 16 bits, else
+    `dtype`."""
     if not has_integer_dtype(array) or takes == "given":
         return array
     return as_indices(array) if takes == "indices" else array.astype(choose_float_dtype(takes, dtype))
 
 
 def choose_float_dtype(takes: str, dtype: Any) -> np.dtype:
-    """Return the dtype of floats that layers read as `takes`, a value of `Layer.takes`, in a model that computes in
-    `dtype`."""
+    """Return the float dtype in which layers get an input that they declare as `takes`, a value of `Layer.takes`.
+    `dtype` is the dtype in which the model computes."""
     return accumulation_dtype(dtype) if takes == "exact" else np.dtype(dtype)
 
 

@@ -14,7 +14,7 @@ __all__ = ["Init", "constant", "make_initial_values", "normal", "ones", "sinusoi
 
 Init = Callable[[int, str, int, int, tuple[int, ...]], np.ndarray]
 """An initializer `init(seed, name, start, stop, shape)` returns the values of the parameter `name` at the flat indices
-[start, stop). Initializers that compute their values return float64."""
+[start, stop). Initializers that compute their values, instead of reading them from a file, return float64."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Sinusoid:
     """Sinusoidal positions (Vaswani et al. 2017): each row contains sines and cosines of one position, with decreasing
     frequencies.
 
-    Neighboring positions differ by a fixed rotation, which attention learns to use early in training.
+    From each position to the next, the row changes by the same rotation. Attention learns to use this rotation early in
+    training.
 
     Parameters
     ----------

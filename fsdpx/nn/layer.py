@@ -242,8 +242,8 @@ class LayerContext:
     random : counter-based random numbers, which depend on the layer, the step and the rows of the global batch
     training : whether dropout is active and running statistics are updated
     recompute : names of the activations that layers do not save, but recompute in the backward pass ("attention")
-    recomputing : whether this forward pass repeats an earlier one for the backward pass, and so must not update state
-        again
+    recomputing : whether this forward pass only recomputes activations for the backward pass; if so, layers must not
+        update their state, because the first forward pass has already done so
     time : full length of the sequences that are sharded along dim 1 over the tensor axis; if None, the shards of all
         ranks have equal lengths
     cache : keys and values of the tokens that precede the input; if None, the input contains full texts. A forward pass
@@ -251,8 +251,8 @@ class LayerContext:
     constants : dict of arrays that layers need repeatedly, such as tables of cosines. The key of an array must contain
         everything that the array depends on. All layers of a trainer share this dict, which lives as long as the
         trainer
-    dtype : the dtype in which the model computes, for layers whose inputs are "exact" (see `Layer.takes`); None: the
-        dtype of the inputs
+    dtype : the dtype in which the model computes; layers whose inputs are "exact" need it (see `Layer.takes`). If None,
+        the model computes in the dtype of the inputs
     """
 
     xp: Any
@@ -366,8 +366,8 @@ class Layer(ABC):
     """Whether the layer calls collectives over `env.mesh.data`. If so, all ranks of this axis must run the layer the
     same number of times."""
     takes_ghosts: bool = False
-    """Whether the layer gets its shard of a field with ghost cells, and reads the ghost cells or passes them on, like
-    all elementwise layers. Other layers get the shard without ghost cells."""
+    """Whether the layer gets its shard of a field together with the ghost cells. Such a layer reads the ghost cells, or
+    passes them on to the next layer, as all elementwise layers do. Other layers get the shard without ghost cells."""
 
     acts_on: str = "sample"
     """The smallest piece of the input that can be computed separately: "sample" (dim 0), "position" (dims 0 and 1) or
@@ -382,14 +382,15 @@ class Layer(ABC):
     take no time."""
 
     caches: bool | None = None
-    """Whether the layer can process a text piece by piece with `env.cache`. If None, a container can if all its
-    children can, and any other layer can if `acts_on` is "position" or "element"."""
+    """Whether the layer can process a text piece by piece with `env.cache`. If None, other attributes decide: for a
+    container, `caches` must be true for all children; for any other layer, `acts_on` must be "position" or
+    "element"."""
 
     takes: str | tuple[str, ...] = "numbers"
-    """The dtype in which the layer gets integer and boolean inputs of the model: "numbers" means the model's dtype;
-    "exact" means the same, but float32 if the model computes in 16 bits, also for float inputs; "indices" means int32
-    or int64; "given" means unchanged; "passed" means the dtype in which later layers read the result. The value is one
-    word for all inputs, or a tuple with one word per input."""
+    """The dtype in which the layer gets integer and boolean inputs of the model: "numbers" means the dtype in which the
+    model computes; "exact" means the same dtype, but float32 instead of a 16-bit dtype, which also applies to float
+    inputs; "indices" means int32 or int64; "given" means that the input is not cast; "passed" means the dtype in which
+    later layers read the result. The value is one of these words for all inputs, or a tuple with one word per input."""
 
     kernel_names: tuple[str, ...] | None = ()
     """Names of the kernels (`fsdpx.core.array.kernels`) that the layer itself runs, without its children. They are
@@ -709,7 +710,8 @@ def format_constructor(thing: Any) -> str:
     """Return a repr of the object `thing`, such as `Linear(64, 128, bias=False)`. It is built from the signature of the
     constructor and from the attributes that have the names of the constructor's arguments.
 
-    If an argument has no attribute, the child layers are listed as well, because they may depend on that argument."""
+    If an argument has no attribute of the same name, its value is unknown. The child layers are then listed in
+    addition, because they may depend on the argument."""
     words, inside = [], {}
     kind: Any = type(thing)
     for name, argument in _list_init_parameters(kind).items():
@@ -735,7 +737,8 @@ def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
 @functools.cache
 def _list_init_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
     init: Any = kind.__init__
-    if init is object.__init__:  # Python parses its signature from text, with modules that load slowly
+    # avoid `inspect` here: it would parse this signature from text, with modules that load slowly
+    if init is object.__init__:
         init = lambda self, /, *args, **kwargs: None  # noqa: E731
     _, *arguments = inspect.signature(init).parameters.items()  # the first parameter is self
     return dict(arguments)

@@ -129,11 +129,12 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
 
 
 def find_dtypes_read_by_inputs(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """For each of a layer's `count` inputs, return the set of dtypes in which it is read, as values of `Layer.takes`
-    such as "indices". An input of a container has several dtypes if the layers that read it expect different ones.
+    """For each of a layer's `count` inputs, return the set of dtypes in which the input is read. A dtype is given as a
+    value of `Layer.takes`, such as "indices". The set has several elements if the children of a container read the same
+    input in different dtypes.
 
-    If `Layer.takes` declares an input as "passed", it is read in the same dtypes as the layer's result. `wanted`
-    contains one set of these dtypes for each result."""
+    `wanted` contains a set of the same form for each result of the layer: the dtypes in which later layers read the
+    result. An input that `Layer.takes` declares as "passed" gets the set of the layer's result."""
     if isinstance(layer, Container):
         wants = _resolve_container_words(layer, wanted)
         return [wants[name] for name in layer.inputs]
@@ -155,10 +156,11 @@ def _find_dtypes_read_by_layers(
     outputs: Sequence[Any],
     wanted: Sequence[frozenset[str]] = (),
 ) -> dict[Any, frozenset[str]]:
-    """For each value, return the set of dtypes in which layers read it, as values of `Layer.takes`.
+    """For each value, return the set of dtypes in which layers read the value. A dtype is given as a value of
+    `Layer.takes`, such as "indices".
 
     `steps` contains tuples (layer, values read, values returned), from the last layer to the first. `wanted` contains
-    the sets for the outputs."""
+    such a set for each output: the dtypes in which the output is read."""
     wants: dict[Any, frozenset[str]] = defaultdict(frozenset)
     for name, words in zip(outputs, wanted or [NUMBERS] * len(outputs), strict=True):
         wants[name] |= words
@@ -175,8 +177,9 @@ def _choose_dtype_word(words: frozenset[str]) -> str:
 
 
 class AsNumbers(Layer):
-    """Casts an input to the dtype in which the model computes. It is inserted where a layer computes with an input that
-    a different layer reads as indices or exactly. `takes` is the dtype in which that layer reads it."""
+    """Casts an input to the dtype in which the model computes. It is needed if some layers compute with an input that
+    other layers read as "indices" or "exact" (see `Layer.takes`). It is inserted before the layers that compute.
+    `takes` is the word that the other layers declare."""
 
     acts_on = "element"
 
@@ -191,8 +194,8 @@ class AsNumbers(Layer):
 
 
 def insert_integer_casts(model: Layer, dtype: Any) -> Layer:
-    """Return `model` with casts to `dtype` inserted where layers compute with an input that other layers read as
-    indices or exactly."""
+    """Return `model` with inserted casts to `dtype`. A cast is needed if some layers compute with an input that other
+    layers read as "indices" or "exact" (see `Layer.takes`)."""
     if not isinstance(model, Container):
         return model
     wanted = [NUMBERS] * len(model.outputs)

@@ -409,8 +409,8 @@ class RowParallelLinear(ShardedLinear):
 
 
 def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
-    """Add the gradients of weight and bias to `g`. If the weight is frozen, only the gradient of the bias is added,
-    and `x` need not have the full sequence."""
+    """Add the gradients of weight and bias to `g`. If the weight is frozen, `x` may have only this rank's positions; in
+    this case, only the gradient of the bias is added."""
     if x.shape[:-1] == dy.shape[:-1]:
         add_linear_gradients(env.xp, g, as_rows(dy), as_rows(x))
     elif "bias" in g:

@@ -138,7 +138,7 @@ class Loss(ABC):
         return self
 
     def _list_terms(self) -> Sequence[tuple[float, "Loss"]]:
-        """Return the (factor, loss) pairs that replace this loss in a sum of losses."""
+        """Return (factor, loss) pairs: the terms that this loss contributes to a sum of losses."""
         return [(1.0, self)]
 
     def __add__(self, other: "Loss") -> "LossSum":
@@ -244,8 +244,8 @@ class CellWeights:
 
     @cached_property
     def of_nodes(self) -> "CellWeights":
-        """Return the same weights, transposed from (nodes,), (nodes, 1) or (nodes, features) to fit an output with
-        features in dim 1."""
+        """Return the weights for an output with features in dim 1 and nodes in the last dim. Weights (nodes, features)
+        or (nodes, 1) are transposed, and weights (nodes,) are unchanged."""
         found = CellWeights(self.owner, self.array.T)
         found.has_cells = False
         return found
@@ -446,8 +446,8 @@ class LossSum(Loss):
 
 
 Pieces = list[tuple[float, Any]]
-"""For each slice of the samples that a loss was computed on, the factor of the loss and the values saved by its
-`forward`."""
+"""The calls of one loss on several slices of the samples. For each call, the list contains a pair: the factor of the
+loss for this slice, and the values saved by `forward`."""
 
 
 def sum_weighted_losses_over_samples(
@@ -457,7 +457,7 @@ def sum_weighted_losses_over_samples(
     total / number of samples, and `pieces` contains, for each loss, the values that `backward_pieces` needs. A sample
     is not counted if its weight is 0 in all losses.
 
-    Collective over the ranks that hold shards of the same samples, if several ranks share samples.
+    If several ranks hold shards of the same samples, the call is collective over these ranks.
 
     Parameters
     ----------

@@ -129,8 +129,8 @@ class Rotary(PerHead):
 def compute_frequencies(
     d_head: int, theta: float, scaling: Mapping[str, Any] | None = None, seq_len: int = 2048, time: int = 0
 ) -> tuple[np.ndarray, float]:
-    """Return the rotation angle per position of each pair of features, (d_head / 2,) in float64, and the factor that
-    cosines and sines are multiplied by.
+    """Return two values: a float64 array (d_head / 2,) with the angle by which each pair of features is rotated from
+    one position to the next, and the factor for cosines and sines.
 
     `time` is the length of the current sequence, on which "dynamic" scaling depends. The other arguments are as in
     `Rotary`."""

@@ -192,7 +192,8 @@ class ShardSpec:
     def _iterate_ranges_at_positions(
         self, pieces: list[tuple[int, int]], start: int, stop: int
     ) -> Iterator[tuple[int, int]]:
-        """Yield the subranges of `pieces` that cover positions [start, stop) of the concatenated ranges."""
+        """Yield the parts of the ranges `pieces` that contain positions [start, stop). Positions are counted as if all
+        ranges were concatenated."""
         offset = 0
         for first, end in pieces:
             a, b = max(start - offset, 0), min(stop - offset, end - first)
@@ -446,8 +447,8 @@ class ShardingContext:
     width : number of ranks on the tensor axis
     mark : the tensor plan's mark for this layer, such as `ColumnParallel`, or None if the layer has no mark
     sequence : the argument `sequence` of `parallelize`
-    redistribution_functions : the functions of `ShardingWalk` that insert redistributions, for layers that contain a
-        model and shard it themselves
+    redistribution_functions : the functions with which `ShardingWalk` chooses redistributions (inserted layers that
+        change the sharding of a value); needed by layers that contain a model and shard it themselves
     """
 
     path: str

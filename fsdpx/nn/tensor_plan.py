@@ -173,7 +173,7 @@ class ShardingWalk:
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 FULL_PARAMETER_SEQUENCES = ("ulysses", "ring", "samples")
-"""The values of `sequence` that shard no parameters except the ones of MoE experts."""
+"""Values of the option `sequence` with which every rank holds all parameters in full, except those of MoE experts."""
 
 
 def parallelize(

@@ -196,9 +196,10 @@ def update_parameters(
 
     The arguments are the same as for `Optimizer.update`, except that `step` is the trainer's step number.
 
-    The optimizer is called once for each span of parameters with the same number of updates, and gets this number as
-    `step`. Three kinds of optimizers are instead called only once on every rank, and read `missed` from the segments:
-    optimizers that communicate, subclasses of `Elementwise`, and subclasses of `WrappedOptimizer`."""
+    Most optimizers are called once for each span of parameters that have the same number of updates, and get this
+    number as `step`. Three kinds of optimizers are called only once on every rank, for all parameters: optimizers that
+    communicate, subclasses of `Elementwise`, and subclasses of `WrappedOptimizer`. They read from the segments how many
+    updates each parameter has missed (`missed`)."""
     rates = {"lr": lr, "scale": scale}
     whole = isinstance(optimizer, Elementwise | WrappedOptimizer) or any(
         hasattr(optimizer, n) for n in ("gathers", "count_sent_elements")

@@ -320,9 +320,9 @@ class ShardSegments:
         ]
 
     def all_reduce_square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
-        """Return sums over full parameters, given partial sums on each rank. Each column contains one list of partial
-        sums for each segment (part of a parameter) of this rank. The result contains one sum for each column and each
-        segment.
+        """Return sums over full parameters, given partial sums on each rank. Each argument (column) is for one kind of
+        sum, and contains one list of partial sums for each segment (part of a parameter) of this rank. For each column
+        and each segment, the result contains the sum over the segment's full parameter.
 
         The sums are correctly rounded, so they do not depend on how the partial sums are distributed over shards. Each
         rank sends `EXPANSION_PARTS` numbers per column and parameter. Collective over the ranks that hold shards of

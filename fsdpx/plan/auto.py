@@ -28,8 +28,8 @@ __all__ = ["MACHINE_FILE", "fill_in_fastest_configuration"]
 MACHINE_FILE = Path("machine.toml")
 """Path of the file, in the working folder, that `measure-machine` writes and strategy="auto" reads."""
 NOT_PLANNED_OPTIONS = ("model", "strategy", "planned", "device", "device_map", "backend", "check", "tune", "trace")
-"""Fields of a recipe that are not passed to the search, because they do not affect a plan, or because the plan chooses
-them."""
+"""Fields of a recipe that are not passed to the search. Some of them do not affect a plan, and the others are chosen by
+the plan."""
 
 
 def fill_in_fastest_configuration(

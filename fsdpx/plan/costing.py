@@ -67,8 +67,8 @@ MAX_MEMOIZED_CALLS = 4096
 """Maximum number of memoized layer calls. If there are more, all memoized calls are dropped before the next step."""
 _MEMOIZED: dict[Any, _LayerResult | None] = {}
 _LAYER_BY_KEY: dict[Any, tuple[Layer, list[Any]]] = {}
-"""For each key, the first layer with this key, and the objects that must be kept alive because the key contains their
-ids."""
+"""For each key, the first layer with this key, and the objects whose Python ids are part of the key. The objects are
+kept alive, so that their ids cannot be reused."""
 _FIRST_EQUAL: dict[int, tuple[Layer, Layer]] = {}
 """Id of a layer -> (the layer itself, the first layer that is equal to it)."""
 
@@ -226,8 +226,9 @@ class _MemoizedLayer:
 
 
 def _find_first_equal_layer(layer: Layer) -> Layer:
-    """Return the first layer passed to this function that is equal to `layer`; this may be `layer` itself. Using one
-    object for all equal layers is necessary for containers, because a container object records what it has saved."""
+    """Return the first layer passed to this function that is equal to `layer`; this may be `layer` itself. All equal
+    containers must be replaced with one object, because a container recognizes its saved placeholders only if they were
+    made by the same object."""
     if id(layer) not in _FIRST_EQUAL:
         kept: list[Any] = [layer]
         _FIRST_EQUAL[id(layer)] = layer, _LAYER_BY_KEY.setdefault(_make_layer_key(layer, kept), (layer, kept))[0]

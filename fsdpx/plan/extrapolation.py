@@ -120,8 +120,8 @@ class StepDryRuns:
         """Return how the memory of each pipeline rank changes over a simulated step, as {kind of memory: [(seconds,
         bytes in use from that time on)]} per rank.
 
-        Each buffer of the program is counted while it is in use, and activations are counted at their maximum during
-        each action. The dry runs must include all microbatches that occur in `events`."""
+        A buffer of the program is counted only while it is in use. For activations, the maximum during each action is
+        counted. The dry runs must include all microbatches that occur in `events`."""
         rows = group_events_by_rank(events)
         return [_make_memory_timeline(run, self.simulated, rows[rank]) for rank, run in enumerate(self.runs)]
 

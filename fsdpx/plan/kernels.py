@@ -108,9 +108,9 @@ class KernelRates:
         return product.flops / rate + count_weight_bytes(product) / known[0]
 
     def compute_memory_seconds_beyond_products(self, kernel_pass: KernelPass, name: str) -> float | None:
-        """Return the time that a kernel takes in addition to its matrix products. It consists of the time for accessing
-        main memory, since the products were measured in the caches, and the time for converting 16-bit values that are
-        computed in float32.
+        """Return the time that a kernel takes in addition to its matrix products. It is the sum of two times. The first
+        is the time for accessing main memory, because the products were measured with data in the caches. The second is
+        the time for casting 16-bit arrays, because their products are computed in float32.
 
         Parameters
         ----------
@@ -145,8 +145,8 @@ def locate_product_in_rate_table(product: ProductCount) -> tuple[int, int, int, 
     """Return the position of a matrix product in the grid of measured sizes: (input channels, output channels, window
     size in cells, windows per row of results).
 
-    Usually, the product sums over input channels. A product that computes parameter gradients sums over cells instead,
-    and the input channels are the columns of its result."""
+    Most products sum over the input channels. A product that computes parameter gradients sums over cells, so its
+    number of input channels is the number of columns of its result."""
     channels = product.columns if "params" in product.kernel else product.inner
     return channels, product.rows, product.places, product.windows
 

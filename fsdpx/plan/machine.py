@@ -77,8 +77,8 @@ class Compute:
     memory : peak bytes per second to and from memory
     efficiency : fraction of `flops` that large products reach
     half : number of FLOP of a matrix product that reaches half the rate of large products; a product of F FLOP reaches
-        `F / (F + half)` of that rate. This holds for the fastest format; in any other format, a small product loses the
-        same time in seconds
+        `F / (F + half)` of that rate. This formula holds for the fastest format. The time in seconds that a product
+        loses in this way is the same in every other format
     memory_efficiency : fraction of `memory` that memory-bound kernels reach
     launch : overhead of each kernel call in seconds
     spill : fraction of the intermediate arrays of attention and losses that is written to memory if these layers

@@ -44,24 +44,26 @@ ROW_MEANINGS = {
     "part": "summed over ranks", "slot": "of each parameter", "memory": "of codecs", "trace": "of codecs",
     "statistic": "running statistics",
 }  # fmt: skip
-"""Description of each kind of row in the ledger of persistent memory. For other kinds, the name of the kind is shown.
+"""Text that is shown for each kind of row in the ledger (list) of persistent memory. A kind without a text here is
+shown by its name.
 """
 SLAB_MEANINGS = {"full": "gathered parameters", "grad": "gradients of whole pages"}
-"""For each kind of slot (named buffer of a program), a description of its buffers in the slab, the memory block for
-temporary buffers."""
+"""Text that is shown for the buffers of each kind of slot (named buffer of a program) in the slab. The slab is the
+memory block for temporary buffers."""
 ACTIVATION_MEANINGS = {
     "saved": "kept for backward", "held": "kept to compute it once more", "kept": "kept for gradients of parameters",
     "dact": "gradients of values", "act": "values between units",
 }  # fmt: skip
-"""For each kind of slot, a description of its activations. An array in slots of several kinds is counted only for the
-first of these kinds."""
+"""Text that is shown for the activations in each kind of slot (named buffer of a program). If an array is in several
+kinds of slots, it is counted only for the kind that comes first in this dict."""
 UNIT_SLOT_KINDS = ("saved", "held", "kept")
-"""Kinds of slots that are numbered by unit. Slots of other kinds are numbered by value."""
+"""Kinds of slots (named buffers of a program) that are identified by the index of a unit (layers whose parameters are
+gathered together). Slots of other kinds are identified by the index of a value."""
 BATCH = "the batch"
 ACTIVATION_BYTES_PER_GAP_BYTE = 16
-"""At the peak, one byte is lost to gaps in the heap for this many bytes of activations. Gaps exist because heap memory
-is never returned to the system (see core/array/arena.py) and activations are not moved. For transformers on 1 to 4
-ranks, the measured size of the gaps was 1/20 to 1/7 of the size of the activations."""
+"""Number of bytes of activations for which, at the memory peak, gaps in the heap take one more byte. Gaps exist because
+heap memory is never returned to the system (see core/array/arena.py) and activations are not moved. For transformers on
+1 to 4 ranks, the measured size of the gaps was 1/20 to 1/7 of the size of the activations."""
 MAX_UNITS_SHOWN, MAX_UNITS_WIDTH = 4, 76
 """Maximum number of units in a table row, and their maximum width in characters."""
 

@@ -164,10 +164,10 @@ def predict(
         cover all its nodes: samples, nodes and features. Several inputs are given as a tuple of pairs
     ranks : total number of ranks
     machine : a name in `Machine.list_names()`, the path of a machine.toml, or a `Machine`
-    mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`; `domain` may
-        also be the number of ranks along each dim of a field, such as `(2, 2, 1)`. The default loss is
-        CrossEntropyLoss for integer targets, else MSELoss; the default optimizer is AdamW. On a GPU, "fp16" computes
-        in 16 bits
+    mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`; `domain` may also
+        be the number of ranks along each dim of a field, such as `(2, 2, 1)`. The default loss is CrossEntropyLoss for
+        integer targets, else MSELoss; the default optimizer is AdamW. With precision="fp16", a GPU is assumed to
+        compute in 16 bits
 
     Returns
     -------

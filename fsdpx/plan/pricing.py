@@ -86,7 +86,8 @@ class StepClock:
     def _get_transfer_seconds(self, rank: int, action: Action) -> Any:
         """Return the time in seconds to transfer an action's data, excluding the wait for the sender.
 
-        Return inf for an action that neither receives nor synchronizes."""
+        The caller uses the result as an upper limit. It is inf (no limit) for an action that neither receives nor
+        synchronizes."""
         verb = VERBS[action.op]
         if not verb.is_receive:
             return self.predict_action_seconds(rank, action).total_seconds if verb.is_synchronizing else inf

@@ -517,8 +517,8 @@ class _Search:
         """Return the largest number of blocks that fits. The model is known to fit with `blocks` blocks, which need
         `memory` bytes.
 
-        Memory is linear in the depth, except for effects of pipeline stages, so the memory at two known depths
-        predicts which depth to try next."""
+        Memory grows linearly with the number of blocks, apart from effects of pipeline stages. Therefore, the next
+        number of blocks to try is computed from the memory for two known numbers of blocks."""
         assert self.limit is not None
         most = MAX_DEPTH_FACTOR * count_blocks(self.model)
         known, layers, fits = {blocks: memory}, min(2 * blocks, most), blocks
@@ -560,8 +560,8 @@ class _Search:
         return tuple(found[ranks] for ranks in sorted(found))
 
     def _choose_field_grid_for_data_ranks(self, mesh: Mesh, data: int) -> tuple[int, ...]:
-        """Return a grid that splits a field over `data` data ranks and processes the same number of samples in parallel
-        as `mesh`. Raise ValueError if there is none."""
+        """Return a grid of ranks that share a field, for a job with `data` data ranks. The number of such grids, which
+        process different samples in parallel, stays the same as in `mesh`. Raise ValueError if there is none."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]
         grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if can_split_evenly(dims, cells)]
         return min(grids, key=lambda dims: _compute_halo_to_cell_ratio(dims, cells))

@@ -29,10 +29,11 @@ def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
     """Return the time in seconds that counted work (matrix products and kernels) takes. `half` is the 16-bit format of
     the step.
 
-    Kernels that were measured on the machine have their own rates. Any other matrix product takes `FLOP /
-    Compute.flops` for computing and `bytes / Compute.memory` for memory access. On a CPU, these two times are added,
-    because operands are first copied into the order needed for the multiplication. On a GPU, the longer of the two
-    counts. `Compute.half` makes small matrix products slower. All other work takes `bytes / Compute.memory`."""
+    Kernels that were measured on the machine have their own rates. Any other matrix product takes
+    `FLOP / Compute.flops` for computing and `bytes / Compute.memory` for memory access. On a CPU, these two times are
+    added, because operands are first copied into the order needed for the multiplication. On a GPU, only the longer of
+    the two times counts. `Compute.half` makes small matrix products slower. All other work takes
+    `bytes / Compute.memory`."""
     products = sum(_compute_product_seconds(p, compute, half) * times for p, times in work.products.items())
     passes = sum(_compute_memory_bound_seconds(p, compute, half) * times for p, times in work.passes.items())
     spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING_KERNELS)
@@ -69,7 +70,7 @@ def _compute_product_seconds(product: ProductCount, compute: Compute, half: str)
         have = ", ".join(compute.flops)
         raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
     rate = flops * compute.efficiency
-    # fixed overhead of a product, expressed in FLOP; this overhead takes the same time in every format
+    # fixed overhead of a product, converted to FLOP; in seconds, this overhead is the same in every format
     slow = compute.half * flops / max(compute.flops.values())
     seconds = (product.flops + slow) / rate
     if product.is_fused:
@@ -117,7 +118,8 @@ class MeshOnMachine:
 
     @cached_property
     def rank_strides(self) -> Mapping[str, int]:
-        """For each mesh axis, the difference between the numbers of two neighboring ranks along the axis."""
+        """For each mesh axis, the difference between the global rank IDs of two ranks that are neighbors along the
+        axis."""
         found, stride = {}, 1
         for axis in reversed(self.mesh.order):
             found[axis] = stride

@@ -49,8 +49,8 @@ LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()
 Batch = tuple[tuple[tuple[int, ...], str], ...]
 """(shape, dtype) of each input, followed by the (shape, dtype) of the targets."""
 CONTROL = "world"
-"""Axis of the small messages about losses. These messages add latency to the step, but tables of traffic leave them
-out."""
+"""Axis name under which the small messages about losses are counted. These messages add latency to the step, but tables
+of traffic leave them out."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class WorldStep:
 
         Usually, the result is slightly more than the number of microbatches that a pipeline rank begins before it
         completes the first one. With an interleaved schedule, the result is a multiple of the pipeline's width. With
-        offload, all simulated microbatches run."""
+        the option `offload`, the result is the number of simulated microbatches."""
         most, pipe = self.count_simulated_microbatches_and_period()[0], self.mesh.width_of("pipe")
         if not self.has_equally_long_microbatches or pipe == 1 or self.options.get("offload") is not None:
             return most

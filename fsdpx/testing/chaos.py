@@ -116,8 +116,8 @@ def _inject_fault(fault: Fault, action: object, threads: bool) -> None:
 
 
 def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T, int]:
-    """Call `run(0)`, `run(1)`, ... until a call does not raise `InjectedFault`. Return the result and the argument of
-    this call.
+    """Call `run(0)`, `run(1)`, ... until one of the calls returns without raising `InjectedFault`. Return the result
+    and the argument of the call that returned.
 
     Raise AssertionError if `max_starts` calls have failed."""
     for start in range(max_starts):

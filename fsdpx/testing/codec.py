@@ -21,8 +21,8 @@ REDUCE_CASES = (
     (3, (1, 4, 2), "start"), (4, (0, 0, 0, 1), "elsewhere"), (5, (1, 4, 2, 0, 3), "elsewhere"),
     (5, (12, 12, 12, 12, 13), "start"),
 )  # fmt: skip
-"""Tuples (number of ranks, number of elements of each part of the sum, where a rank's part is written). Not all
-combinations of these values are tested, but each pair of values occurs in one of the tuples."""
+"""Tuples (number of ranks, number of elements of each part of the sum, where a rank's part is written). Only these
+combinations are tested. They contain every number of ranks from 1 to 5, and each of the three places."""
 SHARED_CASES = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
 """Pairs (number of ranks, number of elements) for tests of an all-reduce."""
 
@@ -34,9 +34,9 @@ class CodecContract:
     """Allowed error of a sum in the first step, relative to `error_scale`. For `reduce_all`, twice this error is
     allowed. In addition, the rounding error of a sum in `dtype` is allowed."""
     error_scale: Literal["element", "block"] = "element"
-    """What errors are relative to. "element" (default): the absolute values of the element itself, summed over the
-    ranks. "block": the largest absolute value in each rank's gradient, summed over the ranks; this is for codecs that
-    use one scale for several elements."""
+    """The quantity that `allowed_error` is relative to. "element" (default): the absolute values of the element itself,
+    summed over the ranks. "block": the largest absolute value in each rank's gradient, summed over the ranks; this is
+    for codecs that use one scale for several elements."""
     dtype: str = "float32"
     """Dtype of the gradients."""
 

@@ -273,7 +273,7 @@ class LayerContract(GradientContract):
         x = _as_tuple(self.inputs())
         assert all(len(part) >= 2 for part in x), "inputs() must give at least 2 samples"
         p = make_initial_values(layer.specs(), seed=1, dtype=np.float64)
-        # noise is added, because a missing factor would go unnoticed if parameters were 0 or 1
+        # add noise to the parameters: if they were exactly 0 or 1, the test would not notice a missing factor
         moved = {n: a + 0.1 * np.abs(_draw_direction(11, a)) for n, a in p.items()}
         return layer, x, moved
 

@@ -17,9 +17,9 @@ _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", 
 
 
 MAX_VISITS = 1
-"""Number of times that a thread yields at the same bytecode. One visit is enough, because lazily created objects are
-created on the first visit. Further visits do not reveal more layers that incorrectly store per-call data in their own
-attributes."""
+"""Number of times that a thread yields at the same bytecode. One visit is enough to find both kinds of errors. Objects
+that are created lazily are created on the first visit. Layers that incorrectly store the data of a call in their own
+attributes are also found on the first visit."""
 
 
 @contextmanager

@@ -46,8 +46,8 @@ def torch_module_context(env: LayerContext, samples: int, intercept: bool) -> It
 
 
 class _CounterRandomMode(TorchDispatchMode):
-    """Dispatch mode that makes random operations use counter-based random numbers, which are functions of (seed,
-    layer, step, global row, number of earlier draws)."""
+    """Dispatch mode that makes random operations use counter-based random numbers. Each number depends only on the
+    seed, the layer, the step, the index of the sample in the global batch, and the count of earlier draws."""
 
     def __init__(self, env: LayerContext, samples: int) -> None:
         super().__init__()

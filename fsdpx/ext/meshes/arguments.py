@@ -130,8 +130,9 @@ def parse_whole_graph(
 
 
 def require_same_argument_kinds(comm: Any, given: GraphArguments) -> GraphArguments:
-    """Return this rank's arguments, with empty arrays reshaped to the number of columns on the other ranks. Raise
-    ConfigError on all ranks unless every rank passes the same kinds of arguments. Collective."""
+    """Check that all ranks pass the same optional arguments, with the same numbers of columns. If they do not, raise
+    ConfigError on all ranks. Return this rank's arguments; its empty arrays get as many columns as the arrays of the
+    other ranks. Collective."""
     widths = {
         name: None if a is None else a.shape[1] if a.shape != UNKNOWN else -1
         for name, a in (("positions", given.positions), ("edge_features", given.edge_features))

@@ -44,8 +44,8 @@ class _SplitWeight:
         return [weight[:, end - count : end] for end, count in zip(ends, self.columns, strict=True)]
 
     def add_gradients(self, env: LayerContext, g: Params, dy: Array, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Add the gradients of weight and bias. `dy` is the gradient of the result. `pairs` has one entry per input:
-        (gradient of the input's product with the weight, input)."""
+        """Add the gradients of weight and bias to `g`. `dy` is the gradient of the layer's result. `pairs` has one pair
+        per input x: the gradient of the product of x with its columns of the weight, and x itself."""
         if (into := claim_gradient(g, "weight")) is not None:
             weight, add = into
             for (slope, x), out in zip(pairs, self.split_weight(weight), strict=True):
@@ -164,7 +164,8 @@ class RecomputedMLP(Composite):
         return super().backward_input(env, p, self._get_saved(env, p, saved), dy)
 
     def _get_saved(self, env: LayerContext, p: Params, saved: Any) -> Any:
-        """Return what each layer's `forward` would have saved, given what this MLP's `forward` saved."""
+        """Return the values that each layer needs for its backward pass. With `recompute_hidden`, `saved` contains only
+        some of these values, and the others are recomputed."""
         if not self.recompute_hidden:
             return saved
         held, value, *last = saved
@@ -172,7 +173,7 @@ class RecomputedMLP(Composite):
         for step in self.steps[1 : len(self.steps) - len(last) - 1]:
             value, held = step.layer.forward(again.child(step.name), parts.get(step.name, {}), value)
             found.append(held)
-        return (*found, (value,), *last)  # a Linear saves its input
+        return (*found, (value,), *last)  # the last Linear saves only its input, `value`
 
     def _add_layers(self, first: Layer, hidden: int, out: int, hidden_layers: int, activation: str, norm: bool) -> None:
         """Make the layers of the MLP, starting with `first`, and store them in the attributes "0", "1", ...."""

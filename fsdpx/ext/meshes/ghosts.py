@@ -100,7 +100,7 @@ def start_appending_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Ar
         for handle, flat, rows in arriving:
             handle.wait()
             if not has_no_data(env):
-                # += is correct, because a message contains each row at most once
+                # += would add only one of several values for the same row, but a message contains each row at most once
                 dx[:, rows] += flat.reshape(samples, rows.size, features)
         for handle in leaving:
             handle.wait()

@@ -23,8 +23,8 @@ __all__ = [
 NEARLY_ALL = 0.1
 """If less than this fraction of the edges lacks a reverse edge, the graph is assumed to be undirected."""
 TOLERANCE = 1e-6
-"""Maximum allowed difference between the values that two ranks pass for the same node or edge, relative to the largest
-coordinate of all nodes or the largest value of the feature, respectively."""
+"""Maximum allowed difference between the values that two ranks pass for the same node or edge. For coordinates, it is
+relative to the largest coordinate of all nodes; for an edge feature, to the largest value of this feature."""
 
 Table = np.ndarray
 
@@ -40,7 +40,8 @@ class GraphArguments(NamedTuple):
     edges : rows of senders and receivers, (2, edges)
     positions : coordinates of all rows, (rows, dims), or of the owned rows only; None if not given
     edge_features : features of each edge, (edges, features); None if not given
-    undirected : whether each edge stands for both directions; if None, edges are used as given, but checked
+    undirected : whether each edge stands for both directions; if None, edges are directed, but an error is raised if
+        reverse edges seem to be missing
     owners : the rank that the caller expects to own each row, which is checked; None if not given
     """
 
@@ -70,7 +71,8 @@ class EdgeRoutes(NamedTuple):
     Attributes
     ----------
     sent : for each destination rank, the indices of the edges that this rank passed and sends there
-    taken : for each edge of this rank's graph, its index among all edges that this rank received, in rank order
+    taken : for each edge of this rank's graph, its index in the list of all edges that this rank received; the list is
+        sorted by sending rank
     """
 
     sent: list[Table]
@@ -164,8 +166,8 @@ def find_rows(numbers: Table, wanted: Table) -> Table:
 
 
 def exchange_wanted_rows(comm: Any, numbers: Table, wanted: Sequence[Table]) -> list[Table]:
-    """Tell each rank which of its nodes this rank wants. Return the rows of this rank's nodes that each other rank
-    wants, in rank order.
+    """Exchange requests for node values between all ranks. This rank tells each owner which nodes it wants. Return, for
+    each rank, the rows of this rank's nodes that the other rank wants.
 
     wanted[r] holds the global numbers of the nodes that this rank wants from rank r, their owner. `numbers` are the
     global numbers of this rank's own nodes."""
@@ -208,7 +210,8 @@ def _look_up_node_owners_for_ranks(found: Sequence[Table], shared: bool) -> tupl
     everyone = np.concatenate(found)
     source = np.repeat(np.arange(len(found)), [len(table) for table in found])
     claimed = np.ones(len(everyone), bool) if shared else everyone[:, 1] > 0
-    known, first = np.unique(everyone[claimed, 0], return_index=True)  # the first row comes from the lowest rank
+    # the first row of a node comes from the lowest rank that has the node
+    known, first = np.unique(everyone[claimed, 0], return_index=True)
     owners = source[claimed][first]
     error = ""
     if not shared and known.size < claimed.sum():
@@ -293,8 +296,8 @@ def _require_equal_edge_features(comm: Any, edges: _Edges, rows: Table, first: T
     """Raise ConfigError on all ranks if ranks pass different features for the same edge. The features are compared with
     the features from the lowest rank that passes the edge.
 
-    The indices rows[i] and first[i] refer to the same edge in `edges`. source[first[i]] is the lowest rank that passes
-    the edge, and source[rows[i]] may be a different rank."""
+    `edges` has one entry per edge and rank that passes it, and `source` is the rank of each entry. For each i, the
+    entries rows[i] and first[i] describe the same edge, and first[i] is the entry from the lowest rank."""
     values, text = edges.features, ""
     spans = np.max(all_gather_plain_data(comm, np.abs(values).max(axis=0, initial=0.0)), axis=0)
     wrong = np.flatnonzero((np.abs(values[rows] - values[first]) > TOLERANCE * spans).any(axis=1))
@@ -328,7 +331,8 @@ def _require_no_lost_reverse_edges(comm: Any, size: int, edges: _Edges, total: i
     `total` is the number of nodes of the whole graph."""
     pairs = np.stack([edges.senders, edges.receivers], axis=1)
     asked = np.concatenate(exchange_arrays(comm, [pairs[edges.owners == r] for r in range(size)]))
-    # if this rank owns an edge's sender, it owns the receiver of the reverse edge, so it must have the reverse edge
+    # `asked` holds the edges whose senders this rank owns. Each rank has all edges that lead to its nodes, so it must
+    # have the reverse of each of them.
     wanted = np.unique(asked[:, 1] * total + asked[:, 0])
     missing = np.setdiff1d(wanted, pairs[:, 0] * total + pairs[:, 1], assume_unique=False)
     example = divmod(int(missing[0]), total) if missing.size else None

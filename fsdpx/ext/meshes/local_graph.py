@@ -257,7 +257,7 @@ class MeshPartition(FieldPartition):
 
 
 class GraphLayer(Layer, TakesRows):
-    """Base class for layers that read values of nodes or edges and need to know the mesh."""
+    """Base class for layers that read values of nodes or edges, and that need access to the graph of the mesh."""
 
     parts: MeshPartition | None = None
     """Distribution of the first input; None unless the model runs on a mesh."""

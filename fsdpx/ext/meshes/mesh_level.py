@@ -65,8 +65,9 @@ class MeshLevel:
         return f"MeshLevel({self.fine}, {self.coarse})"
 
     def find_node_map(self, kind: Kind) -> LevelLink:
-        """Return the map between the two meshes for node values with the distribution `kind`. In a dry run, the map has
-        only sizes. If `kind` is not a partition of either mesh, return this rank's map.
+        """Return the map between the two meshes for node values that are distributed as `kind` describes. In a dry run,
+        `kind` may describe another rank, and the map has only sizes. If `kind` is not a partition of either mesh,
+        return the map for this rank.
 
         Does not communicate."""
         known = next((link for link in self._links if kind in (link.fine, link.coarse)), None)
@@ -75,8 +76,8 @@ class MeshLevel:
         if kind.shape != (self.fine.total_nodes,) or kind.kind != "nodes":
             return self._links[0]
         if kind.is_on_one_rank:
-            # a copy of the coarse mesh, because partitions are looked up by their graph, and `kind` may come from a
-            # copy
+            # Links are looked up by the graph of their partition, and `kind` may come from a copy of the fine mesh. So
+            # each such copy is linked to its own copy of the coarse mesh.
             (coarse,) = self.coarse.as_rank(0).joined_partition
             sizes = PartSizes(self.coarse.total_nodes, 0, kind.shape[0])
         else:

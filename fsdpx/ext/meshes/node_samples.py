@@ -77,8 +77,8 @@ class NodeSamples(SplitSamples):
         return f"{array.dtype} of {list(array.shape[2:])} features"
 
     def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
-        """Return a warning if the ranks of a mesh pass different scalars, otherwise "". Raise DataError if these ranks
-        pass different samples. Collective."""
+        """Compare the arguments of the ranks that hold the parts of one mesh. Return a warning if they pass different
+        scalars, otherwise "". Raise DataError if they pass different samples. Collective."""
         if getattr(inputs[0], "holds_no_data", False):
             return ""
         return self.all_gather_checks(inputs, targets, samples, None)[1]
@@ -109,8 +109,9 @@ class NodeSamples(SplitSamples):
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
         """Return a target, prediction or gradient in the model's layout: (samples, nodes, features), scalars (samples,
         n), or (samples, nodes) for integer labels that the caller passes as (nodes,) or (samples, nodes). An integer
-        array with two dims is taken as labels if the caller's arrays have a sample dim; the shape alone is ambiguous,
-        because the number of samples may equal the number of nodes."""
+        array with two dims may be labels (samples, nodes), or one sample (nodes, features). It is taken as labels if
+        the caller's arrays have a sample dim. The shape alone does not tell, because the number of samples may equal
+        the number of nodes."""
         kind = self.output_kinds[index]
         if not isinstance(kind, MeshPartition):
             return self.convert_caller_scalars_for_model(array, name, batched)

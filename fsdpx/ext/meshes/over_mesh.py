@@ -46,8 +46,8 @@ class DropGhosts(Layer):
     """Removes the rows of ghosts: (samples, nodes + ghosts, features) -> (samples, nodes, features)."""
 
     parts: Any = None
-    """The `MeshPartition` of the input. It is not an argument of the constructor, because the repr of a layer shows the
-    constructor's arguments, and ranks compare the reprs."""
+    """The `MeshPartition` of the input. It is not an argument of the constructor, because it differs between ranks:
+    ranks compare the reprs of their layers, and a repr shows all constructor arguments."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return env.xp.ascontiguousarray(x[:, : self.parts.graph.nodes]), ()
@@ -59,9 +59,9 @@ class DropGhosts(Layer):
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistribution | None]:
-    """Return the redistribution that drops the ghosts of each input of `reader`, or None for an input that has no
-    ghosts or may keep them. Ghosts are dropped if a layer such as a sum reads some node values with ghosts and others
-    without."""
+    """Return one entry per input of `reader`: a redistribution that drops the rows of ghosts, or None if the input
+    keeps all rows. A layer such as a sum needs inputs with the same rows, so if some inputs have ghosts and others do
+    not, the ghosts are dropped."""
     takes = isinstance(reader, TakesRows) or (isinstance(reader, Container) and not reader.fixed)
     rows = [getattr(kind, "kind", "") for kind in kinds]
     if takes or "nodes" not in rows:
@@ -75,10 +75,10 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistributio
 def _find_input_distributions(model: Layer, nodes: Any) -> list[Kind]:
     """Return how each input of a model is distributed. `nodes` describes how node values are distributed.
 
-    The inputs and outputs of a layer are of the same kind, unless the layer changes the kind, as `Aggregate` does.
-    Values whose kind remains unknown are treated as node values. If all inputs would be scalars under these rules, they
-    are all treated as node values; sharding the model then raises an error that names the layer that cannot run on a
-    part."""
+    Each value in a model is of one kind: node values, edge values or scalars. The inputs and outputs of a layer are of
+    the same kind, unless the layer changes the kind, as `Aggregate` does. Values whose kind remains unknown are treated
+    as node values. If all inputs would be scalars under these rules, they are all treated as node values; sharding the
+    model then raises an error that names the layer that cannot run on a part."""
     values = _Values()
     inputs = [values.add() for _ in list_input_names(model)]
     values.record_kinds_of_layer(model, inputs, nodes)
@@ -89,14 +89,16 @@ def _find_input_distributions(model: Layer, nodes: Any) -> list[Kind]:
 
 
 class _Values:
-    """Groups the values in a model, numbered from 0, into sets of the same kind (a disjoint-set data structure)."""
+    """Groups the values in a model into sets of the same kind: node values, edge values or scalars. Each value has an
+    integer ID, starting at 0. This is a disjoint-set data structure."""
 
     def __init__(self) -> None:
         self._parents: list[int] = []
         self._kinds: dict[int, str] = {}
 
     def add(self, kind: str = "") -> int:
-        """Add a new value and return its number. `kind` is the kind of the value, or "" if it is unknown."""
+        """Add a new value and return its integer ID. `kind` is "nodes", "edges" or "scalars", or "" if it is unknown
+        which of these the value holds."""
         self._parents.append(len(self._parents))
         self.set_kind(self._parents[-1], kind)
         return self._parents[-1]
@@ -105,12 +107,13 @@ class _Values:
         return self._kinds.get(self._find_representative(value), "nodes")
 
     def set_kind(self, value: int, kind: str) -> None:
-        """Set the kind of a value, unless it is already known."""
+        """Set the kind of a value ("nodes", "edges" or "scalars"), unless it is already known. `value` is the ID."""
         if kind:
             self._kinds.setdefault(self._find_representative(value), kind)
 
     def record_same_kind(self, values: Sequence[int]) -> int:
-        """Record that `values` are all of the same kind, and return a value that represents them."""
+        """Record that all of `values` hold the same kind of data (node values, edge values or scalars). Return the ID
+        of one of them, which represents all."""
         first = self._find_representative(values[0])
         for other in map(self._find_representative, values[1:]):
             if other != first:
@@ -119,7 +122,8 @@ class _Values:
         return first
 
     def record_kinds_of_layer(self, layer: Layer, given: Sequence[int], nodes: Any) -> list[int]:
-        """Record what a layer implies about the kinds of its inputs `given`, and return the numbers of its outputs."""
+        """Record whether the inputs and outputs of a layer are node values, edge values or scalars, if the layer
+        determines this. `given` are the integer IDs of the inputs. Return the IDs of the outputs."""
         if isinstance(layer, Container):
             known = dict(zip(layer.inputs, given, strict=True))
             for step in layer.steps:

@@ -525,7 +525,7 @@ class Partition(Domain):
     def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         if mesh.domain not in ((), self.dims):
             raise ConfigError(f"Mesh(domain={mesh.domain}): the partition has {self.dims[0]} ranks; omit one of them")
-        if self._comm is None:  # a dry run uses groups of consecutive data ranks
+        if self._comm is None:  # a dry run assumes that consecutive data ranks hold one mesh together
             return make_sample_groups(mesh, world.rank, self.dims, [None] * world.size)
         mine = [int(r) for r in all_gather_plain_data(self.comm, world.rank)]
         return make_sample_groups(mesh, world.rank, self.dims, world.all_gather_data(mine))
@@ -717,8 +717,9 @@ class Partition(Domain):
         return whole
 
     def _all_gather_or_raise(self, method: str, error: str, kind: Any, value: Any = None) -> list[Any]:
-        """All-gather `value`. Raise DataError on all ranks if any rank passes a nonempty `error` (the first such
-        `error` becomes the message), or if ranks pass different values of `kind`, the result of `_describe`."""
+        """All-gather `value`. If any rank passes a nonempty `error`, raise DataError on all ranks, with the first such
+        `error` as the message. `kind` is the description of the rank's array that `_describe` returned; raise DataError
+        if the descriptions differ."""
         everyone = all_gather_plain_data(self.comm, (error, kind, value))
         for rank, (text, *_) in enumerate(everyone):
             if text:

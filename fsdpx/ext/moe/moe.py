@@ -108,7 +108,8 @@ class MoE(Layer):
         }
 
     def needs_all_positions(self) -> bool:
-        # the balancing loss averages over all tokens, so it couples the tokens of different ranks
+        # the balancing loss is computed from averages over all tokens, so a rank cannot compute it from its own tokens
+        # alone
         return self.balance > 0
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:

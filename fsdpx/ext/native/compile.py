@@ -353,8 +353,8 @@ of a contiguous array after its shape has changed."""
 def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineCode | None:
     """Compile a function for these kinds (types) of arguments, and return its machine code.
 
-    Returns None if the function has a result type that entry points do not support, or if it calls another function
-    that they do not support."""
+    Returns None if entry points do not support the type of the function's result, or do not support another function
+    that it calls."""
     arguments = tuple(map(_to_numba_type, kinds))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]
@@ -372,7 +372,8 @@ def compile_dispatcher(dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
     """Return the Numba dispatcher `dispatcher`. If `kinds` are given, the dispatcher is first compiled for arguments of
     these kinds (types).
 
-    If the kinds say which arrays are read (" r") or written (" w"), the dispatcher accepts no other types."""
+    A kind that ends in " r" or " w" says that the array is read or written. If there is such a kind, the dispatcher
+    then rejects arguments of all other types."""
     if kinds is not None:
         _compile_without_gc(dispatcher, tuple(map(_to_numba_type, kinds)))
         if any(kind.endswith((" r", " w")) for kind in kinds):
@@ -491,7 +492,8 @@ def _emit_array_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
     """Return code for the array argument n of a Python call: LLVM assembly that checks its type, LLVM assembly that
     reads its fields, and the list of arguments to pass to the function that Numba compiled.
 
-    Numba passes an array as two owners (null here), size, item size, data pointer, shape and strides."""
+    Numba passes an array as several arguments: two pointers to its owners (null here), the number of elements, the item
+    size, the data pointer, the shape and the strides."""
     dtype, ndim, layout, *mode = kind.split()
     mask, flags = FLAGS[layout, "".join(mode)]
     check = _emit_load_and_type_check(n, kind) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"

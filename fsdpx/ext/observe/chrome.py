@@ -105,8 +105,9 @@ def _find_action_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple
 def list_wait_events(record: ProgramRecord, events: Sequence[ActionEvent]) -> list[ActionEvent]:
     """Return one event for each time that the rank was blocked because an action needed an incomplete transfer.
 
-    Each event has the action and key of the transfer that ended the wait. If that transfer is unknown, the event has
-    the action that waited, and no key. `events` are the events of `record`."""
+    Each returned event has the action and the key (identifier) of the transfer that ended the wait. If that transfer is
+    unknown, the event has the action that was blocked, and no key. `events` are the events of all actions in
+    `record`."""
     moving = [event for event in events if VERBS[event.action.op].moves]
     found = []
     for one, event in zip(record.actions, events, strict=True):
@@ -149,9 +150,9 @@ class TraceHeader:
     place : mesh axis -> coordinate of the rank
     origin : the time on the rank's clock, in seconds, that corresponds to time 0 in the file
     clock : offsets of the rank's clock from rank 0's clock, measured at the beginning and at the end of the run
-    shown : number of the representative run of a program, whose timeline is shown in reports; None if there is none
-    simulated : (action, start, end) of each action of the rank in a simulation of the representative run in which
-        messages take no time
+    shown : index of the representative run of a program, whose timeline is shown in reports; None if there is none
+    simulated : (action, start, end) of each action of the rank, from a simulation of the representative run. The
+        simulation assumes that messages take no time
     alive : pairs (time in seconds, bytes of activations from that time on) for the representative run
     memory : kind of memory -> bytes that the rank holds in addition to activations
     """
@@ -202,8 +203,8 @@ def write_trace(
     place: TraceGroups,
     after: Iterable[OutsideSpan] = (),
 ) -> Path:
-    """Write the trace file of one rank, and return its path. `after` contains the spans of work outside programs since
-    the end of the last recorded program."""
+    """Write the trace file of one rank, and return its path. `after` contains the time spans of the work that was done
+    after the last recorded program ended."""
     path = folder / get_trace_file_name(header.rank)
     _write_gzip_json(
         path,
@@ -365,9 +366,9 @@ def _find_clock_delays(ranks: Sequence[RankTrace]) -> list[float]:
     """Return the smallest delay, in seconds, that must be added to each rank's times so that no message arrives before
     it is sent.
 
-    These delays are the longest paths in the graph whose edges lead from senders to receivers (the Bellman-Ford
-    algorithm). If clocks drift, the constraints may contradict each other in a cycle, so the search ends after as many
-    rounds as there are ranks."""
+    A rank's delay is the length of the longest path to it, in a graph of ranks whose edges lead from senders to
+    receivers. It is found by the Bellman-Ford algorithm. If clocks drift, there may be a cycle in which delays grow
+    forever, so the search ends after as many rounds as there are ranks."""
     sent, received = ({
         event["id"]: (rank, one.to_rank0_clock(event["ts"] / MICROSECONDS_PER_SECOND))
         for rank, one in enumerate(ranks) for event in one.events if event["ph"] == end

@@ -240,9 +240,9 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
     """Choose the folder of a run on rank 0. On all ranks, return this folder, and the arguments that the run was last
     started with ({} for a new run). Collective.
 
-    `given` is the path of the folder. If it is None, a new folder is named after the current time; with `resume`, the
-    folder of the latest run with this name that completed a step is used instead. A restarted job resumes the run that
-    it began earlier, if there is one."""
+    `given` is the path of the folder. If it is None, the path of a new folder is made from `name` and the current time.
+    With `resume`, and without `given`, the latest run called `name` is used, preferably one that completed a step. A
+    restarted job resumes the run that it began earlier, if there is one."""
 
     def choose_on_rank0() -> tuple[RunFolder, dict[str, Any]]:
         job, known = (

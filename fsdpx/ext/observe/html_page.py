@@ -94,8 +94,8 @@ def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
     """Yield each wait of a rank, as (key of the transfer, begin, end, whether the rank was blocked inside the
     transfer).
 
-    If the rank was not blocked inside the transfer, it was blocked before an action that needed the result of the
-    transfer."""
+    A rank can be blocked in two places: inside the transfer itself (True), or before an action that needs the result of
+    the transfer (False)."""
     for key, begin, end, stops in _iterate_transfer_times(one):
         if stops:
             yield key, begin, end, True

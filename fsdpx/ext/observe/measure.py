@@ -58,8 +58,8 @@ class MeasuredStep:
         """Computation time of each pipeline stage in seconds per microbatch, averaged over microbatches. Other
         schedules can be simulated with these times.
 
-        If the backward pass of a unit ran as one action (B) instead of two, all of its time counts as time for input
-        gradients."""
+        Input gradients and parameter gradients of a unit (group of layers) may be computed by two actions, or together
+        by one action B. The time of B counts as time for input gradients."""
         homes = {u: stage for program in self.programs for stage, units in program.stage.own_stages for u in units}
         spent: dict[str, list[float]] = {op: [0.0] * (1 + max(homes.values())) for op in "FBIWCR"}
         for event in self.events:
@@ -85,7 +85,8 @@ def measure_timeline_of_fastest_step(engine: Engine, step: Callable[[], object],
     step()
     axes = engine.placement.axes
     before, timelines = find_timeline_recorder(engine), list[Timeline]()
-    if before is not None:  # removed temporarily, so that the user's trace does not show the steps of this measurement
+    # the user's recorder is removed temporarily, so that the user's trace does not show the steps of this measurement
+    if before is not None:
         engine.remove_observers(before)
     engine.add_observer(recording := TimelineRecorder(keep=1))
     try:
@@ -169,7 +170,7 @@ def _measure_clock_offset_and_error(comm: Communicator, rank: int) -> tuple[floa
     best, asked, start = (0.0, float("inf")), 0, perf_counter()
     while True:
         begin = perf_counter()
-        _send_clock(comm, rank, 0.0, 0.0)  # an error of 0 means that this is a request for the time
+        _send_clock(comm, rank, 0.0, 0.0)  # the last 0.0, the error, marks this message as a request for the time
         theirs, _ = _recv_clock(comm, rank)
         end = perf_counter()
         best, asked = min(best, (theirs - (begin + end) / 2, (end - begin) / 2), key=lambda one: one[1]), asked + 1

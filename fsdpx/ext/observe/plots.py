@@ -61,7 +61,7 @@ class StepLanes:
     Parameters
     ----------
     title : title above the panel
-    events : events of the step; their `rank` is the number of a row
+    events : events of the step; the attribute `rank` of an event is the index of its row
     names : name of each row
     held : for each row, kind of memory -> pairs (time, bytes from that time on). No memory is drawn for a row with an
         empty dict; with the default (), no memory is drawn at all

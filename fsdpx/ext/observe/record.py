@@ -41,8 +41,8 @@ FULL_KINDS = frozenset({"shard", "full", "slots", "total", "tied", "act", "dact"
 """Kinds whose values do not depend on how the batch is split over ranks. Other kinds are compared only between runs
 with the same split."""
 WAITING_KINDS = ("shard", "replica")
-"""Lanes (mesh axes) on which the recorder may wait for each transfer immediately, because all ranks of the lane run the
-same actions in the same order."""
+"""Lanes (mesh axes) on which the recorder waits for each transfer as soon as it was started. This cannot deadlock,
+because all ranks of such a lane run the same actions in the same order."""
 
 
 class WrittenTensor(NamedTuple):
@@ -187,8 +187,8 @@ Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
 
 
 class _SlotTensors:
-    """Finds the tensors whose elements are in a value that an action writes, and the positions of these elements in the
-    full tensors."""
+    """Splits each value that an action writes into the tensors that it contains, and finds the positions of their
+    elements in the full tensors."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, layout = engine, engine.placement.layout

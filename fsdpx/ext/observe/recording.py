@@ -98,7 +98,7 @@ class ProgramRecord:
     number : index among the runs of this trainer; it is the same on all ranks that run programs together
     steps : number of optimizer updates before the run
     program : the program that ran
-    before : work since the previous run
+    before : spans of work between the previous run and this one
     actions, transfers, layers : the actions, completed transfers and layer calls during the run
     """
 
@@ -124,7 +124,7 @@ class TimelineRecorder(Observer):
     records : the recorded runs, oldest first
     activations : counter of the bytes of activations
     layers : path of a layer -> its total time since the start or the last `reset_counts`
-    after : work since the last run
+    after : spans of work after the last recorded run
     written : whether all recorded runs have been written to files
     """
 

@@ -303,7 +303,8 @@ MIN_SPILLED_BYTES = 1 << 14
 
 
 class ArrayAddress(NamedTuple):
-    """Position of an array in memory block number `root`. `strides` is None for shape-only arrays."""
+    """Position of an array in a memory block. `root` is the index of the block. `strides` is None for shape-only
+    arrays."""
 
     root: int
     offset: int
@@ -435,8 +436,8 @@ class DiskStorage(StateStorage):
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
     def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return a dict with the single key "record". Its value is a dict from (record number, microbatch) to the bytes
-        that one read or write of the record transfers."""
+        """Return {"record": sizes}. The dict `sizes` maps (index of the record, microbatch) to the number of bytes that
+        one read or write of the record transfers."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
         pages: dict[tuple[int, int | None], int] = {
             (n, None): self.get_record_nbytes(slot) for slot, n in numbers.items()

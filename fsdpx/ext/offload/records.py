@@ -38,9 +38,9 @@ def get_record_of_action(stage: Stage, action: Action) -> Slot:
 def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Actions:
     """Insert the actions that read records from disk (FETCH), write them (STORE) and free their memory (EVICT).
 
-    When an action runs, the records that it needs are in memory, and so are the next `ahead` records of the same kind.
-    At most `ahead` other records are being written at the same time. Activations that no later action of the program
-    needs are not transferred."""
+    Records of each kind (such as activations) are handled separately. When an action runs, the records that it needs
+    are in memory. The next `ahead` records that later actions need have been fetched or are being fetched, and at most
+    `ahead` records are being written. Activations that no later action of the program needs are not transferred."""
     stage = request.stage
     records = list_records(stage)
     for kind in dict.fromkeys(record.kind for record in records):
@@ -56,7 +56,7 @@ class _RecordCache:
 
     Attributes
     ----------
-    numbers : numbers of the records
+    numbers : `at` of a record (index of its page, unit or value) -> index of the record
     there : for each slot (named value of a program) that is in memory, whether its value differs from the value on disk
     leaving : slots whose values are being written to disk
     stored : activations that are stored on disk
@@ -99,7 +99,8 @@ class _RecordCache:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
     def _evict_and_fetch_for_prefetch_window(self, action_index: int, window: dict[Slot, None]) -> None:
-        """Evict the records outside the prefetch window, and fetch those records in the window that are not in memory.
+        """Evict the records outside `window`, and fetch those records in it that are not in memory. `window` contains
+        the records that this action and the next actions need.
         """
         gone = [slot for slot in self.there if slot not in window]
         self._store_changed_and_evict_slots(

@@ -148,9 +148,9 @@ class Preemption:
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Record the signal, and call the program's own handler.
 
-        A second Ctrl-C ends the job at once, unless it follows the first one immediately, because launchers deliver
-        each Ctrl-C twice. In a forked child, which is not a rank, the signal has the same effect as without this
-        handler."""
+        A second Ctrl-C ends the job at once. Launchers deliver each Ctrl-C twice, so one that follows the first
+        immediately does not count. A forked child is not a rank; there, the signal acts as if this handler were not
+        installed."""
         if os.getpid() != self._process:
             self.__exit__(None, None, None)
             signal.raise_signal(number)

@@ -23,9 +23,9 @@ __all__ = [
 RANK_EXITED = 1
 """Exit status of a job in which a rank ended with status 0 while other ranks were waiting for it."""
 EARLY_SECONDS, LATE_SECONDS = 1.0, 5.0
-"""A rank that has waited for EARLY_SECONDS checks whether other ranks have ended. If the counts of collective calls do
-not show whether an ended rank is still needed, a wait is presumed to be in vain once all living ranks have waited for
-LATE_SECONDS."""
+"""A rank that has waited for EARLY_SECONDS checks whether other ranks have ended. The counts of collective calls often
+show whether an ended rank is still needed. If they do not, it is presumed to be needed once all living ranks have
+waited for LATE_SECONDS."""
 
 SECONDS_TO_PASS_ON = 0.2
 """Delay before an abort, because a launcher may drop output that it has not yet forwarded."""
@@ -149,10 +149,10 @@ def find_awaited_ended_rank(
     """If this rank is waiting in vain for a rank on this host that has ended, return the flight record of the ended
     rank. Otherwise return None.
 
-    A rank that ended before it began the current collective call will never reach it, and a rank that ended in an
-    action will not finish it. In other cases, it is unknown whether the ended rank is needed, unless all living ranks
-    are waiting, because then no rank can make progress. `own_record` is the record of this rank, which has waited for
-    `waited_seconds`. `other_records` are the paths of the records of the other ranks on this host, and
+    This rank waits in vain in three cases. The ended rank has begun fewer collective calls than this rank, so it will
+    never reach the current call. Or it ended in the middle of an action, which it will not finish. Or all living ranks
+    have been waiting for long, so no rank can make progress. `own_record` is the record of this rank, which has waited
+    for `waited_seconds`. `other_records` are the paths of the records of the other ranks on this host, and
     `all_ranks_local` says whether the job has no ranks on other hosts."""
     if waited_seconds < EARLY_SECONDS:
         return None
@@ -171,9 +171,9 @@ def find_awaited_ended_rank(
 def find_diverged_calls(record_paths: Collection[Path]) -> dict[int, str]:
     """Return a dict from rank to collective call if ranks wait for each other in different calls, else {}.
 
-    This requires that all ranks have waited for LATE_SECONDS. Ranks must make the same calls in the same order.
-    Therefore, if ranks have made the same number of calls but are in different calls, the script is wrong, and no rank
-    is merely late."""
+    The result is {} until all ranks have waited for LATE_SECONDS. All ranks must make the same collective calls in the
+    same order. If ranks have made equally many calls but are in different calls, no rank is merely late: the script is
+    wrong."""
     flights = [flight for flight in map(_read_record_head, record_paths) if flight is not None]
     if not flights or not all(_has_waited_long(flight) and not has_rank_ended(flight) for flight in flights):
         return {}

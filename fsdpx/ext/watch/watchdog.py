@@ -58,7 +58,8 @@ WAIT_FACTOR = 10.0
 SILENT_SECONDS = 0.5
 """A watchdog counts as stopped if it has not polled for this time or for four poll intervals, whichever is longer."""
 UNHEARD_SECONDS = 3.0
-"""Time after which the next rank reports why the job ends, if the rank before it has not ended the job."""
+"""Ranks take turns to report why the job ends, and to end it. If a rank has not ended the job within this time, it is
+the next rank's turn."""
 MAX_STACK_LINES = 12
 """Maximum number of lines of a stack that are recorded."""
 _running: list[Watchdog] = []
@@ -83,7 +84,7 @@ def start_watchdog(
     mine = (token, platform.node(), str(environment.read_environment().run or ""))
     tokens, hosts, runs = zip(
         *base.all_gather_data(mine), strict=True
-    )  # called even if this rank already has a watchdog, because all ranks must take part
+    )  # all ranks must take part in this all-gather, even those that already have a watchdog
     if watchdog is None:
         try:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
@@ -117,7 +118,7 @@ class Watchdog:
     ) -> None:
         """Create the flight record of this rank, and start the watchdog thread.
 
-        `here` are the ranks on this host, and `number` is the number of this host in the job."""
+        `here` are the ranks on this host, and `number` is the index of this host in the job."""
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
         safe_files.make_folder(folder)
@@ -160,11 +161,12 @@ class Watchdog:
     def _record_script_end_and_clean_up(self) -> None:
         """Record that the script has ended. The last rank on this host also removes the folder of flight records.
 
-        Until then, the folder is kept, because ranks that wait for this rank learn from it that this rank has ended."""
+        The folder must remain until then: ranks that wait for this rank read in it that this rank has ended."""
         self._stop.set()
         self.record.record_end(get_sys_exit_status())
         while self._can_others_survive() and not have_all_ranks_ended(self._local_record_paths):
-            # ranks that wait for this rank need time to read its record, because MPI_Finalize may not wait for them
+            # keep this process alive until the ranks that wait for it have read its record and ended; MPI_Finalize may
+            # not wait for them
             time.sleep(0.02)
         if have_all_scripts_ended(self._local_record_paths):
             safe_files.remove_user_owned_folder(self.folder)
@@ -205,7 +207,8 @@ class Watchdog:
                 return  # keep the record, because the script may have failed
             wait, asked = long_waits.get(self.record.thread), self._report_requested.is_set()
             progress = (self.record.serial, self.record.ended, wait)
-            if progress != before and not asked:  # after a request for a report, the note on the last wait is kept
+            # once a report is requested, the note on the last wait is no longer replaced, because the report needs it
+            if progress != before and not asked:
                 before, since, what = progress, time.perf_counter(), "" if wait is None else str(wait)
                 self._hung_since = math.inf
             now = time.perf_counter()
@@ -236,8 +239,9 @@ class Watchdog:
         )
 
     def _report_if_overdue(self, last: float) -> float:
-        """If a wait that began after the last report (at time `last`) is overdue, print which ranks are waiting where,
-        unless a better-informed watchdog of this process does so. Return the time of the newest report."""
+        """Print which ranks are waiting where, if a wait has become overdue that began after the last report (at time
+        `last`). Print nothing if another watchdog of this process knows more about the wait and reports it. Return the
+        time of the newest report."""
         now, first = time.time(), report.FIRST_REPORT_SECONDS
         better = [one for one in self._list_better_informed() if one.rank == 0 and first < one.timeout]
         grace = 2 * self._poll_seconds if better else 0.0  # time for better informed watchdogs to poll and report

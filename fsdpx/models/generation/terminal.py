@@ -7,7 +7,8 @@ from fsdpx.errors import escape_control
 __all__ = ["TerminalStream", "decode_bytes"]
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""The character that decoding returns in place of a character whose last tokens are still missing."""
+"""Replacement character (U+FFFD). A character may consist of several tokens; decoding returns this one until all of
+them have been generated."""
 
 
 class TerminalStream:

@@ -28,8 +28,8 @@ NO_TOKEN = -1
 """Placeholder for a token that cannot be chosen because the logits are NaN or infinite."""
 ROW_STRIDE = 1 << 32  # each text has its own range of this many random numbers
 DEFAULT_CANDIDATES = 64
-"""Initial guess for the number of tokens that `top_p` keeps. It is usually large enough, because the probabilities of
-fewer tokens usually sum to `top_p`."""
+"""Initial guess for the number of tokens that `top_p` keeps. It is usually large enough: in most cases, the
+probabilities of fewer tokens already sum to `top_p`."""
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ def segment_softmax_backward(xp: Any, y: Any, dy: Any, offsets: Any, segments: A
 
 
 def _iterate_kth_rows_of_segments(xp: Any, offsets: Any, most: int) -> Iterator[tuple[Any, Any]]:
-    """Yield (rows, inside) for the first row of each segment, then for the second row of each, and so on. `inside`, (1,
-    segments, 1), says whether each segment has such a row."""
+    """Yield (rows, inside) for k = 1, 2, ...: the indices of the k-th row of each segment, and whether each segment has
+    a k-th row, as a mask (1, segments, 1)."""
     for i in range(most):
         rows = offsets[:-1] + i
         inside = rows < offsets[1:]
