@@ -398,7 +398,7 @@ ranks that do the same work."""
 def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
     """Return the simulated step in the form that `fsdpx.ext.observe.plots.make_figure` draws.
 
-    `title` has the form "name: about". `limit` is the number of bytes that a rank may use; If it is None, the memory
+    `title` has the form "name: about". `limit` is the number of bytes that a rank may use. If it is None, the memory
     capacity of the machine is used."""
     mesh, held, pipe = found.mesh, dry.make_memory_timelines(found.events), found.mesh.width_of("pipe")
     places = [mesh.coordinates_of(rank).pipe for rank in range(mesh.size)]
