@@ -120,8 +120,9 @@ class ConvWindow:
         return tuple(pad if self._is_padded_by_kernel(parts, cuts, mode) else 0 for cuts, pad, mode in rows)
 
     def _is_padded_by_kernel(self, parts: FieldPartition, cuts: Cuts, mode: tuple[PaddingSide, PaddingSide]) -> bool:
-        """Return whether the compute kernel itself adds the padding along a dim. If any dim is padded with a given
-        number, all dims need the halo exchange, because corners get the padding of the last dim."""
+        """Return whether the compute kernel itself adds the padding along a dim. The kernel adds none if any dim is
+        padded with a number. In this case, the halo exchange pads all dims, because each corner gets the padding of the
+        last dim."""
         has_numbers = any(not isinstance(side, str) for sides in self.modes for side in sides)
         return len(cuts) == 2 and mode == ("zeros", "zeros") and not parts.ghosts and not has_numbers
 
@@ -315,8 +316,8 @@ class Conv(WindowLayer):
         outputs, halos, kernel_padding = self.plan_outputs_halo_and_padding(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        # use one array for field and halo if halo slabs do not suffice, or if separate additions would round 16-bit
-        # sums twice
+        # use one array for field and halo here: halo slabs support neither ghost cells nor fixed padding values, and
+        # adding their results would round 16-bit sums twice
         if x.dtype.itemsize < 4 or any(halo.ghosts or halo.has_constants for halo in halos):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         if not halos:

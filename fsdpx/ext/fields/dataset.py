@@ -296,7 +296,7 @@ class NodeRows:
 
     Attributes
     ----------
-    rows : global numbers of the nodes that this rank owns
+    rows : global indices of the nodes that this rank owns
     """
 
     layout: str = "ic"
@@ -498,7 +498,7 @@ class FieldDataset:
 
     @property
     def _node_rows(self) -> np.ndarray | None:
-        """Global numbers of the nodes that this rank owns, or None if samples are not node values."""
+        """Global indices of the nodes that this rank owns, or None if samples are not node values."""
         return self.grid.rows if isinstance(self.grid, NodeRows) else None
 
     @property
@@ -661,8 +661,8 @@ def _find_runs(rows: np.ndarray) -> list[slice]:
 
 
 def _find_rows_in_concatenated_slices(rows: np.ndarray, runs: Sequence[slice]) -> np.ndarray:
-    """Return the indices of `rows` in the concatenation of `runs`, the slices that `_find_runs` returned for these
-    rows."""
+    """Return the position of each of `rows` in the array that is obtained by concatenating the slices `runs`.
+    `_find_runs` returned these slices for the same rows."""
     starts = np.array([run.start or 0 for run in runs])
     before = np.cumsum([0, *(run.stop - (run.start or 0) for run in runs)])[:-1]
     k = np.searchsorted(starts, rows, "right") - 1
@@ -683,10 +683,10 @@ def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
 def _read_slice_combinations(
     array: Any, index_prefix: tuple[Any, ...], slices_per_dim: Sequence[Sequence[Any]]
 ) -> np.ndarray:
-    """Return one array with the elements that all combinations of the slices in `slices_per_dim` select.
-    `slices_per_dim` has one list of slices per dim.
+    """Read several blocks of `array`, and return them joined into one array. `slices_per_dim` has one list of slices
+    per dim. Each combination of one slice per dim selects one block.
 
-    `index_prefix` indexes the dims before the ones that `slices_per_dim` covers."""
+    `index_prefix` is the index for the leading dims of `array`. `slices_per_dim` is for the remaining dims."""
     if not slices_per_dim:
         return np.asarray(array[index_prefix])
     found = [_read_slice_combinations(array, (*index_prefix, one), slices_per_dim[1:]) for one in slices_per_dim[0]]

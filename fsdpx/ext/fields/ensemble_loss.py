@@ -48,7 +48,7 @@ class CRPS(Loss):
         self.counts = "unknown" if skipna else "samples"
 
     def bind_partition(self, parts: FieldPartition) -> Loss:
-        # overridden because, on a mesh, a loss sees node features as channels only if it overrides this method
+        # on a mesh, a loss must override this method in order to see node features as channels
         return self
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:

@@ -231,7 +231,8 @@ class FacesToCells(_NeighborLayer):
 
 
 class _SelectComponent(Layer):
-    """Selects component `number` of each vector. The `dims` components of a vector are consecutive channels."""
+    """Selects the component with index `number` of each vector. The `dims` components of a vector are consecutive
+    channels."""
 
     fields = True
 

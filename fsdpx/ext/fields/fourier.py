@@ -60,8 +60,9 @@ def _transform_dim(
     shape, count = turned.shape[:-1], math.prod(turned.shape[:-1])
     before, after = ([b - a for a, b in pairwise(bounds)] for bounds in cuts)
     lines = [stop - start for start, stop in (shard_bounds(count, r, ranks) for r in range(ranks))]
-    pieces = [[n * sizes[rank] for n in lines] for sizes in (before, after)]  # lines of each rank x cells of this rank
-    # lines of this rank x cells of each rank
+    # size of the piece for each rank: number of lines of that rank x number of cells of this rank
+    pieces = [[n * sizes[rank] for n in lines] for sizes in (before, after)]
+    # size of the piece for each rank: number of lines of this rank x number of cells of that rank
     columns = [[lines[rank] * size for size in sizes] for sizes in (before, after)]
     flat = _all_to_all(env, d, turned.reshape(count * before[rank]), pieces[0], columns[0], what)
     ends = pairwise(accumulate(columns[0], initial=0))

@@ -1,4 +1,5 @@
-"""Check that no layer drops the ghost cells of an input that a later convolution would have read."""
+"""Check for lost ghost cells: a layer drops the ghost cells of an input, and a later convolution would have read these
+cells."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ __all__ = ["can_take_ghosts", "require_readable_ghosts"]
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known of a value of a model.
+    """What is known about the ghost cells of a value, which is an input of the model or an output of a layer.
 
     Attributes
     ----------
     kind : partition of the value, if it is an input or computed from inputs by layers that keep ghost cells; else None
-    sources : numbers of the inputs whose ghost cells the value has
-    dropped : number of an input whose ghost cells are missing in the value -> description of the layer that combined it
-        with a field without these ghost cells
+    sources : indices of the model inputs whose ghost cells the value still has
+    dropped : index of each model input whose ghost cells were dropped -> description of the layer that dropped them, by
+        combining the input with a field that has other ghost cells or none
     """
 
     kind: Kind | None = None
@@ -38,9 +39,10 @@ def can_take_ghosts(layer: Layer) -> bool:
 
 
 def require_readable_ghosts(model: Layer, kinds: Sequence[Kind]) -> None:
-    """Raise ConfigError if a layer combines an input of the model with a field that has other ghost cells or none, a
-    convolution or pool reads the result, and no layer reads the ghost cells of this input. `kinds` says how the inputs
-    of the model are distributed over the ranks."""
+    """Raise ConfigError if the ghost cells of a model input would be ignored. This is so if three conditions hold: a
+    layer combines the input with a field that has other ghost cells or none, a convolution or pool reads the result,
+    and no layer reads the ghost cells of the input. `kinds` says how the inputs of the model are distributed over the
+    ranks."""
     read: set[int] = set()
     padded: dict[int, str] = {}
     values = [
@@ -62,8 +64,9 @@ def require_readable_ghosts(model: Layer, kinds: Sequence[Kind]) -> None:
 def _follow_ghosts(
     layer: Layer, path: str, values: Sequence[_Value], read: set[int], padded: dict[int, str]
 ) -> list[_Value]:
-    """Return the outputs of a layer, given its inputs. Add the inputs of the model whose ghost cells are read to
-    `read`, and those whose dropped ghost cells would have been read to `padded`."""
+    """Return the outputs of a layer, given its inputs. If the layer reads the ghost cells of a model input, add the
+    index of this input to `read`. If the layer would have read ghost cells that were dropped earlier, add the index of
+    their input to `padded`, with a description."""
     if isinstance(layer, Container):
         found = dict(zip(layer.inputs, values, strict=True))
         for step in layer.steps:

@@ -78,7 +78,8 @@ class RelativeH1(RelativeL2):
         additional channels."""
         error, target, w = super()._get_error_target_and_weights(env, y, target)
         xp, channels, scale = env.xp, y.shape[1], math.sqrt(self.gradient_weight)
-        # C order, whatever the order of the arrays: stencils of fields with channels first read memory in order
+        # allocate in C order even if the input has channels last in memory, because stencils then read memory
+        # sequentially
         both = xp.empty((y.shape[0], 2 * channels, *y.shape[2:]), dtype=error.dtype)
         both[:, :channels], both[:, channels:] = error, target
         slopes, _ = self._gradient.forward(env.child("gradient"), {}, both)

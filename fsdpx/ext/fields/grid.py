@@ -400,8 +400,8 @@ class Grid(Domain):
 
     @property
     def joined_partition(self) -> tuple[FieldPartition, ...] | None:
-        """The partitions of the model's inputs as a single process would hold them: the full fields, with ghost cells
-        only outside the domain. None if the grid has no ghost cells."""
+        """The partitions that the model's inputs would have if a single process held the full fields. Only the ghost
+        cells outside the domain remain. None if the grid has no ghost cells."""
         if not any(parts.ghosts for parts in self.input_partitions):
             return None
         return tuple(parts.make_single_rank_partition() for parts in self.input_partitions)
@@ -485,8 +485,8 @@ class Grid(Domain):
         return make_sample_groups(mesh, world.rank, self.dims, grids)
 
     def gather_ranks(self, rank: int) -> tuple[int, ...] | None:
-        """All-gather a number from each rank of this field, and return the numbers in the order of the grid.
-        Collective over `comm`.
+        """All-gather the value of `rank` from each rank of this field, and return these values in the order of the
+        grid. Collective over `comm`.
 
         The result maps positions in the grid to ranks of another communicator, such as the world.
 
@@ -1020,7 +1020,7 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
     """Derive the partition of one field from the arguments of its ranks. Raise ConfigError if the parts do not form a
     rectangle.
 
-    `rank0` is the communicator's number of the first rank that holds this field."""
+    `rank0` is the first rank of the communicator that holds a part of this field."""
     dims, ranks = _find_dims_and_ranks(all_args, rank0)
     cuts, sides = [], []
     for d, letter in enumerate(all_args[0].dim_letters):

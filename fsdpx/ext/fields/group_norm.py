@@ -46,7 +46,8 @@ class GroupNorm(Layer, HoldsLocalArray):
 
     fields = True
     parts: FieldPartition | None = None
-    """Partition of the input if there are `weights`, which must fit this rank's part."""
+    """Partition of the input. It is needed only if there are `weights`, because their shape must fit this rank's
+    part."""
     kernel_names = (
         "channels_last", "group_norm", "group_norm_affine", "group_norm_backward", "group_norm_backward_input",
         "group_norm_gradient_sums", "channel_means_and_square_deviations",

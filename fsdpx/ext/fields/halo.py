@@ -298,8 +298,8 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
 def make_output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
     """Return the bounds between the intervals of outputs that the ranks own along one dim, which has `total` outputs.
 
-    `bounds` holds, for each bound in `cuts`, the first output of the part that begins there. Outputs beyond the last
-    cell belong to the last part that has cells."""
+    `cuts` holds the bounds of the ranks' input cells. For each of these bounds, `bounds` holds the first output of the
+    part that begins there. Outputs beyond the last cell belong to the last part that has cells."""
     last = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
     return tuple(total if r > last else min(bound, total) for r, bound in enumerate(bounds))
 
@@ -334,8 +334,8 @@ class FieldLayer(Layer):
     parts: FieldPartition | None = None
     """Partition of the input. If None, this rank holds the full field."""
     rows_of_mesh: ClassVar[tuple[str, ...]] = ()
-    """Kinds of rows that the inputs of a layer may have on a mesh, if the layer also runs on meshes (see
-    `ext.meshes.MeshPartition`)."""
+    """What the rows of an input may stand for on a mesh, such as "nodes" or "edges" (see `ext.meshes.MeshPartition`).
+    If empty, the layer does not run on meshes."""
     dims: ClassVar[int]
     """Number of cell dims, in classes that accept only fields with this many dims, such as
     `class Conv2d(Conv, dims=2)`."""

@@ -1,8 +1,8 @@
 """Plans for halo exchanges. A plan lists the messages that a rank sends and receives, and the cells that it copies.
 Plans are cached.
 
-A slab is the block of halo cells on one side of a rank's part. Halo cells are exchanged one dim at a time. A slab along
-a dim also extends over the halo of the dims exchanged before, so that corner cells arrive without messages between
+A slab is the block of halo cells on one side of a rank's part. Halo cells are exchanged one dim at a time. A slab also
+extends over the halo along the dims that were exchanged earlier. Corner cells therefore arrive without messages between
 diagonal neighbors."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OwnCells(NamedTuple):
     backward pass.
 
     `copies` is for the forward pass. `adds` is for the backward pass, and covers the same cells. A cell that is copied
-    n times occurs in n entries so that all of its gradients are added."""
+    n times occurs in n entries of `adds`, because each entry adds only one of its n gradients."""
 
     copies: tuple[CellCopy, ...]
     adds: tuple[CellCopy, ...]
@@ -70,8 +70,8 @@ class RecvMessage(NamedTuple):
     """A message with halo cells that this rank receives. `rank` is the coordinate of the sender along the exchanged
     dim.
 
-    `parts` lists the pieces of the message that go into each slab, as (number of the slab, index in the slab, index in
-    the message)."""
+    `parts` has one entry for each slab that gets cells from the message. An entry contains the position of the slab in
+    the list of slabs, the index of the cells in the slab, and their index in the message."""
 
     rank: int
     shape: Shape
@@ -86,8 +86,8 @@ class HaloLine(NamedTuple):
     dim : the dim of the array
     whole : shape of the array that holds own cells and the halo received up to and including this exchange
     slabs : (offset, shape) of each slab of halo cells
-    own : (number of the slab, cells to copy) for each slab that is filled at least partly from local cells, such as the
-        cells at the other end of a periodic field
+    own : (position in `slabs`, cells to copy) for each slab that is filled at least partly from local cells, such as
+        the cells at the other end of a periodic field
     arriving, leaving : the messages that this rank receives and sends
     """
 
@@ -218,8 +218,8 @@ def _plan_exchange_along_dim(
 
 
 def _iterate_slabs_receiving_piece(needs: _DimNeeds, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
-    """Yield, for each slab that receives cells of `piece`, (number of the slab, index in the slab, indices in the
-    piece)."""
+    """For each slab that receives cells of `piece`, yield the position of the slab in the list of slabs, the index of
+    these cells in the slab, and their indices in the piece."""
     into = _as_indices(piece.into)
     for number, (a, b) in enumerate(needs.slabs):
         some = np.flatnonzero((into >= a) & (into < b))
@@ -234,8 +234,8 @@ def _as_indices(cells: Any) -> np.ndarray:
 def _plan_copies_from_local_boxes(
     xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_DimNeeds], cells: Any, into: Any
 ) -> OwnCells:
-    """Return the copies that fill index `into` along `dim` of a message or slab with the cells at index `cells`. The
-    copies take cells from all local boxes that hold any of them."""
+    """Return the copies that fill a range of a message or slab with local cells. Along `dim`, `cells` is the index of
+    the cells to copy, and `into` is their index in the message or slab. There is one copy for each local box."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
         places = _as_indices(into)

@@ -82,7 +82,8 @@ class WindowAttention(FieldLayer):
         kv = exchange_halo(env, x[:, channels:], halos)
         fields = x[:, :channels], kv[:, :channels], kv[:, channels:]
         q, k, v = (split_channels_into_heads(env.xp, a, self.n_heads) for a in fields)
-        q = q.copy() if halos else q  # otherwise, the keys and values would be saved twice, in x and in kv
+        # a view of q would keep all of x alive, including the keys and values, which are also saved in kv
+        q = q.copy() if halos else q
         o, lse = kernels.neighborhood_attention(env.xp, q, k, v, *windows, 1.0 / sqrt(self.d_head))
         kept = (q, k, v, o, lse)
         merged = merge_heads_into_channels(env.xp, o, x.shape[2:])

@@ -16,8 +16,8 @@ INPUT = object()
 """Placeholder for the input among the inner layer's saved values. The inner layer reads a view of the saved field
 instead."""
 ONLY_INPUT = (INPUT,)
-"""The saved values of `Linear`, namely its input. `OverChannels` leaves them out, because `AttentionContainer` expects
-its last step to save the step's own input."""
+"""The saved values of an inner layer that saves only its input, such as `Linear`. `OverChannels` then saves only its
+own input, because `AttentionContainer` requires this of its last step."""
 
 
 class OverChannels(Layer):
@@ -54,7 +54,8 @@ class OverChannels(Layer):
         x = put_channels_last(env.xp, x)
         rows = env.xp.moveaxis(x, 1, -1)
         y, saved = self.layer.forward(env, p, rows)
-        # save x itself instead of a view so that a container can recompute x
+        # `rows` is a view of x: replace it with a placeholder and save x itself, because a container can recompute only
+        # x
         inner = map_saved(saved, lambda a: INPUT if a is rows else a)
         return env.xp.moveaxis(y, -1, 1), (x,) if inner == ONLY_INPUT else (x, inner)
 

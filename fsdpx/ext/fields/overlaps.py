@@ -96,15 +96,15 @@ def count_overlap_rows_by_dim(
 
 
 def are_equal_parts(ends: Sequence[Ends]) -> bool:
-    """Return whether several ranks have parts, and all of them begin and end with the same rows along each dim. `ends`
-    holds the hashes from all ranks of the field."""
+    """Return whether the parts of all ranks begin and end with the same rows along each dim. Return False if there is
+    only one rank. `ends` holds the hashes from all ranks of the field."""
     hashes = [one for of_dim in ends[0] for pair in of_dim for one in pair]
     return len(ends) > 1 and all(one == ends[0] for one in ends) and any(hashes)
 
 
 def make_equal_parts_warning(cells: Sequence[int], ranks: int, whole: Sequence[int]) -> str:
-    """Return a warning that all `ranks` pass the same array of `cells` cells, of which the grid makes a field of
-    `whole` cells."""
+    """Return a warning that all ranks pass the same array. `ranks` is the number of ranks, `cells` is the size of the
+    array along each dim, and `whole` is the size of the field that the grid makes of these arrays."""
     own, field = (" x ".join(map(str, sizes)) for sizes in (cells, whole))
     return (
         f"fsdpx: all {ranks} ranks of the grid pass the same array of {own} cells, of which it makes a field of "

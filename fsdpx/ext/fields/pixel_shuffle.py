@@ -87,8 +87,8 @@ class PixelUnshuffle(FieldLayer):
 
 @lru_cache(1 << 10)
 def _plan_block_partition_and_halos(parts: FieldPartition, r: int) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
-    """Return the partition of the blocks of r cells along each dim, and one halo spec per dim with the cells that each
-    rank's blocks contain."""
+    """Divide the field into blocks of r cells along each dim. Return the partition of the blocks over the ranks, and
+    one halo spec per dim, with the cells in each rank's blocks."""
     made, halos = [], []
     for d, cuts in enumerate(parts.cuts):
         out = make_output_cuts(cuts, [-(-cut // r) for cut in cuts], cuts[-1] // r)

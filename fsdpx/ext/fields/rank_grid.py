@@ -30,7 +30,7 @@ def find_rank_grid(parts: Sequence[Part], letters: str, rank0: int = 0) -> RankG
     ----------
     parts : for each rank of a field, the range [start, stop) of cells that it holds along each dim
     letters : names of the dims, for error messages
-    rank0 : number of the field's first rank, for error messages; default 0
+    rank0 : first rank of the communicator that holds a part of the field, for error messages; default 0
 
     Returns
     -------

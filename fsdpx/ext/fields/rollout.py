@@ -219,7 +219,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         self, env: LayerContext, p: Params, saved: SavedStates, dy: Array, run_step: Callable[..., Any]
     ) -> Any:
         """Run the backward passes of all steps that have a gradient, in reverse order, and return the gradients of the
-        inputs. `run_step(step, context, saved, dy)` returns the gradients of the model's inputs in one step."""
+        inputs. `run_step(step, context, saved, dy)` runs the backward pass of one step, and returns the gradients with
+        respect to the model's inputs."""
         xp, ghosts, dim = env.xp, self._ghost_partition, self._stack_dim
         channels = dy.shape[dim] // self.steps
         shape = next(state.shape for state in saved.states if state is not None)
@@ -273,7 +274,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return _take_range(walls, 1, step * channels, channels)
 
     def _require_fitting_boundary_values(self, first: Array, walls: Array) -> Array:
-        """Return the last input, the boundary values `walls`. Raise an error unless they fit the first input."""
+        """Return `walls`, the last input of the Rollout, which holds the boundary values. Raise an error unless it fits
+        `first`, the first input."""
         self.require_ghost_cells(self.parts)
         channels = (first.shape[1] - self.constants) // self.inputs
         wanted = (first.shape[0], self.steps * channels, *first.shape[2:])
@@ -321,8 +323,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return 1 if self.parts is None or self.parts.has_cells else 2
 
     def _get_dim(self, other: Array) -> int:
-        """Return the dim along which the per-step values of an input other than the states are stacked. Scalars,
-        (samples, n), are stacked along their last dim."""
+        """Return the dim along which `other` stacks its values for all steps. `other` is any input except the states.
+        Scalars, (samples, n), are stacked along their last dim."""
         return min(self._stack_dim, other.ndim - 1)
 
     def _split_first_input(self, x: Array) -> tuple[list[Array], Array | None]:

@@ -99,8 +99,8 @@ class SpectrumRMSE(FieldLoss):
     def _compute_error_and_derivative(
         self, xp: Any, of_y: Array, of_target: Array, shells: _Shells
     ) -> tuple[Array, Array]:
-        """Return the error of each channel, and its derivative with respect to each amplitude of y, divided by this
-        amplitude. Amplitudes are (samples, channels, wavenumbers)."""
+        """Return the error of each channel, and the derivatives of this error with respect to the amplitudes of y. Each
+        derivative is divided by its amplitude. Amplitudes are (samples, channels, wavenumbers)."""
         k, high = np.arange(shells.total), math.inf if self.high is None else self.high
         counted = xp.asarray(((k >= self.low) & (k < high)).astype(np.float64))
         if self.log:

@@ -73,7 +73,8 @@ class SplitSamples(ABC):
     ) -> tuple[list[Any], str]:
         """All-gather `mine` among the ranks that hold parts of the same samples. Return the gathered values in the
         order of the parts. Also return a warning if these ranks pass different scalars as inputs or targets, otherwise
-        "". Raise DataError if the digests `samples` of these ranks show that they pass different samples."""
+        "". `samples` is a digest of the samples that this rank passes, or None if it is unknown. Raise DataError if the
+        digests of these ranks differ."""
         groups = self.axes.groups
         assert groups is not None
         rows = [("scalars", *pair) for pair in zip(inputs, self.input_kinds, strict=True)]

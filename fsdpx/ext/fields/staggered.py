@@ -21,9 +21,9 @@ def compute_ghost_widths_of_faces(cuts: Cuts, faces: Cuts, sides: Sequence[Ghost
     """Return the widths of the ghost cells of arrays that hold both faces of each cell. The high face of a rank's last
     cell belongs to the next rank, so it is an additional ghost cell.
 
-    `cuts` and `faces` are the cuts of cells and of faces along the dim, and `sides` are the widths of ghost cells. A
-    rank beyond the end of the field owns no cells. Its arrays hold only the last face, as a ghost cell below its
-    part."""
+    `cuts` and `faces` are the cuts of cells and of faces along the dim, and `sides` are the widths of ghost cells. If
+    the last ranks own no cells, they lie beyond the end of the field. Their arrays hold only the last face, as a ghost
+    cell before their empty part."""
     found = []
     for rank, (low, high) in enumerate(sides):
         lacks = cuts[rank + 1] - cuts[rank] + 1 - (faces[rank + 1] - faces[rank])

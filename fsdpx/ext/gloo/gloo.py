@@ -329,10 +329,11 @@ class WaitedMessages:
             raise self._error
 
     def abandon(self) -> None:
-        """Make the background thread return by waiting for its messages in the calling thread as well, with a short
+        """Make the background thread return. To do so, the calling thread waits for the same messages, with a short
         timeout.
 
-        When a wait times out, Gloo fails all pending operations of the group, including the thread's."""
+        When this wait times out, Gloo fails all pending operations of the group, which ends the wait of the background
+        thread."""
         for work in self._works:
             with suppress(RuntimeError):  # a wait that times out raises RuntimeError
                 work.wait(timedelta(milliseconds=1))

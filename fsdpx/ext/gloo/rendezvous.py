@@ -37,7 +37,7 @@ _MAX_ARRIVAL_BYTES = 4096
 
 _POLL_SECONDS = 0.02
 _SECONDS_TO_DIE = 1.0
-"""Maximum time, after a connection breaks, until this rank can see that a process on this host has ended."""
+"""Maximum time that this rank waits, after a connection breaks, to see whether a process on this host has ended."""
 
 opened_rendezvous: list[Rendezvous] = []
 """The rendezvous of this process. The list is empty until all ranks have arrived."""
@@ -191,8 +191,8 @@ class Rendezvous:
             ) from error
 
     def record_first_ended_rank(self, rank: int) -> int:
-        """Record in the store that a rank has ended or is about to end, unless another rank is already recorded. Return
-        the recorded rank."""
+        """Record in the store that `rank` has ended or is about to end. If a rank is already recorded, leave this
+        record unchanged. Return the recorded rank."""
         return int(self.store.compare_set("ended", "", str(rank)))
 
     @contextmanager
@@ -301,7 +301,7 @@ def _resolve_address(location: RendezvousStore) -> Any:
 def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> float:
     """Wait until the store accepts connections, and return the number of seconds left of `timeout`.
 
-    The store's own wait could take up to twice its timeout."""
+    The wait of the store itself is not used because it could take up to twice its timeout."""
     end = time.monotonic() + timeout
     while True:
         left = max(end - time.monotonic(), 1.0)

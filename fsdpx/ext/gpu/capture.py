@@ -2,8 +2,8 @@
 
 A graph holds kernels with their arguments, so each launch uses the same memory. During recording, nothing is computed,
 values cannot be read, and memory comes from a pool that the graphs share. As in PyTorch, graphs must be launched in the
-order in which they were recorded. Memory that was free when a graph was recorded is then free again when it is
-launched."""
+order in which they were recorded. In this order, the memory that was free when a graph was recorded is free again when
+the graph is launched."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class GraphMemory:
 
 
 class Capture:
-    """The recording of one CUDA graph, which is made inside `recording`, and which `launch_graph` runs.
+    """One CUDA graph. The context manager `recording` records it, and `launch_graph` runs it.
 
     A layer's random numbers depend on the step. Kernels therefore read the position in the stream of random numbers
     from memory of the GPU, and `launch_graph` writes the current position there."""
@@ -85,8 +85,8 @@ class Capture:
 
     @contextmanager
     def recording(self, moment: Any) -> Iterator[None]:
-        """Context manager that records the work of this thread. `moment` is the `TrainingMoment` of the layers that
-        run."""
+        """Context manager that records the work of this thread. `moment` is the `TrainingMoment` (current step and
+        position in the batch) that the layers read."""
         cuda = import_cupy().cuda
         stream = self.memory.stream
         _thread.active, moment.on_numbers = self, self._add_numbers
@@ -106,8 +106,8 @@ class Capture:
         self._made[id(numbers)] = numbers, make_again
 
     def make_random_position_on_device(self, numbers: Any) -> Any:
-        """Return a GPU array from which a kernel reads the position of these random numbers: the first index and the
-        two words of the key, as uint64."""
+        """Return a GPU array that tells a kernel which random numbers to compute. It holds the index of the first
+        number and the two words of the generator's key, as uint64."""
         self._placed.append(self._made.pop(id(numbers))[1])
         block, row = divmod(len(self._placed) - 1, NUMBERS_PER_BLOCK)
         if row == 0:

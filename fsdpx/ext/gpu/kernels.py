@@ -89,8 +89,8 @@ class KernelLauncher:
         """Launch a kernel that computes partial sums over `rows` rows. Return its results, which are `arrays` arrays of
         shape (parts, n).
 
-        `given` contains the arguments that precede the result arrays in the kernel's signature, followed by one tuple
-        with the arguments after them."""
+        In the kernel's signature, the result arrays lie between other arguments. `given` contains the arguments before
+        the result arrays, followed by one tuple with the arguments after the result arrays."""
         count = max(min(rows // MIN_PART_ROWS, MAX_PARTS), 1)
         some = -(-rows // count)
         count = -(-rows // some)
@@ -632,8 +632,8 @@ def _write_or_add_gradient(into: Any, value: Any) -> None:
 
 
 def _view_by_group(a: Any, groups: int, dim: int = 1) -> Any:
-    """Return a view of shape (samples, groups, channels per group, cells) or, with `dim` 0 for weights, of shape
-    (groups, outputs, inputs)."""
+    """Return a view of `a` in which dim `dim` is split into groups. The shape is (samples, groups, channels per group,
+    cells) or, for weights (`dim` 0), (groups, outputs, inputs)."""
     shape = *a.shape[:dim], groups, a.shape[dim] // groups, math.prod(a.shape[dim + 1 :])
     return a.reshape(shape)
 

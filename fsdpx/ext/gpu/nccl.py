@@ -81,7 +81,7 @@ class NcclCommunicator(Backend):
 
     A wait longer than `timeout` seconds aborts NCCL and raises CommTimeout. NCCL itself would round at each step of a
     float16 or bfloat16 sum. Therefore, the rank that owns a part of the result computes this part in float32, in rank
-    order, with scratch memory for n elements."""
+    order. This takes as much scratch memory as the array to be reduced."""
 
     def __init__(self, carrier: Communicator, timeout: float) -> None:
         super().__init__(carrier.rank, carrier.size, carrier.progress)
@@ -175,7 +175,7 @@ class NcclCommunicator(Backend):
         if is_half(send.dtype):
             return self._send_to_owners_and_add(send, recv, partition, call.op)
         own = partition.get_piece(send, self.rank)
-        # the start of `send` is still to be sent, so the result must not overwrite it
+        # `recv` may be the start of `send`, which is still to be sent and must not be overwritten by the result
         target = own if is_in_place(send, recv) else recv
         op = _get_nccl_operation(call.op, send)
         if partition.even and partition.total:
@@ -249,8 +249,8 @@ class NcclCommunicator(Backend):
     def _send_to_owners_and_add(
         self, send: Array, recv: Array, partition: FlatPartition, op: ReduceOp
     ) -> Iterable[Array]:
-        """Reduce-scatter 16-bit arrays. Each part is sent to its owner, which adds the parts in float32, in rank order,
-        and rounds only once.
+        """Reduce-scatter 16-bit arrays. Each rank sends each part of its array to the owner of the part. The owner adds
+        the parts from all ranks in float32, in rank order, and rounds only once.
 
         Returns the scratch arrays."""
         own = partition.get_piece(send, self.rank)

@@ -1,4 +1,5 @@
-"""The components of a program's recording: parts of units, their calls, and the graphs that replace the calls."""
+"""Data structures for recording a program (list of actions of a training step) as CUDA graphs: parts of units (groups
+of layers), calls that run these parts, and the graphs that replace the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ __all__ = ["Kept", "PartKey", "RecordedCall", "Recording", "UnitCall", "UnitPart
 
 Arrays = dict[int, Any]
 PartKey = tuple[int, int]
-"""Index of a unit, and the number of a part within the unit."""
+"""Index of a unit (group of layers), and index of a part within the unit."""
 
 
 class Kept(list[Any]):
@@ -44,7 +45,8 @@ class UnitCall:
     function : function that runs the call; its argument is `saved`
     unit : the unit whose layers run
     params, grads : parameters and gradients of each node of the unit
-    values : activation number -> array: the inputs before the call, and also the outputs after the call
+    values : ID of an activation -> array. Before the call, this holds the inputs; after the call, it also holds the
+        outputs
     saved : values that an earlier call saved for this one, or None
     """
 
@@ -83,7 +85,7 @@ class RecordedCall:
     ----------
     unit, params, grads : as in `UnitCall`
     addresses : addresses of the parameters and gradients
-    inputs, outputs : activation number -> array in the memory of the graphs
+    inputs, outputs : ID of an activation -> array in the memory of the graphs
     blank, written : contents of `UnitCall.flags` before and after the call
     source : the recorded call that saved the values in `UnitCall.saved`, or None
     keeps : whether the call saves values for another call
@@ -124,8 +126,8 @@ class UnitPart(NamedTuple):
 
     Attributes
     ----------
-    number : number of the part in the unit
-    unit : a unit that consists of these nodes
+    number : index of the part in the unit
+    unit : a new unit that consists of only these nodes
     nodes : positions of these nodes within the whole unit
     """
 
@@ -135,7 +137,7 @@ class UnitPart(NamedTuple):
 
     @property
     def input_numbers(self) -> set[int]:
-        """Numbers of the activations that the part reads but does not compute."""
+        """IDs of the activations that the part reads but does not compute."""
         made: set[int] = set()
         needed: set[int] = set()
         for node in self.unit.nodes:
@@ -145,7 +147,7 @@ class UnitPart(NamedTuple):
 
     @property
     def activations(self) -> set[int]:
-        """Numbers of all activations that the part reads or computes."""
+        """IDs of all activations that the part reads or computes."""
         return {v for node in self.unit.nodes for v in (*node.inputs, node.output)}
 
 
@@ -162,15 +164,15 @@ def _split_unit(unit: Unit, lengths: Iterable[int]) -> list[UnitPart]:
 class Recording:
     """The CUDA graphs of one program (list of actions of a training step) for batches of given shapes.
 
-    If a unit (group of layers) has a layer that cannot be recorded, the unit is recorded again node by node to find
-    this layer. It is then recorded in as few parts as possible.
+    If a unit (group of layers) cannot be recorded as a whole, it is recorded again node by node, to find the layers
+    that prevent this. Adjacent nodes that can be recorded are then joined into one part.
 
     Attributes
     ----------
     program : the program, which is kept so that its id stays unique
     runs : number of complete runs so far
     seen : number of calls of the current run
-    calls : (name of an action, number of the part) -> its recorded call
+    calls : (name of an action, index of a part) -> the recorded call of this part
     refusals : parts that cannot be recorded as graphs
     kept : id of a list of saved values -> (the list, the call that saved it); filled only during the recording run
     parts : index of a split unit -> its parts
@@ -193,8 +195,9 @@ class Recording:
         self.runs, self.memory = runs, GraphMemory()
 
     def split_unrecordable_units(self, units: Sequence[Unit]) -> bool:
-        """If a layer of a unit could not be recorded, split the unit into its nodes. Once the nodes that can be
-        recorded are known, join adjacent ones into larger parts. Return whether the parts of any unit have changed."""
+        """Split each unit that could not be recorded into its nodes. If a unit was split before the last recording,
+        join its adjacent nodes that can be recorded into one part, and likewise those that cannot. Return whether the
+        parts of any unit have changed."""
         changed = bool(self.splitting)
         for index in self.parts:
             changed |= self._join_parts(units[index])

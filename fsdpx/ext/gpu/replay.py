@@ -26,11 +26,13 @@ from fsdpx.ext.gpu.recording import Kept, RecordedCall, Recording, UnitCall, Uni
 __all__ = ["MAX_RECORDINGS", "CudaGraphObserver"]
 
 KINDS = frozenset({"step", "accumulate", "local"})
-"""Kinds of programs that are replayed. Other programs return arrays, which belong to the caller."""
+"""Kinds of programs that are replayed. Programs of other kinds return arrays to the caller, which later launches of a
+graph must not overwrite."""
 OPS = frozenset(
     "LOAD SEND RECV F C R B I W LOSS MEAN GATHER FREE REDUCE SETTLE JOIN TIE SCALE NORM COMMIT UPDATE".split()
 )
-"""Verbs of the programs that are replayed. Other verbs may keep or move activations between actions."""
+"""Names of the actions that a replayed program may contain. Other actions may keep or move activations, so a program
+that contains them is not replayed."""
 COMPUTE_OPS = frozenset("FCRBIW")
 MAX_RECORDINGS = 4
 """Maximum number of recordings, one per program and batch shape. The number is limited because each recording holds
@@ -72,7 +74,8 @@ class CudaGraphObserver(Observer):
             return functions
         place = self._state.placement
         self._sent = frozenset(edge.value for edge in place.stage.edges if edge.sender == place.axes.pipe.rank)
-        if self._now.runs == 1:  # the pool holds the activations of the first run, which graphs do not use
+        # free memory: the pool still holds the activations of the first run, and graphs use other memory
+        if self._now.runs == 1:
             import_cupy().get_default_memory_pool().free_all_blocks()
         return UnitFunctions(
             partial(self._forward, functions.forward),
@@ -105,8 +108,9 @@ class CudaGraphObserver(Observer):
         return ""
 
     def _make_program_key(self, program: Program) -> tuple[Hashable, ...]:
-        """Return everything that determines the work that the actions of a program issue. Once the last item has
-        changed, it never returns to an earlier value."""
+        """Return a key for the recording of a program. The actions of a program issue the same work whenever the key is
+        the same. Once the last item of the key has changed, it never returns to an earlier value, so older recordings
+        are useless."""
         state = self._state
         batch = tuple(
             None if one is None else tuple((x.shape, x.dtype, x.strides) for x in (*one.inputs, *one.targets))
@@ -115,8 +119,8 @@ class CudaGraphObserver(Observer):
         return batch, id(program), (state.arena.generation, state.frozen, state.seed)
 
     def _count_run_or_restart_recording(self) -> None:
-        """Count the previous run if it was complete. After the recording run, start recording again if that run was
-        incomplete or if units must be split differently."""
+        """Count the previous run if it was complete. If the previous run recorded graphs, discard them and record again
+        in two cases: the run was incomplete, or units must be split differently."""
         now = self._now
         if now is None:
             return
@@ -265,11 +269,12 @@ class CudaGraphObserver(Observer):
         capture = Capture(now.memory)
         try:
             with capture.recording(self._state.moment):
-                result = call.function(None if saved is None else list(saved))  # the call clears the list
+                # pass a copy because the call clears its list
+                result = call.function(None if saved is None else list(saved))
         except Exception as error:
             if call.unit.index in now.parts or len(call.unit.nodes) == 1:
                 self._refuse(now, call.unit, part.number, _describe_error(error))
-            else:  # the reason is reported once the layer is known
+            else:  # report the reason later, once it is known which layer cannot be recorded
                 now.splitting.add(call.unit.index)
                 now.refusals.add((call.unit.index, 0))
             call.restore_flags(blank)
@@ -311,7 +316,8 @@ class CudaGraphObserver(Observer):
 
 
 def _run_forward(run: Any, unit: Unit, envs: Any, params: Any, values: Arrays, *rest: Any) -> Any:
-    """Run the forward pass of a part. The last argument, which is for values saved by an earlier call, is None."""
+    """Run the forward pass of a part (consecutive nodes of a unit). The last argument is None and is ignored: only
+    other calls get values there that an earlier call has saved."""
     return run(unit, envs, params, values, *rest[:-1])
 
 

@@ -161,8 +161,8 @@ class RankGpu(NamedTuple):
 class _RankFacts(NamedTuple):
     """Information that a rank sends to the other ranks before GPUs are assigned.
 
-    `known` is the rank's number among all ranks on its host. It is needed only if the communicator lacks some ranks of
-    the job. `why` explains why the rank cannot use a GPU."""
+    `known` is the rank's index, counted from 0, among all ranks on its host. It is needed only if the communicator
+    lacks some ranks of the job. `why` explains why the rank cannot use a GPU."""
 
     host: str
     process: int
@@ -224,9 +224,10 @@ def _assign_gpu(rank: int, facts: list[_RankFacts]) -> RankGpu:
 
 
 def _find_host_local_rank(size: int) -> int | None:
-    """Return the number of this rank among all ranks on its host, or None if the number is unknown or not needed.
+    """Return the index of this rank, counted from 0, among all ranks on its host. Return None if the index is unknown
+    or not needed.
 
-    The number is not needed if the communicator, which has `size` ranks, includes all ranks of the job."""
+    The index is not needed if the communicator, which has `size` ranks, includes all ranks of the job."""
     opened = default_communicator.get_default()
     if opened is not None and not opened.of_thread and opened.comm.size > size:
         return opened.local_rank

@@ -124,8 +124,8 @@ def _multiply_widened_into(
 
 
 def _has_supported_strides(a: np.ndarray) -> bool:
-    """Return whether an array has unit stride in one dim and a stride in the other dim that is neither negative nor
-    overlapping."""
+    """Return whether an array has unit stride in one dim, and in the other dim a positive stride that is large enough
+    to prevent overlap."""
     (m, n), (down, across), size = a.shape, a.strides, a.itemsize
     rows, columns = across == size and down >= n * size, down == size and across >= m * size
     return rows or columns

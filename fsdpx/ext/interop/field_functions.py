@@ -22,15 +22,15 @@ __all__ = ["FieldValue", "FunctionCall", "convert_function"]
 
 @dataclass(frozen=True)
 class FieldValue:
-    """Describes a tensor that a PyTorch module computes in `forward` as a value in the container of layers that
-    replaces the module.
+    """Describes the value that corresponds to a tensor of a PyTorch module. The module computes the tensor in
+    `forward`, and the value belongs to the container of fsdpx layers that replaces the module.
 
     Attributes
     ----------
     name : name of the value in the container
     channels_last : whether the tensor has its channels in the last dim, unlike the value
-    mean_of : if the value is the mean of a field over all cells, kept as a field of one cell, the name of that field;
-        otherwise ""
+    mean_of : name of the field whose mean over all cells is this value, which is then a field of one cell; "" if the
+        value is not such a mean
     unit_cells : whether the value consists of scalars (samples, n), while the tensor has additional dims of size 1,
         such as (samples, n, 1, 1)
     """
@@ -203,7 +203,8 @@ def _convert_operation_with_number(steps: Steps, name: str, a: Any, b: Any) -> F
 
 
 def _combine_with_parameter(steps: Steps, name: str, x: Any, w: Any, turned: FieldValue | None = None) -> FieldValue:
-    """Convert an operation on a field and a parameter. `turned` replaces the value of the field, if given."""
+    """Convert an operation on a field and a parameter. If `turned` is given, it is used in place of the field's own
+    value."""
     value = turned or steps.get_value(x)
     channels = x.shape[-1 if value.channels_last else 1]
     wide = (1,) * (x.ndim - w.ndim) + tuple(w.shape)

@@ -102,7 +102,7 @@ class AutogradFunction(DifferentiableLayer):
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         super().__init__(function, dict(_iterate_named_leaves(params)), inputs)
-        # nested structure of the parameters, with arrays replaced by numbers
+        # nested structure of the parameters, with each array replaced by its index
         self._params = _unflatten_leaves(params, iter(range(len(self.names))))
 
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:

@@ -364,7 +364,8 @@ class InputAndParameterGradients:
 
 @dataclass(frozen=True)
 class _SavedTensorSource:
-    """Where to find a tensor that autograd saved: the parameter `name`, or array number `number` of the kept arrays."""
+    """Where to find a tensor that autograd saved: the parameter `name`, or the array with index `number` among the kept
+    arrays."""
 
     name: str | None
     number: int

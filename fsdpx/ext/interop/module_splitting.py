@@ -198,7 +198,7 @@ def convert_to_operation_graph(
     Parameters
     ----------
     nodes : nodes of the graph, in order
-    number : node -> its number; several nodes may have the same number
+    number : node -> position of its operation in the result; several nodes may stand for the same operation
     target_of : function that maps a node to the function to call in place of the node's target; views always become
         reshapes
     owner : module whose attributes are the subgraphs
@@ -572,11 +572,12 @@ class _ExportPlan:
 
     def _name_layer_of_outside_operation(self, node: fx.Node) -> str | None:
         """Return the layer name for an operation that reads parameters but is outside all units, such as a matmul with
-        the weight of an embedding. Return None if the operation reads no parameters.
+        the weight of an embedding. Return None if the operation reads no parameters, or nothing but parameters.
 
-        If an operation reads only parameters (such as a slice of position embeddings), each unit that reads its result
-        repeats the operation. If this operation is the first to read a parameter of the root module, the layer is named
-        after that parameter."""
+        An operation that reads nothing but parameters, such as a slice of position embeddings, gets no layer: each unit
+        that reads the result repeats the operation. If the operation reads a parameter of the root module after which
+        no layer is named yet, the layer gets the name of this parameter. Otherwise, it gets the name of the
+        operation."""
         sources = [source for source in node.all_input_nodes if _is_tensor(source)]
         reads = [name for source in sources for name in self._read.get(source, ())]
         if not reads:

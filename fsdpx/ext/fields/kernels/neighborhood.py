@@ -120,8 +120,9 @@ def _compute_scores(xp: Any, q: Any, k: Any, mask: Any, scale: float) -> Any:
 
 
 def make_neighborhood_masks(xp: Any, starts: Starts, window: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
-    """Return the argument `masks` of the kernels: one mask (queries, keys) for each kind of tile. A mask is 0 where a
-    query sees a key, and -inf elsewhere. Most tiles of a field are of the same kind."""
+    """Return the argument `masks` of the kernels. A mask (queries, keys) is 0 where a query sees a key, and -inf
+    elsewhere. Tiles whose windows have the same positions relative to the tile share one mask. Most tiles of a field
+    share the same mask."""
     return tuple(xp.asarray(_make_mask(kind, window).astype(dtype)) for kind in _plan_tiles(starts, window)[1])
 
 
@@ -147,8 +148,9 @@ def _iterate_tiles(
 def _plan_tiles(
     starts: Starts, window: tuple[int, ...]
 ) -> tuple[tuple[tuple[tuple[DimTile, ...], int], ...], tuple[Starts, ...]]:
-    """Return two tuples. The first holds, for each tile, its sides (one `DimTile` per dim) and the number of its kind.
-    The second holds, for each kind and dim, the first keys of the windows of a tile's queries."""
+    """Return two tuples: the tiles, and the kinds of tiles. Tiles are of the same kind if their windows have the same
+    positions relative to the tile. The first tuple holds, for each tile, one `DimTile` per dim, and the index of its
+    kind. The second holds, for each kind and dim, the first key of each query's window."""
     side, kinds = TILE_SIDES[len(starts)], dict[Starts, int]()
     rows = product(*(_split_dim_into_tiles(first, k, side) for first, k in zip(starts, window, strict=True)))
     tiles = tuple((row, kinds.setdefault(tuple(one.starts for one in row), len(kinds))) for row in rows)

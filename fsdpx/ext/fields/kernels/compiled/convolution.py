@@ -113,8 +113,8 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
     For an image (samples, height, width, channels) and a matrix with k rows, the loop computes
     `planes[i * k + j, tile] = (matrix @ patch @ matrix.T)[i, j]`. The patch of the first tile begins at pixel `edge`,
     and each further patch begins `step` pixels after the previous one. Pixels outside the image are 0. The loop handles
-    the tiles from `first` to `last`, numbered over all samples. `base` is the number of the first tile in the planes,
-    and each sample has `down` x `right` tiles."""
+    the tiles from `first` to `last`, numbered over all samples. `base` is the index of the tile that is stored first in
+    the planes, and each sample has `down` x `right` tiles."""
     rows, size, combine = len(matrix), len(matrix[0]), make_linear_combination_function(matrix)
 
     def input_loop(first, last, image, planes, base, edge, down, right):
@@ -199,7 +199,7 @@ G = (
 )  # fmt: skip
 TILE_BLOCK = 1 << 21
 """Approximate size, in bytes, of a block of tiles, chosen so that the block stays in the cache for all three passes
-over it."""
+over it: transform, multiply, transform back."""
 TILES_PER_STEP = 64
 """Minimum number of tiles in a block. Weights are read once per block, so large blocks reduce the number of reads."""
 LONG = 256

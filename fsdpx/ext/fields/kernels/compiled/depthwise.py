@@ -40,8 +40,8 @@ OFFSETS = 8
 """Maximum number of window offsets along the last dim whose gradients stay in registers."""
 
 GROUP_SIZES = 2, 4
-"""Numbers of channels of a group for which `convolve_small_groups` is compiled. Processors copy a channel to the other
-lanes of such a group with a fast instruction."""
+"""Group sizes, in channels, for which `convolve_small_groups` is compiled. For these sizes, processors have a fast
+instruction that copies one channel of a group to all lanes of the group."""
 
 _wide_strip, _narrow_strip = (
     make_strip_convolution_loop(WIDE, WIDE_ROWS, True),
@@ -115,9 +115,9 @@ def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bou
 def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, sizes, packed, channels, samples
 ):
-    """Add the gradient of the weights to `packed`, which has the same layout as in `_convolve_lines`, for the window
-    offsets `from_plane` to `to_plane` along the first two dims. The other arguments are the same as for
-    `_convolve_lines` in `direct`."""
+    """Add the gradients of some of the weights to `packed`, which has the same layout as in `_convolve_lines`. The
+    weights are those at the window offsets `from_plane` to `to_plane`, counted along the first two dims together. The
+    other arguments are the same as for `_convolve_lines` in `direct`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]

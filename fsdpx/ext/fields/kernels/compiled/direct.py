@@ -37,13 +37,14 @@ WIDE, NARROW = 64, 32
 channels are left."""
 WIDE_ROWS = 8 if "avx512f" in read_cpuinfo_field("flags").split() else 6
 NARROW_ROWS = 8
-"""Maximum number of outputs in a strip with WIDE rows, and with NARROW rows. Strips of these sizes fit into registers.
-With AVX-512, a WIDE row fills one of 32 registers, and at least 8 rows are needed to keep both multipliers busy."""
+"""WIDE_ROWS, NARROW_ROWS: maximum number of outputs in a strip if each output is a row of channels of WIDE or of NARROW
+bytes. Strips of these sizes fit into registers. With AVX-512, a WIDE row fills one of 32 registers, and at least 8 rows
+are needed to keep both multipliers busy."""
 FEW_OUTPUTS = (8, 6, 4, 3)
 """Maximum number of cells in a strip for one, two, three and four output channels."""
 WINDOW_ROWS = (3, 5, 7)
-"""Numbers of window offsets along a strip for which a depthwise strip loads each cell only once and also keeps the
-weights of these offsets in registers."""
+"""Window sizes, along a strip, for which depthwise convolution has special code. This code loads each cell only once,
+and keeps the weights of the window in registers."""
 NEAR_BYTES = 3 << 13
 """Size, in bytes, of the cells and output gradients over which the computation of the weight gradient loops repeatedly.
 The size is chosen so that this data stays in the cache."""
@@ -54,10 +55,11 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
     channels r of x[b + offset, r] w[offset, r].
 
     Each y[b], start[b] and w[offset, r] is a vector of `nbytes` bytes. With `depthwise`, each x is also such a vector,
-    and is multiplied by w elementwise. If, in addition, one step of the window offset along the last dim equals one
-    step of the output, WIDE strips load each cell once for windows of the sizes WINDOW_ROWS. The order of summation
-    stays the same. If `group` is above 1, lanes form groups of this size, and x[b + offset, r] has channel r of a group
-    in all lanes of the group; r is below `group`. Addresses and steps are in bytes."""
+    and is multiplied by w elementwise. A WIDE depthwise strip loads each cell only once if the window has one of the
+    sizes WINDOW_ROWS, and if the cells that neighboring outputs read are as far apart as neighboring cells of the
+    window. The order of summation is the same in both cases. If `group` is above 1, lanes form groups of this size. In
+    x[b + offset, r], all lanes of a group hold channel r of the group, for r below `group`. Addresses and steps are in
+    bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -416,8 +418,8 @@ def _compute_line_by_dot_products(
 
 @register_jitable
 def locate_line_in_runs(line, runs):
-    """Return the sample that a line of outputs belongs to, the index of the line's run, and its output index along the
-    first dim. All outputs of a run have the same window offsets inside the field."""
+    """Return three integers for a line of outputs: its sample, the index of its run, and its output index along the
+    first dim. A run is a range of outputs that have the same window offsets inside the field."""
     lines, a = 0, 0
     for run in range(runs.shape[0]):
         lines += runs[run, 1] - runs[run, 0]
@@ -436,11 +438,12 @@ def _convolve_lines(
     dim, counted over all samples.
 
     `x` and `y` are the addresses of the first cell and the first output. `x_steps` and `y_steps` are the numbers of
-    bytes from sample to sample, and from cell to cell along each dim. `moves`, (3 dims, 3), contains three numbers of
-    bytes in x for each dim: from the cell of one output to the cell of the next output, from one window offset to the
-    next, and from the first cell to the first cell that output 0 reads. `runs` contains, for each dim d, bounds[d] runs
-    (start, stop, first offset, end of offsets) of outputs with the same window offsets. `sizes` is the number of window
-    offsets along each dim. Sums start from `start` or, if `add`, from the previous values of the outputs."""
+    bytes from sample to sample, and from cell to cell along each dim. `moves`, (3 dims, 3), contains three distances in
+    x, in bytes, for each dim. The first is from the cell that an output reads to the cell that the next output reads at
+    the same window offset. The second is from one window offset to the next. The third is from the first cell of x to
+    the first cell that output 0 reads. `runs` contains, for each dim d, bounds[d] runs (start, stop, first offset, end
+    of offsets) of outputs with the same window offsets. `sizes` is the number of window offsets along each dim. Sums
+    start from `start` or, if `add`, from the previous values of the outputs."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -492,8 +495,8 @@ def _convolve_lines(
 def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
 ):
-    """Add the gradient of the weights to `packed` for the flattened window offsets `from_plane` to `to_plane` along the
-    first two dims. The other arguments are as in `_convolve_lines`."""
+    """Add the gradients of some of the weights to `packed`. The weights are those at the window offsets `from_plane` to
+    `to_plane`, counted along the first two dims together. The other arguments are as in `_convolve_lines`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word

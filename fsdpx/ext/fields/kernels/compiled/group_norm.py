@@ -145,8 +145,8 @@ def _normalize_samples_loop(x, y, mean, rstd, groups, eps, weight, bias):
 
 @jit
 def _finish_gradient_sums(of_columns, rows, groups, weight, mean, rstd, sums, values):
-    """Compute the sums (2, channels) for one sample, and the values that `_backward_loop` takes. `of_columns` are the
-    sums (2, columns) of the sample's columns over its `rows` rows."""
+    """Compute the sums that `group_norm_gradient_sums` returns, (2, channels), for one sample. Also compute the values
+    that `_backward_loop` takes. `of_columns` are the sums (2, columns) of the sample's columns over its `rows` rows."""
     channels, columns = mean.size, of_columns.shape[1]
     size = channels // groups
     sums[:] = 0
