@@ -76,14 +76,14 @@ def sums(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     yield "add_bias", size, lambda: kernels.add_bias(np, into, bias)
     yield "bias_gelu", size, lambda: kernels.bias_gelu(np, h, bias)
     yield "sum_rows", size, lambda: kernels.sum_rows(np, x, bias, False)
-    flat, rounded = x.reshape(-1), kernels.cast_float(np, x.reshape(-1), parse_dtype("bf16"))
+    flat, rounded = x.reshape(-1), kernels.cast_float_to_dtype(np, x.reshape(-1), parse_dtype("bf16"))
     yield "round_randomly", size, lambda: kernels.round_randomly(np, flat, rounded, NumberRange(0, "a", 0, x.size))
     if x.dtype == np.float32:
-        narrow, slope = (kernels.cast_float(np, a, parse_dtype("bf16")) for a in (x, dy))
+        narrow, slope = (kernels.cast_float_to_dtype(np, a, parse_dtype("bf16")) for a in (x, dy))
         yield "add (in bf16)", size, lambda: kernels.add(np, narrow, slope)
         yield "drop (in bf16)", size, lambda: kernels.drop(np, narrow, NumberRange(0, "a", 0, x.size), 0.1)
     for name in ("float16", "bf16") if x.dtype == np.float32 else ():
-        half, wide = kernels.cast_float(np, x, parse_dtype(name)), x.copy()
+        half, wide = kernels.cast_float_to_dtype(np, x, parse_dtype(name)), x.copy()
         yield f"store (to {name})", size, lambda half=half: kernels.store(np, x, half)
         yield f"store (from {name})", size, lambda half=half, wide=wide: kernels.store(np, half, wide)
         yield f"add_widened ({name})", size, lambda half=half, wide=wide: kernels.add_widened(np, half, wide)
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--threads", type=int, default=1, help="threads of the last measurement")
     options = parser.parse_args()
-    arena.keep_freed_memory()
+    arena.make_malloc_keep_freed_memory()
     heads = f"{'plain us':>11} {'numba us':>11} {'speed-up':>8} {'threads us':>11} {'speed-up':>8}"
     print(f"{'kernel':28} {'size':18} {heads}  chosen")
     rows = measure(options.dtype, options.repeat, options.only, options.threads)

@@ -19,11 +19,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 OPENED_ELSEWHERE = {
     "the kernel's own files, such as those of /proc": (
-        "ext/gpu/visible_devices.py find_mpi_library_path read_text",
+        "ext/gpu/visible_devices.py find_loaded_mpi_library_path read_text",
         "core/comm/mpi/mpi_init_watchdog.py get_process_start_time open",
         "core/comm/node/shared_windows.py get_shared_memory_id read_text",
         "core/comm/mpi/start.py _identify_job read_bytes", "core/comm/mpi/start.py _identify_job read_text",
-        "core/comm/mpi/start.py _find_mapped_files read_text", "core/base/processor.py read_cpuinfo_field read_text",
+        "core/comm/mpi/start.py _find_files_mapped_by_processes read_text",
+        "core/base/processor.py read_cpuinfo_field read_text",
         "core/state/footprint.py _find_control_group_limits read_text",
         "core/state/footprint.py _parse_kilobyte_lines read_text",
         "core/state/footprint.py find_memory_budget read_text", "ext/watch/rank_exits.py get_process_state read_text",
@@ -36,8 +37,9 @@ OPENED_ELSEWHERE = {
     "what this job has just made, under a random name or in its private folder": (
         "core/comm/node/shared_file.py _open_named_file open",
         "core/comm/node/shared_file.py _open_descriptor_of_process open",
-        "launch/rank_status.py create_and_hold_lifeline mkfifo", "launch/rank_status.py create_and_hold_lifeline open",
-        "launch/rank_status.py open_and_unlink_lifeline open", "examples/finetune.py write_conversations open",
+        "launch/rank_status.py create_and_open_lifeline_pipe mkfifo",
+        "launch/rank_status.py create_and_open_lifeline_pipe open",
+        "launch/rank_status.py open_and_unlink_lifeline_pipe open", "examples/finetune.py write_conversations open",
         "core/checkpoint/save.py _write_checksum_file touch", "core/checkpoint/format.py create_zero_filled_file open",
     ),
     "they look at the open file or folder themselves": (

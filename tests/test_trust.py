@@ -187,7 +187,7 @@ def test_requests_to_join_that_are_none_do_not_end_or_hold_the_launcher(
     asked: list[int] = []
     (tmp_path / "joins-left").mkdir()
     guests = JoinRequests(tmp_path, asked.append)
-    monkeypatch.setattr("fsdpx.launch.elastic_join._find_rank_handling_save_signal", lambda _: os.getpid())
+    monkeypatch.setattr("fsdpx.launch.elastic_join._find_process_handling_save_signal", lambda _: os.getpid())
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a process was signalled"))
     for name, text in (("a", "garbage"), ("b", "-3"), ("c", "9" * 5000), ("d", "1")):
         safe_files.write_file(tmp_path / f"joins-{name}", text)

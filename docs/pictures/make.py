@@ -27,7 +27,7 @@ from fsdpx import nn
 from fsdpx.core.program import StageCosts, compute_bubble, count_in_flight, make_schedule, simulate
 from fsdpx.examples import models
 from fsdpx.ext.fields.halo import make_halo_specs
-from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, get_color, make_figure, save_figure
+from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, get_color, make_step_figure, save_figure
 from fsdpx.launch.show import make_step_lanes, write_trace_of_dry_run
 from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.plan import Machine
@@ -55,7 +55,7 @@ def step(theme: str) -> Any:
     for title, options in THREE.items():
         dry = dry_run_one_rank_per_group(models.make_mlp(4, 1024, True), (batch, batch), 2, gpu=False, **options)
         panels.append(make_step_lanes(dry, predict_from_dry_runs(dry, machine), title))
-    return make_figure(panels, theme)
+    return make_step_figure(panels, theme)
 
 
 # -- schedules of a pipe -----------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def schedules(theme: str) -> Any:
         alive = ", ".join(f"{n * shorter:g}" for n in count_in_flight(made))
         title = f"{name}: {idle:.0%} idle; maximum number of microbatches in flight on each rank: {alive}"
         panels.append(StepLanes(title, events, [f"rank {rank}" for rank in range(4)]))
-    return make_figure(panels, theme)
+    return make_step_figure(panels, theme)
 
 
 # -- a field over a grid of ranks --------------------------------------------------------------------------------------

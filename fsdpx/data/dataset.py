@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 
-from fsdpx.core.array.namespace import as_unmasked_array, to_numpy_dtype
+from fsdpx.core.array.namespace import as_array_requiring_unmasked, to_numpy_dtype
 from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.base.safe_files import describe_read_error, expanduser, open_file
 from fsdpx.errors import ConfigError, DataError
@@ -246,7 +246,7 @@ def collate(samples: Sequence[Any]) -> Any:
         return {key: collate([sample[key] for sample in samples]) for key in first}
     if isinstance(first, tuple | list):
         return tuple(collate(column) for column in zip(*samples, strict=True))
-    arrays = [as_unmasked_array(sample) for sample in samples]
+    arrays = [as_array_requiring_unmasked(sample) for sample in samples]
     odd = next((a for a in arrays if a.shape != arrays[0].shape), None)
     if odd is not None:
         raise DataError(

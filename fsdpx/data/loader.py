@@ -17,7 +17,7 @@ from fsdpx.core.array.random import random_permutation
 from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm.default_communicator import get_rank_info, require_valid_intracomm, to_mpi4py
-from fsdpx.core.state.batch_samples import record_samples
+from fsdpx.core.state.batch_samples import record_sample_digest
 from fsdpx.data.dataset import Dataset, collate, hash_first_sample, make_empty_batch
 from fsdpx.errors import ConfigError, DataError
 
@@ -247,7 +247,7 @@ class DistributedSampler:
             raise DataError(f"position {position} lies behind the {self.n} samples of an epoch")
         self.epoch, self.position, self._resume, self._pass = epoch, position, True, None
 
-    def is_advanced_by(self, epoch_pass: EpochPass) -> bool:
+    def is_position_advanced_by_pass(self, epoch_pass: EpochPass) -> bool:
         """Return whether `epoch_pass` advances `epoch` and `position`.
 
         Parameters
@@ -287,12 +287,12 @@ class EpochPass:
 
     def advance_to(self, position: int) -> None:
         """Record that the consumer has received the batch that ends at `position`."""
-        if self._sampler.is_advanced_by(self):
+        if self._sampler.is_position_advanced_by_pass(self):
             self._sampler.position = position
 
     def end_epoch(self) -> None:
         """End the pass, and move the sampler to the start of the next epoch."""
-        if self._sampler.is_advanced_by(self):
+        if self._sampler.is_position_advanced_by_pass(self):
             self._sampler.epoch, self._sampler.position = self.epoch + 1, 0
         self.is_open = False
 
@@ -615,7 +615,7 @@ class _EpochIterator:
             self._pass.is_open = False
             raise
         self._pass.advance_to(after)
-        record_samples(batch, crc32(indices.tobytes()))
+        record_sample_digest(batch, crc32(indices.tobytes()))
         return batch
 
     def close(self) -> None:

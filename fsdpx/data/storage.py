@@ -74,7 +74,7 @@ def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
     kind = _resolve_integer_dtype(stored, _decode_text(attributes.get("_Unsigned")))
     named = [value for name in ("_FillValue", "missing_value") for value in _parse_attribute_numbers(attributes, name)]
     found = [
-        _cast_number(value, stored, kind)
+        _cast_to_interpreted_dtype(value, stored, kind)
         for value in [*named, *_iterate_default_fill_values(path, array, attributes, stored, kind)]
     ]
     missing = tuple(value for value in found if value is not None and not np.isnan(value))
@@ -87,7 +87,12 @@ def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
         _parse_first_number(attributes, "add_offset", 0.0),
     )
     made = NumberEncoding(
-        kind, missing, _cast_number(low, stored, kind), _cast_number(high, stored, kind), float(factor), float(offset)
+        kind,
+        missing,
+        _cast_to_interpreted_dtype(low, stored, kind),
+        _cast_to_interpreted_dtype(high, stored, kind),
+        float(factor),
+        float(offset),
     )
     return None if made == NumberEncoding(stored, (), None, None, 1.0, 0.0) else made
 
@@ -142,7 +147,7 @@ def _parse_number(text: str) -> float | int | None:
     return None
 
 
-def _cast_number(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
+def _cast_to_interpreted_dtype(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
     """Convert a number to `kind`, the dtype for interpreting stored numbers. Return None if this dtype cannot represent
     the number. `stored` is the dtype of the array in the file, which may be signed although `kind` is unsigned."""
     if value is None or (stored.kind != "f" and (math.isnan(value) or math.isinf(value) or value != int(value))):

@@ -62,17 +62,17 @@ class Solver:
             if learned and k > 0:
                 self.velocity = before + np.asarray(self.net.predict(before)) / SCALE
             else:
-                self.velocity, self.small = self._take_large_step(before), self.small + SMALL
+                self.velocity, self.small = self._take_large_step_by_small_steps(before), self.small + SMALL
             if k == 0:
                 snapshot = np.concatenate([before, SCALE * (self.velocity - before)])
-            self.exact = self._take_large_step(self.exact)
+            self.exact = self._take_large_step_by_small_steps(self.exact)
         return snapshot
 
     def all_reduce_error(self) -> float:
         """Return the largest difference from the reference field over all solver ranks. Collective over `comm`."""
         return float(self.comm.allreduce(np.abs(self.velocity - self.exact).max(), self._largest))
 
-    def _take_large_step(self, field: Array) -> Array:
+    def _take_large_step_by_small_steps(self, field: Array) -> Array:
         """Return the field after one large step, which is SMALL explicit steps of du/dt = viscosity laplace(u) - (u .
         grad) u with central differences."""
         for _ in range(SMALL):

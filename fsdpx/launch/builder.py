@@ -120,7 +120,7 @@ class ModelBuilder:
         ------
         ConfigError : a section names an unknown function or argument, or `distribute` rejects an option
         """
-        options = self._resolve_section_values("distribute")
+        options = self._build_objects_of_section("distribute")
         if isinstance(options.get("mesh"), str):
             options["mesh"] = mesh.Mesh.parse(options["mesh"])
         options = {
@@ -138,7 +138,7 @@ class ModelBuilder:
     def _infer_batch_shapes_and_dtypes(self) -> Any:
         """Return a (shape, dtype) pair for the inputs of a global batch and one for its targets, derived from
         batch_size and the first sample of [data]. Return None if [loader] has no batch_size."""
-        rows = self._resolve_section_values("loader").get("batch_size")
+        rows = self._build_objects_of_section("loader").get("batch_size")
         x, y, *_ = map(np.asarray, self._make_section_object("data")[0])
         return None if rows is None else tuple(((rows, *one.shape), str(one.dtype)) for one in (x, y))
 
@@ -167,7 +167,7 @@ class ModelBuilder:
             "comm": trainer.data_group,
             "reproducible_chunks": self.plan.get("distribute", {}).get("reproducible_chunks"),
         }
-        options |= self._resolve_section_values("loader")
+        options |= self._build_objects_of_section("loader")
         self._require_accepted_arguments(DataLoader, [None], options, "loader")
         train = DataLoader(self._make_section_object("data"), **{"shuffle": True, "drop_last": True, **options})
         if "validation" not in self.plan:
@@ -176,7 +176,7 @@ class ModelBuilder:
 
     def get_fit_options(self) -> dict[str, Any]:
         """Return the options in [fit] as keyword arguments of `trainer.fit`."""
-        return self._resolve_section_values("fit")
+        return self._build_objects_of_section("fit")
 
     def _make_section_object(self, section: str) -> Any:
         """Return the object that a section describes: the result of its `make` call, or the object itself if one was
@@ -186,28 +186,32 @@ class ModelBuilder:
             return given  # `distribute` and `DataLoader` check objects that are given instead of tables
         if not isinstance(given, Mapping) or "make" not in given:
             raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
-        return self._resolve_value(given, section)
+        return self._replace_make_and_use_tables(given, section)
 
-    def _resolve_section_values(self, section: str) -> dict[str, Any]:
+    def _build_objects_of_section(self, section: str) -> dict[str, Any]:
         """Return a section as a dict in which each nested `make` or `use` table is replaced by the object that it
         describes."""
         given = self.plan.get(section, {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{self.source}: {section} is a section: write [{section}] and its values below")
-        return {name: self._resolve_value(value, f"{section}.{name}") for name, value in given.items()}
+        return {name: self._replace_make_and_use_tables(value, f"{section}.{name}") for name, value in given.items()}
 
-    def _resolve_value(self, value: Any, where: str) -> Any:
+    def _replace_make_and_use_tables(self, value: Any, where: str) -> Any:
         """Return `value` with each nested `make` table replaced by the result of its call, and each nested `use` table
         replaced by the object that it names. `where` is the location of the value, for error messages."""
         if type(value) in (list, tuple):
-            return type(value)([self._resolve_value(one, f"{where}[{n}]") for n, one in enumerate(value)])
+            return type(value)([self._replace_make_and_use_tables(one, f"{where}[{n}]") for n, one in enumerate(value)])
         if not isinstance(value, Mapping):
             return value
         if "use" in value:
             if more := [name for name in value if name != "use"]:
                 raise ConfigError(f'{self.source}: [{where}] {more[0]}: use takes nothing; make = "Name" is a call')
             return self._resolve_object_name(value["use"], where)
-        inner = {name: self._resolve_value(one, f"{where}.{name}") for name, one in value.items() if name != "make"}
+        inner = {
+            name: self._replace_make_and_use_tables(one, f"{where}.{name}")
+            for name, one in value.items()
+            if name != "make"
+        }
         if "make" not in value:
             return inner
         function, args = self._resolve_object_name(value["make"], where), inner.pop("args", [])

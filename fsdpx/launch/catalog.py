@@ -145,7 +145,7 @@ def _make_user_model_entry(name: str, batch: str | None) -> CatalogModel:
 
     If `batch` names no dtype, inputs are float32, or int64 if the model rejects float32. If the user gives no loss, the
     loss is CrossEntropyLoss for integer inputs and MSELoss otherwise."""
-    model, loss = _import_model_and_loss(name)
+    model, loss = _import_user_model_and_loss(name)
     match = _BATCH_PATTERN.fullmatch(batch or "")
     if match is None:
         raise ConfigError(f"{name}: say the shape of a global batch, samples first: --batch 8x1024 or 8x1024:int64")
@@ -164,7 +164,7 @@ def list_model_and_loss_kernels(name: str) -> list[str]:
     """Return the names of the kernels that a model and its loss run. For a user's model without a loss, the kernels of
     both CrossEntropyLoss and MSELoss are included."""
     if ":" in name:
-        model, own = _import_model_and_loss(name)
+        model, own = _import_user_model_and_loss(name)
         losses = [nn.CrossEntropyLoss(), nn.MSELoss()] if own is None else [own]
     else:
         found = find_model(name)
@@ -172,7 +172,7 @@ def list_model_and_loss_kernels(name: str) -> list[str]:
     return list(dict.fromkeys([*list_kernels(model), *(kernel for loss in losses for kernel in loss.kernel_names)]))
 
 
-def _import_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
+def _import_user_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
     """Import a user's model from "module:name", and return (model, loss). The loss is None if the user gives none."""
     made = _import_and_call_factory(name)
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

@@ -48,11 +48,11 @@ def ckpt(args: argparse.Namespace) -> int:
 
 def _run_and_print_action(args: argparse.Namespace) -> int:
     if args.action == "inspect":
-        source = offline.open_checkpoint_source(_find_and_print_newest_checkpoint(args.path))
+        source = offline.open_checkpoint_source(_resolve_and_print_newest_checkpoint(args.path))
         print(wrap_for_terminal(_format_checkpoint_contents(source)))
         return 0
     if args.action == "verify":
-        return _verify_and_print_digests(_find_and_print_newest_checkpoint(args.path))
+        return _verify_and_print_digests(_resolve_and_print_newest_checkpoint(args.path))
     if args.action == "diff":
         return print_checkpoint_differences(args.path, args.other)
     made = offline.convert_weights(args.path, args.target, args.dtype, _parse_shard_bytes(args.shard_bytes))
@@ -61,7 +61,7 @@ def _run_and_print_action(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find_and_print_newest_checkpoint(path: Path) -> Path:
+def _resolve_and_print_newest_checkpoint(path: Path) -> Path:
     """If `path` is a folder of several checkpoints, as written by `fit`, print the name of the newest checkpoint and
     return its path. Otherwise return `path`."""
     found = CheckpointConfig(path).find_latest()

@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpx.core.base import environment
 from fsdpx.core.base.dataclass import dataclass
-from fsdpx.core.base.extensions import list_extensions, load_extension
+from fsdpx.core.base.extensions import import_extension, list_extensions
 from fsdpx.core.base.messages import format_count
 from fsdpx.core.program import VERBS
 from fsdpx.errors import ConfigError, LaunchError, escape_control
@@ -80,10 +80,10 @@ def find_first_tensor_difference(
     agreed = compared = 0
     for step in range(min(len(one.steps) for one in (*a, *b))):
         theirs: dict[Hashable, list[tuple[WrittenTensor, str]]] = defaultdict(list)
-        for other, by, of in _iterate_written_tensors(b, step, same_programs):
+        for other, by, of in _iterate_tensors_written_in_step(b, step, same_programs):
             theirs[of].append((other, by))
         last = Counter(key[0] for key in theirs)  # type: ignore[index]
-        for one, by, (key, time) in _iterate_written_tensors(a, step, same_programs):
+        for one, by, (key, time) in _iterate_tensors_written_in_step(a, step, same_programs):
             for other, other_by in theirs.get((key, min(time, last[key] - 1)), ()):
                 compared += 1
                 worst = _find_worst_common_element(one, other, tolerance)
@@ -95,7 +95,7 @@ def find_first_tensor_difference(
     return None
 
 
-def _iterate_written_tensors(
+def _iterate_tensors_written_in_step(
     records: Sequence[RankRecord], step: int, same_programs: bool
 ) -> Iterator[tuple[WrittenTensor, str, tuple[Hashable, int]]]:
     """Yield the tensors that the ranks wrote in a step, in program order, as (tensor, text that names action and rank,
@@ -235,7 +235,7 @@ def _find_first_differing_action(first: Path, second: Path) -> str | None:
     """Compare the traces of two runs rank by rank, and return a message about the first action that differs. Return
     None if no action differs. Times are not compared."""
     for name in list_extensions("verbs"):
-        load_extension("verbs", name)
+        import_extension("verbs", name)
     lanes = {verb.lane for verb in VERBS.values()}
     for a, b in zip(chrome.read_traces(first), chrome.read_traces(second), strict=False):
         one, other = ([event["name"] for event in rank.events if event.get("cat") in lanes] for rank in (a, b))

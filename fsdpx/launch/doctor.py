@@ -89,7 +89,7 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
     facts: list[RankFacts] = comm.all_gather_data(_collect_rank_facts())
     speed = [_time_and_check_all_reduce(comm, nbytes) for nbytes in SIZES]
     try:
-        seats, why_not = visible_devices.gather_rank_gpus(comm), ""
+        seats, why_not = visible_devices.gather_gpu_assignments(comm), ""
     except ConfigError as error:
         seats, why_not = [], str(error)
     threads = _get_mpi_thread_level()
@@ -103,7 +103,7 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
         ("threads", _format_by_rank([one.threads for one in facts])),
         *(("GPU", f"rank {r}: GPU {seat.gpu} ({seat.bus}) of {seat.host}") for r, seat in enumerate(seats)),
         *([("GPUs", why_not if any(map(_has_host_gpu, facts)) else "none")] if why_not else []),
-        ("host arrays", _describe_host_transport(comm)),
+        ("host arrays", _describe_transport_within_host(comm)),
         *([("GPU arrays", _describe_gpu_transport(comm))] if seats else []),
         *(("all-reduce", text) for text, _ in speed),
     ]
@@ -186,7 +186,7 @@ def _describe_mpi(threads: str | None) -> str:
     """Describe the MPI library that this process has loaded: its name, its thread level, and where it was found."""
     if threads is None:
         return f"not in use; Python would load {info.describe_mpi()}"
-    path, wanted = visible_devices.find_mpi_library_path(), environment.get_requested_mpi_library()
+    path, wanted = visible_devices.find_loaded_mpi_library_path(), environment.get_requested_mpi_library()
     how = f"MPI4PY_LIBMPI={wanted}" if wanted else "where the system looks for libraries"
     # a library below /usr was installed by the system, not from a wheel
     wheels = {sys.prefix, sys.base_prefix} - {"/usr"}
@@ -196,7 +196,7 @@ def _describe_mpi(threads: str | None) -> str:
     return f"{library}, thread level {threads}; {path}: {how}"
 
 
-def _describe_host_transport(comm: Communicator) -> str:
+def _describe_transport_within_host(comm: Communicator) -> str:
     """Describe how ranks on the same host exchange NumPy arrays: through shared memory or by messages. For messages,
     also say why shared memory is not used."""
     node, name = find_node_communicator(comm), get_backend_name()

@@ -80,7 +80,7 @@ class JoinRequests:
             return
         self._due = now + _POLL_SECONDS
         asking = list(self._folder.glob(f"{_REQUEST_PREFIX}*"))
-        listener = _find_rank_handling_save_signal(notes) if asking else None
+        listener = _find_process_handling_save_signal(notes) if asking else None
         if listener is None:
             return
         for asks in asking:
@@ -125,7 +125,7 @@ class JoinRequests:
             safe_files.write_file(asks.with_name(asks.name.replace(_REQUEST_PREFIX, _ANSWER_PREFIX, 1)), text)
 
 
-def _find_rank_handling_save_signal(notes: Path) -> int | None:
+def _find_process_handling_save_signal(notes: Path) -> int | None:
     """Return the process id of a rank on this host that saves a checkpoint when it gets SIGUSR1, as a script does
     inside a `Preemption` block. Return None if there is none.
 

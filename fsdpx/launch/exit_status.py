@@ -20,7 +20,7 @@ from fsdpx.ext.watch.flight_recorder import FlightRecord
 from fsdpx.ext.watch.preempt import PREEMPTED_STATUS
 from fsdpx.ext.watch.rank_exits import RANK_EXITED
 from fsdpx.ext.watch.watchdog import HUNG_STATUS
-from fsdpx.launch.rank_status import RankStatus, open_and_unlink_lifeline, read_rank_statuses
+from fsdpx.launch.rank_status import RankStatus, open_and_unlink_lifeline_pipe, read_rank_statuses
 
 __all__ = ["EXIT_CASES", "DeathRecorder", "Evidence", "JobEnding", "RestartPlan", "record_and_decide_restart"]
 
@@ -100,7 +100,7 @@ class DeathRecorder:
         except OSError:
             self.missed.append(rank)
             return
-        for ready in (descriptor, open_and_unlink_lifeline(self._folder, rank)):
+        for ready in (descriptor, open_and_unlink_lifeline_pipe(self._folder, rank)):
             if ready is not None:
                 self._living[ready] = rank
                 deaths.register(ready, select.EPOLLIN)

@@ -27,7 +27,7 @@ from fsdpx.launch.show import (
 )  # fmt: skip
 from fsdpx.plan.auto import MACHINE_FILE
 from fsdpx.plan.measuring import format_machine_file, measure_this_machine
-from fsdpx.plan.peak import format_changes
+from fsdpx.plan.peak import format_option_changes
 from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
 from fsdpx.plan.searching import ANY_GRID, MAX_CANDIDATES
 
@@ -74,7 +74,7 @@ def search_and_format_plan(args: argparse.Namespace) -> str:
     fixed = {name: getattr(args, name) for name in FIXED_PLACEMENTS if getattr(args, name) is not None}
     fixed |= {} if args.mesh is None else {"mesh": Mesh.parse(args.mesh)}
     fixed |= {} if args.recompute is None else {"recompute": parse_recompute(args.recompute)}
-    example, space = _choose_field_and_domain(args, example)
+    example, space = _resize_fields_and_choose_domain(args, example)
     if example.batch < 1:
         raise ConfigError(f"--batch {example.batch}: at least one sample")
     codecs = [word for word in args.codecs.split(",") if word]
@@ -103,11 +103,11 @@ def search_and_format_plan(args: argparse.Namespace) -> str:
     if args.json:
         more = {"peak": best.peak.to_json(), "lower": [one.to_json() for one in changes]}
         return json.dumps(found.to_json() | more, indent=1)
-    explained = f"{best.peak}\n\n{format_changes(changes, best.seconds)}"
+    explained = f"{best.peak}\n\n{format_option_changes(changes, best.seconds)}"
     return f"{found.format_plan(f'{args.example}: {example.about}')}\n\nmemory of the fastest\n{explained}"
 
 
-def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
+def _resize_fields_and_choose_domain(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
     """Return the model with samples of the size given by --field, and the `domain` argument of the search. This
     argument is the grid of ranks given by --domain, or else a value that stands for all possible grids. It is None if
     samples are not fields."""

@@ -12,9 +12,9 @@ from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.chrome import merge_traces
-from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder, reporting_unreadable_files
+from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder, naming_folder_in_errors
 from fsdpx.ext.observe.html_page import write_report_page
-from fsdpx.ext.observe.plots import explain_missing_matplotlib
+from fsdpx.ext.observe.plots import explain_if_matplotlib_is_missing
 from fsdpx.launch.builder import ModelBuilder
 from fsdpx.launch.ckpt import iterate_flat_items
 from fsdpx.launch.run_results import format_summary_line, save_and_print_results
@@ -28,7 +28,7 @@ def print_and_write_report(args: argparse.Namespace) -> int:
     folder = RunFolder(args.run)
     print(wrap_for_terminal(write_report_page(folder)))
     print(f"\n{folder.page_path}")
-    if why := explain_missing_matplotlib():
+    if why := explain_if_matplotlib_is_missing():
         print(f"it has no pictures: {why}")
     return 0
 
@@ -36,7 +36,7 @@ def print_and_write_report(args: argparse.Namespace) -> int:
 def merge_traces_and_print_path(args: argparse.Namespace) -> int:
     """Merge the traces of all ranks into one file for Perfetto, and print the path of this file. Return the exit
     status."""
-    with reporting_unreadable_files(args.folder):
+    with naming_folder_in_errors(args.folder):
         path, error, messages = merge_traces(args.folder)
     print(
         f"{path}: open it in https://ui.perfetto.dev\n"
@@ -58,7 +58,7 @@ def print_runs(args: argparse.Namespace) -> int:
     if not found:
         raise ConfigError(f"{args.folder}/ holds no run: train one, or name the folder with --in")
     folders = [RunFolder(path) for path in found]
-    with reporting_unreadable_files(args.folder):
+    with naming_folder_in_errors(args.folder):
         print(_format_runs(folders))
         if len(given) > 1:
             print(f"\n{_format_argument_differences(folders)}")

@@ -39,7 +39,7 @@ from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.observe.chrome import TraceGroups, TraceHeader, write_simulated_trace
-from fsdpx.ext.observe.plots import StepLanes, make_figure, require_writable_picture, save_figure
+from fsdpx.ext.observe.plots import StepLanes, make_step_figure, require_writable_picture, save_figure
 from fsdpx.ext.observe.recording import ActionSpan, ProgramRecord, TransferSpan
 from fsdpx.ext.observe.report import format_transfer_name
 from fsdpx.ext.offload.choice import OffloadConfig
@@ -47,7 +47,7 @@ from fsdpx.launch.catalog import CATALOG, CatalogModel, find_model
 from fsdpx.plan.dry_run import DryRun, dry_run
 from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import OptionChange, format_changes, list_memory_lowering_changes
+from fsdpx.plan.peak import OptionChange, format_option_changes, list_memory_lowering_changes
 from fsdpx.plan.prediction import Prediction, dry_run_one_rank_per_group, predict_from_dry_runs
 
 __all__ = [
@@ -154,7 +154,7 @@ def _simulate_and_format_step(args: argparse.Namespace, count: Callable[[int], N
         head += f", with {' x '.join(map(str, space.parts.local_shape(space.coords)))} cells of {space}"
     parts = [f"{head}\n{_format_peak_memory_and_traffic(run)}{budget}"]
     parts += [_format_program(run), _format_units(run), _format_traffic(run), _format_memory(run)]
-    parts += [str(run.peak), *([] if changes is None else [format_changes(changes)])]
+    parts += [str(run.peak), *([] if changes is None else [format_option_changes(changes)])]
     parts += [str(run.footprint)]
     schedule = run.trainer.inspect.placement.pipe.get_schedule(run.program.microbatches)
     parts += [_format_schedule(schedule)] if args.grid else []
@@ -396,7 +396,7 @@ ranks that do the same work."""
 
 
 def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
-    """Return the simulated step in the form that `fsdpx.ext.observe.plots.make_figure` draws.
+    """Return the simulated step in the form that `fsdpx.ext.observe.plots.make_step_figure` draws.
 
     `title` has the form "name: about". `limit` is the number of bytes that a rank may use. If it is None, the memory
     capacity of the machine is used."""
@@ -436,7 +436,7 @@ def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
     with converting_write_errors(path):
-        save_figure(make_figure([make_step_lanes(dry, found, title + of, limit)]), Path(path))
+        save_figure(make_step_figure([make_step_lanes(dry, found, title + of, limit)]), Path(path))
     ranks = format_count(found.mesh.size, "rank")
     return f"drawn: {path}, a step of {ranks} of {found.machine.name}{of}: {found}"
 

@@ -137,7 +137,7 @@ class TemplateProcess:
             env=environment.copy_without_rank_variables(), text=True, encoding="ascii",
         )  # fmt: skip
         self._owner, self._lock = os.getpid(), threading.Lock()
-        self._end = weakref.finalize(self, _kill_process, self._child, self._owner)
+        self._end = weakref.finalize(self, _kill_child_and_wait, self._child, self._owner)
 
     def is_alive(self) -> bool:
         """Return whether the child process is running and was started by this process. In a forked copy of this
@@ -174,7 +174,7 @@ def _explain_exit_status(status: int) -> str:
     return f"its process ended with status {status}"
 
 
-def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
+def _kill_child_and_wait(child: subprocess.Popen[str], owner: int) -> None:
     """Kill the child process and wait until it has ended. `owner` is the id of the process that started the child; in a
     forked copy of that process, do nothing."""
     if os.getpid() == owner:

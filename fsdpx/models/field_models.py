@@ -97,7 +97,7 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
     ------
     CheckpointError : if the names match no supported model, or if tensors are missing, left over or of the wrong shape
     """
-    return _find_project_and_build_model(_read_tensors(source), options)
+    return _build_model_of_matching_project(_read_tensors(source), options)
 
 
 def to_state_dict(
@@ -129,7 +129,7 @@ def to_state_dict(
         numbers = np.arange(first, end, dtype=np.float64)
         places[name] = (numbers.view(np.complex128) if np.iscomplexobj(array) else numbers).reshape(array.shape)
     flat = np.concatenate([_view_as_real(a).reshape(-1).astype(np.float64) for a in tensors.values()])
-    for name, value in _find_project_and_build_model(places, options).initial.items():
+    for name, value in _build_model_of_matching_project(places, options).initial.items():
         assert isinstance(value, ArrayInitializer)
         at, ours = value.array.astype(np.int64), _to_array(parameters[name]) if name in parameters else np.empty(0)
         if ours.shape != at.shape:
@@ -142,7 +142,7 @@ def to_state_dict(
     return found
 
 
-def _find_project_and_build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
+def _build_model_of_matching_project(tensors: Tensors, options: Mapping[str, Any]) -> Container:
     """Build the model of the first project whose marker tensor is present, initialized with the tensors. Raise
     CheckpointError if no project matches."""
     tensors = {name.removesuffix(":0"): array for name, array in tensors.items()}  # TensorFlow appends ":0" to names
@@ -201,12 +201,12 @@ def _build_model_from_tensors(project: Project, tensors: Tensors, options: Mappi
     if texts:
         raise CheckpointError(f"from_state_dict: {'; '.join(texts)}")
     model.initial = {
-        name: _make_parameter_initializer(other, kept[other], specs[name]) for name, other in theirs.items()
+        name: _make_initializer_from_tensor(other, kept[other], specs[name]) for name, other in theirs.items()
     }
     return model
 
 
-def _make_parameter_initializer(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
+def _make_initializer_from_tensor(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
     """Return an initializer with the values of the tensor `array`, whose name is `name`; complex numbers become pairs
     (real, imaginary). Raise CheckpointError unless the tensor has the parameter's shape `shape`, apart from dims of
     size 1."""

@@ -18,13 +18,13 @@ Tensors = dict[str, np.ndarray]
 def build_physicsnemo_network(tensors: Mapping[str, np.ndarray], **options: Any) -> MeshGraphNet:
     """Return a model without parameter values that fits weights of PhysicsNeMo's `MeshGraphNet`. In this model, nodes
     sum the edge features after the residual connection."""
-    return _build_network(join_physicsnemo_tensors(tensors), "edges", options)
+    return _build_mesh_graph_net(join_physicsnemo_tensors(tensors), "edges", options)
 
 
 def build_deepmind_network(tensors: Mapping[str, np.ndarray], **options: Any) -> MeshGraphNet:
     """Return a model without parameter values that fits weights of the program by Pfaff et al. (2021). In this model,
     nodes sum the results of the edge MLPs, before the residual connection."""
-    return _build_network(join_deepmind_tensors(tensors), "messages", options)
+    return _build_mesh_graph_net(join_deepmind_tensors(tensors), "messages", options)
 
 
 def join_physicsnemo_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
@@ -89,7 +89,7 @@ def join_deepmind_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
     return found
 
 
-def _build_network(tensors: Mapping[str, np.ndarray], residual: str, options: Mapping[str, Any]) -> MeshGraphNet:
+def _build_mesh_graph_net(tensors: Mapping[str, np.ndarray], residual: str, options: Mapping[str, Any]) -> MeshGraphNet:
     """Return the network whose parameters have the shapes of `tensors`. The keys of `tensors` are parameter names."""
     hidden, edge_features = tensors["edge_encoder.0.weight"].shape
     places = [int(n) for name in tensors for n in re.findall(r"^decoder\.(\d+)\.weight$", name)]

@@ -125,7 +125,7 @@ class TensorSource:
         """Name of the tensor, or of the first tensor if there are several."""
         return self.names[0]
 
-    def iterate_slices(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+    def iterate_tensor_slices_in_flat_range(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """Yield the tensor slices that make up elements [start, stop) of the flat parameter, in order. A slice is
         (tensor name, first, end), where both indices count from the start of that tensor."""
         size = self.source.locations[self.name][1].elements
@@ -140,7 +140,8 @@ class TensorSource:
                 parts.append(found.reshape(box.shape[::-1]).T.reshape(-1))
         else:
             parts = [
-                read_elements(self.source, n, [(first, last)]) for n, first, last in self.iterate_slices(start, stop)
+                read_elements(self.source, n, [(first, last)])
+                for n, first, last in self.iterate_tensor_slices_in_flat_range(start, stop)
             ]
         return _widen_float(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
@@ -162,7 +163,7 @@ class TensorSource:
         """Split `array`, which contains the parameter's elements beginning at flat index `start`, into one view per
         tensor in the files."""
         at = 0
-        for name, first, last in self.iterate_slices(start, start + array.size):
+        for name, first, last in self.iterate_tensor_slices_in_flat_range(start, start + array.size):
             part = array[at : at + last - first]
             yield LocalShard(name, part, first, ParameterSpec(part.shape), 0, 1)
             at += last - first

@@ -21,7 +21,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, collect_specs, group_arrays_by_child
 from fsdpx.nn.shape import Add, Multiply
-from fsdpx.nn.tied_parameters import resolve_ties
+from fsdpx.nn.tied_parameters import resolve_ties_to_canonical_names
 
 __all__ = [
     "ChildCall",
@@ -100,7 +100,7 @@ class Container(Layer):
         self.n_inputs = len(self.inputs)
         self.n_outputs = len(self.outputs)
         self.collective = any(step.layer.collective for step in self.steps)
-        self._last = _find_last_reads(self.steps, self.outputs)
+        self._last = _list_values_to_free_after_each_step(self.steps, self.outputs)
         if not isinstance(ties, Mapping | None):
             raise ConfigError(f"{type(self).__name__}(ties={ties!r}): a dict from name to name is needed")
         self._specs, self.ties = self._collect_specs_and_ties(dict(ties or {}), frozen)
@@ -121,7 +121,7 @@ class Container(Layer):
         new.steps = tuple(steps)
         new.outputs = self.outputs if outputs is None else tuple(outputs)
         new.collective = any(step.layer.collective for step in new.steps)
-        new._last = _find_last_reads(new.steps, new.outputs)
+        new._last = _list_values_to_free_after_each_step(new.steps, new.outputs)
         fresh = collect_specs(new.children().items())
         assert fresh.keys() == self._specs.keys() | self.ties.keys(), "with_steps: other parameters"
         assert all(fresh[name].shape == spec.shape for name, spec in self._specs.items()), "with_steps: other shapes"
@@ -261,7 +261,7 @@ class Container(Layer):
         self, ties: dict[str, str], frozen: Sequence[str]
     ) -> tuple[dict[str, ParameterSpec], dict[str, str]]:
         specs = collect_specs(self.children().items())
-        ties = resolve_ties(type(self).__name__, ties, specs)
+        ties = resolve_ties_to_canonical_names(type(self).__name__, ties, specs)
         free = {name: spec for name, spec in specs.items() if name not in ties}
         frozen = parse_patterns("frozen", frozen)
         require_pattern_matches(f"{type(self).__name__}(frozen=)", frozen, free)
@@ -405,7 +405,7 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
     return [(name, require_layer(owner, name, layer)) for name, layer in named]
 
 
-def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
+def _list_values_to_free_after_each_step(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
     """For each step, return the names of the values that can be freed after the step because no later step reads them.
     The container's outputs are never among these values."""
     seen, last = set(outputs), []
@@ -438,7 +438,7 @@ def _add_optional(a: Array | None, b: Array | None) -> Array | None:
 WORKS = "compose works on its arguments and on what layers give"
 
 
-def _make_unsupported_operator(sign: str) -> Any:
+def _make_operator_that_raises(sign: str) -> Any:
     """Return a method for an operator such as "-" that raises ConfigError, because symbolic values do not support
     it."""
 
@@ -469,15 +469,15 @@ class ComposeValue:
 
     # Python calls these if the left operand is a number; Add and Multiply then reject the number
     __radd__, __rmul__ = __add__, __mul__
-    __sub__ = __rsub__ = __neg__ = _make_unsupported_operator("-")
-    __truediv__ = __rtruediv__ = _make_unsupported_operator("/")
-    __pow__ = __rpow__ = _make_unsupported_operator("**")
-    __matmul__ = __rmatmul__ = _make_unsupported_operator("@")
-    __lt__, __le__, __gt__, __ge__ = map(_make_unsupported_operator, ("<", "<=", ">", ">="))
+    __sub__ = __rsub__ = __neg__ = _make_operator_that_raises("-")
+    __truediv__ = __rtruediv__ = _make_operator_that_raises("/")
+    __pow__ = __rpow__ = _make_operator_that_raises("**")
+    __matmul__ = __rmatmul__ = _make_operator_that_raises("@")
+    __lt__, __le__, __gt__, __ge__ = map(_make_operator_that_raises, ("<", "<=", ">", ">="))
     __getitem__, __iter__, __len__ = (
-        _make_unsupported_operator("[]"),
-        _make_unsupported_operator("parts"),
-        _make_unsupported_operator("length"),
+        _make_operator_that_raises("[]"),
+        _make_operator_that_raises("parts"),
+        _make_operator_that_raises("length"),
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -560,7 +560,7 @@ class ComposingMeta(ABCMeta):
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         layer = super().__call__(*args, **options)
-        layer._compose_steps()
+        layer._init_container_from_compose()
         return layer
 
 
@@ -593,7 +593,7 @@ class Composite(Container, metaclass=ComposingMeta):
         """Define the layer: call layers on values, add or multiply values, and return the resulting value or a tuple of
         values. There is one argument per input."""
 
-    def _compose_steps(self) -> None:
+    def _init_container_from_compose(self) -> None:
         owner = type(self).__name__
         if taken := sorted({"steps", "inputs", "outputs", "ties"} & vars(self).keys()):
             raise ConfigError(f"{owner}: {taken[0]!r} is an attribute that every container has; choose another name")

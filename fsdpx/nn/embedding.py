@@ -61,7 +61,7 @@ class Embedding(Layer):
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         if not isinstance(request.mark, VocabParallel) or type(self) is not Embedding:
             return super().shard_over_ranks(request)
-        request.require_one_per_rank(self.num_embeddings, "embeddings")
+        request.require_at_least_one_per_rank(self.num_embeddings, "embeddings")
         outside = request.unsharded_kind
         size = (self.num_embeddings, self.embedding_dim, isinstance(outside, ShardedSequence))
         return ShardedLayer(VocabParallelEmbedding(*size, init=self.init), outside)
@@ -161,7 +161,7 @@ class TokenEmbedding(TokenEmbeddingBase):
         size, inits = (self.vocab, self.d_model, self.seq_len), dict[str, Any](init=self.init)
         inits["position_init"] = self.position_init
         if isinstance(request.mark, VocabParallel):
-            request.require_one_per_rank(self.vocab, "tokens in its vocabulary")
+            request.require_at_least_one_per_rank(self.vocab, "tokens in its vocabulary")
             outside = request.unsharded_kind
             parts = isinstance(outside, ShardedSequence)
             return ShardedLayer(

@@ -106,7 +106,7 @@ class Linear(Layer):
                 f"{request.path!r} {self!r}: its {self.out_features} results are not {mark.blocks} blocks of multiples "
                 f"of {mark.grain}"
             )
-        request.require_one_per_rank(count, "results" if mark.grain == 1 else f"runs of {mark.grain} results")
+        request.require_at_least_one_per_rank(count, "results" if mark.grain == 1 else f"runs of {mark.grain} results")
         options = {"gather_output": mark.gather_output, "blocks": mark.blocks, "grain": mark.grain}
         new, partial = self._make_column_parallel(sequence=isinstance(kind, ShardedSequence), **options)
         ends = isinstance(request.mark, VocabParallel)

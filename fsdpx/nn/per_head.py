@@ -170,7 +170,7 @@ class Attention(PerHead):
     def bind_sequence_shard(self, request: ShardingContext) -> Layer:
         path, sequence = request.path, request.sequence
         if sequence == "ulysses":
-            request.require_one_per_rank(self.n_heads, "heads", 'sequence="ring"')
+            request.require_at_least_one_per_rank(self.n_heads, "heads", 'sequence="ring"')
         if sequence not in ("ring", "ulysses"):
             raise ConfigError(
                 f"{path!r}: attention needs the whole sequence, but gets a part of it: cut it by heads, with "

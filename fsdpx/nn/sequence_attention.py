@@ -185,10 +185,12 @@ class RingAttention:
         if not self._is_dropping(env):
             return kernels.attention_backward(xp, q, k, v, o, lse, do, causal, heads.scale)
         scores = compute_scores(xp, q, k, causal, heads.scale).astype(accumulation_dtype(q.dtype), copy=False)
-        form = partial(self._dropout_block_backward, env, xp.exp(scores - lse[..., None]), (q, k, v, o, do), block)
+        form = partial(
+            self._attend_block_with_dropout_backward, env, xp.exp(scores - lse[..., None]), (q, k, v, o, do), block
+        )
         return compute_masked_if_not_finite(xp, form, make_causal_mask(xp, q, causal))
 
-    def _dropout_block_backward(
+    def _attend_block_with_dropout_backward(
         self, env: LayerContext, weights: Array, heads: tuple[Array, ...], block: int, seen: Array | None
     ) -> tuple[Array, ...]:
         """Return one block's contribution to the gradients of q, k and v, for attention weights with dropout."""

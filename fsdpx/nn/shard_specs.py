@@ -59,7 +59,7 @@ class ShardSpec:
     blocks: int = 1
     grain: int = 1
 
-    def dim_ranges_of_rank(self, shape: tuple[int, ...], rank: int, width: int) -> list[tuple[int, int]]:
+    def ranges_of_rank_along_dim(self, shape: tuple[int, ...], rank: int, width: int) -> list[tuple[int, int]]:
         """Return the ranges along dim `dim` that a rank holds: one range for each block.
 
         Parameters
@@ -117,7 +117,7 @@ class ShardSpec:
             `shape`, with the size of dim `dim` replaced by the number of elements that the rank holds
         """
         dims = list(shape)
-        dims[self.dim] = sum(stop - start for start, stop in self.dim_ranges_of_rank(shape, rank, width))
+        dims[self.dim] = sum(stop - start for start, stop in self.ranges_of_rank_along_dim(shape, rank, width))
         return tuple(dims)
 
     def take_shard(self, array: Any, rank: int, width: int) -> Any:
@@ -134,7 +134,8 @@ class ShardSpec:
             a view of `array` if the shard is one range (blocks = 1), else a copy
         """
         parts = [
-            array[self._slice_dim(start, stop)] for start, stop in self.dim_ranges_of_rank(array.shape, rank, width)
+            array[self._slice_dim(start, stop)]
+            for start, stop in self.ranges_of_rank_along_dim(array.shape, rank, width)
         ]
         return parts[0] if len(parts) == 1 else namespace_of(array).concatenate(parts, axis=self.dim)
 
@@ -148,7 +149,7 @@ class ShardSpec:
         rank, width : rank on the tensor axis, and size of the axis
         """
         offset = 0
-        for start, stop in self.dim_ranges_of_rank(full.shape, rank, width):
+        for start, stop in self.ranges_of_rank_along_dim(full.shape, rank, width):
             full[self._slice_dim(start, stop)] = local[self._slice_dim(offset, offset + stop - start)]
             offset += stop - start
 
@@ -172,7 +173,7 @@ class ShardSpec:
             ranges of flat indices into the full array, in ascending order
         """
         inner = math.prod(shape[self.dim + 1 :])
-        pieces = [(a * inner, b * inner) for a, b in self.dim_ranges_of_rank(shape, rank, width)]
+        pieces = [(a * inner, b * inner) for a, b in self.ranges_of_rank_along_dim(shape, rank, width)]
         row, whole = sum(b - a for a, b in pieces), shape[self.dim] * inner
         if row == 0:
             return
@@ -537,7 +538,7 @@ class ShardingContext:
             raise ConfigError(f"{self.path!r} {layer!r} reads {kind}: close them with a RowParallel before it")
         return kind
 
-    def require_one_per_rank(self, count: int, things: str, instead: str = "") -> None:
+    def require_at_least_one_per_rank(self, count: int, things: str, instead: str = "") -> None:
         """Raise ConfigError unless every rank of the tensor axis gets at least one item.
 
         Parameters

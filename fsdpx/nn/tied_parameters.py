@@ -5,10 +5,10 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["get_canonical_name", "resolve_ties"]
+__all__ = ["get_canonical_name", "resolve_ties_to_canonical_names"]
 
 
-def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) -> dict[str, str]:
+def resolve_ties_to_canonical_names(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) -> dict[str, str]:
     """Return `ties` with every alias mapped to its canonical name, even if it is an alias of an alias. Raise
     ConfigError unless both names of each tie exist and belong to parameters of the same shape."""
     for name in [*ties, *ties.values()]:

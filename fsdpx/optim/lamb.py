@@ -138,7 +138,10 @@ class LAMB:
             (*self._get_bias_corrections(step - run.missed), self.eps, run.get_weight_decay(self.weight_decay))
             for run in runs
         ]
-        squares = [_sum_squares(xp, s, p, m, v, numbers) for s, numbers in zip(segments.items, options, strict=True)]
+        squares = [
+            _sum_parameter_and_direction_squares(xp, s, p, m, v, numbers)
+            for s, numbers in zip(segments.items, options, strict=True)
+        ]
         norms = segments.all_reduce_square_sums([of_p for of_p, _ in squares], [of_u for _, of_u in squares])
         for run, numbers, of_p, of_u in zip(runs, options, *norms, strict=True):
             span = slice(run.start, run.stop)
@@ -151,7 +154,7 @@ class LAMB:
         return 1.0 / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5
 
 
-def _sum_squares(
+def _sum_parameter_and_direction_squares(
     xp: Any, segment: ShardSegment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
     """For a segment (the part of a parameter in this shard), return two lists of partial sums of squares: one for the

@@ -121,7 +121,7 @@ class Muon:
             span = slice(s.start, s.stop)
             own_slots = {name: slots[name][span] for name in self.slots}
             if self.is_matrix(s.name, s.shape):
-                parts[s.name] = self._update_momentum_and_get_direction(g[span], own_slots["m"], scale)
+                parts[s.name] = self._update_and_get_nesterov_momentum(g[span], own_slots["m"], scale)
             else:
                 alone = ShardSegments((ShardSegment(s.name, 0, s.stop - s.start, s.offset, s.size, missed=s.missed),))
                 self._other_optimizer.update(
@@ -168,7 +168,7 @@ class Muon:
         other: Any = self.others
         return replace(other, lr=self.lr, weight_decay=self.weight_decay, groups=self.groups)
 
-    def _update_momentum_and_get_direction(self, g: Any, m: Any, scale: float) -> Any:
+    def _update_and_get_nesterov_momentum(self, g: Any, m: Any, scale: float) -> Any:
         """Set `m = momentum * m + scale * g` in place, and return the Nesterov direction,
         `scale * g + momentum * m`."""
         share = m.dtype.type(self.momentum)

@@ -25,8 +25,9 @@ from fsdpx.optim.segments import NORMS, ParamGroups, ShardSegments
 __all__ = [
     "AVERAGE_SLOT", "BLOCK_ELEMENTS", "FORMULAS_BY_NAME", "UNSCHEDULED", "Average", "Elementwise", "LearningRate",
     "Optimizer", "SlotFormat", "Slots", "UpdateFormula", "WrappedOptimizer", "declare_update_formula",
-    "get_learning_rate", "get_scheduled_values", "get_slot_formats", "lerp_", "lerp_square_", "make_zero_slots",
-    "needs_full_parameters", "no_decay", "scale_and_add_decay", "unwrap_optimizer", "update_parameters",
+    "get_learning_rate", "get_scheduled_lr_and_average_weight", "get_slot_formats", "lerp_", "lerp_square_",
+    "make_zero_slots", "needs_full_parameters", "no_decay", "scale_and_add_decay", "unwrap_optimizer",
+    "update_parameters",
 ]  # fmt: skip
 
 AVERAGE_SLOT = "average"
@@ -257,7 +258,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 UNSCHEDULED = (0.0, 0.0)
 
 
-def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
+def get_scheduled_lr_and_average_weight(optimizer: Any, step: int) -> tuple[float, float]:
     """Return two values for a step: the learning rate, and the weight of the old parameter average in the new average.
     The ranks compare these values, because they must be equal on all ranks.
 

@@ -143,7 +143,7 @@ class ShardSegments:
         """The number of elements of the shard."""
         return self.items[-1].stop if self.items else 0
 
-    def with_missed_updates(self, missed: Mapping[str, int]) -> "ShardSegments":
+    def with_missed_update_counts(self, missed: Mapping[str, int]) -> "ShardSegments":
         """Return these segments (parts of parameters), each with the number of updates that its parameter missed while
         frozen.
 

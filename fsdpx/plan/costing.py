@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from fsdpx.core.array.shapes.array import MemoryMeter, ShapeArray, Storage
-from fsdpx.core.array.shapes.flop_counter import WorkCount, counting_work, record_work
+from fsdpx.core.array.shapes.flop_counter import WorkCount, add_counted_work, counting_work
 from fsdpx.core.array.shapes.shape_cache import make_value_template, rebuild_cached_value
 from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.comm.calls import TimedTransfer
@@ -148,7 +148,7 @@ class ActionCostRecorder(TimelineRecorder):
         made = self._known.get(key)
         if made is None:
             return self._run_and_memoize(key, run, roots, flags, constants) if key not in self._known else run()
-        record_work(made.work)
+        add_counted_work(made.work)
         for axis, verb, calls, nbytes in made.calls:
             self.counters.add_calls(axis, verb, nbytes, calls)
         meter = self.meter
@@ -165,7 +165,7 @@ class ActionCostRecorder(TimelineRecorder):
         peak, meter.peak, live = meter.peak, meter.live, meter.live
         with counting_work() as work:
             found = run()
-        record_work(work)
+        add_counted_work(work)
         inner, meter.peak = meter.peak - live, max(peak, meter.peak)
         if len(constants) > there:
             return found

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from fsdpx.core.array.shapes.array import measuring_memory
+from fsdpx.core.array.shapes.array import measuring_shape_only_memory
 from fsdpx.core.base import environment
 from fsdpx.core.base.arguments import wrap_with_type_hint_check
 from fsdpx.core.base.option_names import ForeignModule
@@ -235,7 +235,7 @@ def dry_run(
         if name in options:
             raise ConfigError(f"dry_run decides {name} itself")
     comm = _make_fake_world(rank, ranks, ranks_per_host)
-    with measuring_memory() as meter:
+    with measuring_shape_only_memory() as meter:
         trainer = distribute(model, comm=comm, device="shape", **options)
         trainer.inspect.reset_counters()
         watch = HeapRecorder(trainer.inspect.engine, meter)

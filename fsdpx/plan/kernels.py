@@ -13,7 +13,7 @@ from fsdpx.core.array.shapes.flop_counter import KernelPass, ProductCount
 from fsdpx.core.base.dataclass import dataclass, field
 
 __all__ = [
-    "LONG", "SHORT", "WEIGHTS", "KernelRates", "count_weight_bytes", "explain_invalid_rates",
+    "LONG", "SHORT", "WEIGHTS", "KernelRates", "count_weight_bytes", "explain_invalid_kernel_rates",
     "locate_product_in_rate_table",
 ]  # fmt: skip
 
@@ -196,7 +196,7 @@ def _find_weighted_neighbors(axis: Sequence[float], value: float) -> list[tuple[
     return [(low, 1.0 - share), (top, share)]
 
 
-def explain_invalid_rates(value: Any, formats: Iterable[str]) -> str:
+def explain_invalid_kernel_rates(value: Any, formats: Iterable[str]) -> str:
     """Return an error message if the [kernels] section of a machine file is invalid, else ""."""
     if not isinstance(value, dict) or not {"passes", "products"}.issuperset(value):
         return "tables passes and products by format are needed, as measure-machine writes them"

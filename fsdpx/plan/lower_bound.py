@@ -19,7 +19,7 @@ from fsdpx.plan.costing import ActionCost
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.world_step import WorldStep
 
-__all__ = ["LayerPrediction", "compute_lower_bound_seconds", "predict_layers"]
+__all__ = ["LayerPrediction", "compute_lower_bound_seconds", "predict_cost_by_layer"]
 
 STEP_PARTS = {"F": 0, "C": 0, "LOSS": 0, "B": 1, "I": 1, "R": 2, "W": 3}
 """The part of a step that each operation belongs to. 0: forward pass. 1: backward pass up to the gradients that other
@@ -55,7 +55,7 @@ def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
     each: list[list[list[ActionCost]]] = [[[], [], [], []] for _ in home]
     for layer, part, cost, _ in layers:
         each[bisect_right(starts, layer) - 1][part].append(cost)
-    times = step.make_step_times(machine)
+    times = step.make_time_model(machine)
 
     def sum_seconds(costs: Iterable[ActionCost]) -> float:
         own, moving = times.predict_action_seconds(_sum_costs(costs))
@@ -87,11 +87,11 @@ class LayerPrediction(NamedTuple):
     nbytes: int
 
 
-def predict_layers(step: WorldStep, machine: Machine) -> dict[str, LayerPrediction]:
+def predict_cost_by_layer(step: WorldStep, machine: Machine) -> dict[str, LayerPrediction]:
     """Return a dict that maps each layer's path to its predicted cost. The cost of a layer without parameters is added
     to the next layer, and the cost of the loss to the last layer. The dict is empty if a data rank has fewer samples
     than microbatches."""
-    m, times, found = step.microbatches, step.make_step_times(machine), dict[str, LayerPrediction]()
+    m, times, found = step.microbatches, step.make_time_model(machine), dict[str, LayerPrediction]()
     rows = step.count_samples_of_group(step.sample_group_count - 1) // m
     if not rows:
         return found

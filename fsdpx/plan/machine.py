@@ -16,7 +16,7 @@ from typing import Any
 from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.base.safe_files import describe_read_error, expanduser, read_file
 from fsdpx.errors import ConfigError
-from fsdpx.plan.kernels import KernelRates, explain_invalid_rates
+from fsdpx.plan.kernels import KernelRates, explain_invalid_kernel_rates
 
 __all__ = ["Compute", "DiskSpeed", "Machine", "NetworkLevel"]
 
@@ -263,7 +263,7 @@ def _explain_invalid_value(key: str, value: Any) -> str:
         kind = str if key == "name" else bool
         return "" if isinstance(value, kind) else f"a {kind.__name__} is needed"
     if key == "kernels":
-        return explain_invalid_rates(value, FORMATS)
+        return explain_invalid_kernel_rates(value, FORMATS)
     if key == "measured":
         good = isinstance(value, list) and all(one in MEASURED_VALUES for one in value)
         return "" if good else f"a list of {' and '.join(MEASURED_VALUES)} is needed"

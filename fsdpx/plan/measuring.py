@@ -180,8 +180,8 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
         for nbytes in (SHORT, LONG):
             sums: dict[str, tuple[float, float]] = {}
             for work, call in _iterate_calls_with_work_counts(
-                probes.make_memory_bound_kernel_calls(device.xp, name, nbytes),
-                probes.make_memory_bound_kernel_calls(shapes, name, nbytes),
+                probes.make_calls_of_all_memory_bound_kernels(device.xp, name, nbytes),
+                probes.make_calls_of_all_memory_bound_kernels(shapes, name, nbytes),
             ):
                 (one,) = work.passes
                 moved, seconds = sums.get(one.kernel, (0.0, 0.0))
@@ -300,10 +300,10 @@ def format_machine_file(machine: Machine) -> str:
         lines += [f"contention = {level.contention:g}"] if level.contention else []
     if machine.disk is not None:
         lines += ["", "[disk]", *[f"{key} = {value:.4g}" for key, value in vars(machine.disk).items() if value < inf]]
-    return "\n".join([*lines, *_iterate_kernel_rate_lines(compute.kernels)]) + "\n"
+    return "\n".join([*lines, *_iterate_kernel_rate_toml_lines(compute.kernels)]) + "\n"
 
 
-def _iterate_kernel_rate_lines(rates: KernelRates) -> Iterator[str]:
+def _iterate_kernel_rate_toml_lines(rates: KernelRates) -> Iterator[str]:
     """Yield the TOML lines of the [kernels] tables: bytes per second of short and long calls, and grids of FLOP per
     second."""
     for name, passes in rates.passes.items():

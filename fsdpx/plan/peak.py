@@ -32,9 +32,9 @@ __all__ = [
     "MemoryPeak",
     "OptionChange",
     "find_memory_peak",
-    "format_changes",
     "format_mesh_arguments",
     "format_option_as_python",
+    "format_option_changes",
     "format_options",
     "list_memory_lowering_changes",
 ]  # fmt: skip
@@ -311,7 +311,7 @@ def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[d
         yield from ({"offload": OffloadConfig("/local/disk", what)} for what in ("optimizer", "activations"))
 
 
-def format_changes(changes: Sequence[OptionChange], seconds: float | None = None) -> str:
+def format_option_changes(changes: Sequence[OptionChange], seconds: float | None = None) -> str:
     """Return a table of the changes. New step times are compared to `seconds`, the current step time. If `seconds` is
     None, the column of times is left out."""
     if not changes:

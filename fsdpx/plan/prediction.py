@@ -19,13 +19,13 @@ from fsdpx.core.state.sync_policy import SyncChoice
 from fsdpx.errors import warn
 from fsdpx.nn.layer_list import memoizing
 from fsdpx.plan.extrapolation import StepDryRuns
-from fsdpx.plan.lower_bound import LayerPrediction, predict_layers
+from fsdpx.plan.lower_bound import LayerPrediction, predict_cost_by_layer
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, OptionChange, list_memory_lowering_changes
 from fsdpx.plan.world_step import RankClass, WorldStep, make_world_step
 
 __all__ = [
-    "Prediction", "disabling_gc", "dry_run_one_rank_per_group", "predict", "predict_from_dry_runs", "predict_step",
+    "Prediction", "disabling_gc", "dry_run_one_rank_per_group", "predict", "predict_from_dry_runs", "predict_step_cost",
 ]  # fmt: skip
 
 PROCESS_BYTES = 66 << 20
@@ -104,7 +104,7 @@ class Prediction:
         is added to the next layer, and the cost of the loss to the last layer. Gathering and reducing pages (flat
         parameter buffers) is not included."""
         with memoizing(), disabling_gc():
-            return predict_layers(self.step, self.machine)
+            return predict_cost_by_layer(self.step, self.machine)
 
     def list_memory_lowering_changes(self) -> list[OptionChange]:
         """Return all changes of a single option that would lower the memory peak, sorted by the new peak. Each change
@@ -117,7 +117,7 @@ class Prediction:
             found = self
             if changes:
                 other = WorldStep.from_options(step.model, step.batch, step.mesh.size, step.options | changes)
-                found = predict_step(other, self.machine)
+                found = predict_step_cost(other, self.machine)
             known = "offload" not in changes or self.machine.disk is not None
             return found.memory, found.seconds if known else None
 
@@ -181,7 +181,7 @@ def predict(
     options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision}
     where = Machine.load(machine)
     step = make_world_step(model, batch, ranks, where.compute.gpu, options)
-    found = predict_step(step, where)
+    found = predict_step_cost(step, where)
     if step.empty_microbatch_warning:
         warn(step.empty_microbatch_warning)
     return found
@@ -211,10 +211,10 @@ def dry_run_one_rank_per_group(
     return StepDryRuns.from_step(step, step.count_simulated_microbatches_and_period()[0])
 
 
-def predict_step(step: WorldStep, machine: Machine) -> Prediction:
+def predict_step_cost(step: WorldStep, machine: Machine) -> Prediction:
     """Predict a step on a machine, after running it on shape-only arrays. Raise ConfigError if the machine has too few
     ranks."""
-    step.make_step_times(machine)  # raises an error before the costly dry runs if the machine has too few ranks
+    step.make_time_model(machine)  # raises an error before the costly dry runs if the machine has too few ranks
     with memoizing(), disabling_gc():
         return predict_from_dry_runs(StepDryRuns.from_step(step, step.count_dry_run_microbatches()), machine)
 
@@ -222,7 +222,7 @@ def predict_step(step: WorldStep, machine: Machine) -> Prediction:
 def predict_from_dry_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
     """Predict a step on a machine from existing dry runs of the step."""
     step, overhead = dry.step, machine.compute.overhead
-    seconds, parts, events = dry.extrapolate_step(step.make_step_times(machine))
+    seconds, parts, events = dry.extrapolate_step(step.make_time_model(machine))
     found = (
         seconds + overhead,
         {"overhead": overhead, **parts},

@@ -43,14 +43,14 @@ class StepClock:
         self.runs, self._timing = runs, timing
         self._few = min(min(run.programs) for run in runs)
         self._stage = next(iter(runs[0].programs.values())).stage
-        self._known = cache(self._compute_price)
+        self._known = cache(self._compute_action_price)
 
     def predict_action_seconds(self, rank: int, action: Action) -> ActionPrice:
         """Return the time that an action takes on a pipeline rank. The action may belong to a microbatch that was not
         part of the dry run."""
         return self._known(rank, find_representative_action(action, self._few))
 
-    def _compute_price(self, rank: int, action: Action) -> ActionPrice:
+    def _compute_action_price(self, rank: int, action: Action) -> ActionPrice:
         """Return the time of an action that was part of the dry run. A receive costs nothing, because the whole
         transfer is charged to the send."""
         cost, verb = self.runs[rank].costs[action], VERBS[action.op]

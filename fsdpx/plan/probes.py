@@ -19,7 +19,7 @@ from fsdpx.ext.fields.kernels import WindowStrides
 from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.optim import ShardSegment, ShardSegments
 
-__all__ = ["iterate_matmul_calls", "iterate_weight_heavy_convolution_calls", "make_memory_bound_kernel_calls"]
+__all__ = ["iterate_matmul_calls", "iterate_weight_heavy_convolution_calls", "make_calls_of_all_memory_bound_kernels"]
 
 Call = Callable[[], Any]
 
@@ -29,7 +29,7 @@ PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
 """Window of the pooling kernels."""
 
 
-def make_memory_bound_kernel_calls(xp: Any, name: str, nbytes: int) -> list[Call]:
+def make_calls_of_all_memory_bound_kernels(xp: Any, name: str, nbytes: int) -> list[Call]:
     """Return functions that call each memory-bound kernel in the number format `name`. Each call reads and writes
     about `nbytes` bytes."""
     kind = parse_dtype(name)

@@ -204,7 +204,7 @@ class Plan:
         -------
         str : what `print(plan)` shows
         """
-        close = [one.label for one in self._list_fastest_of_each_kind() if self._is_as_fast_as_best(one)]
+        close = [one.label for one in self._list_fastest_of_each_kind() if self._is_close_alternative_to_best(one)]
         first = [
             self.answer_text,
             *(f"not measured: {why}" for why in describe_unmeasured_figures(self.best_candidate.prediction)),
@@ -237,7 +237,7 @@ class Plan:
             (*self.best_by_kind.values(), *large.values()), key=lambda one: (one in self.large, _make_sort_key(one))
         )
 
-    def _is_as_fast_as_best(self, candidate: Candidate) -> bool:
+    def _is_close_alternative_to_best(self, candidate: Candidate) -> bool:
         """Return whether a configuration fits, takes at most `CLOSE_TIME_FACTOR` times as long as the fastest
         configuration, and differs from it in the kinds of parallelism."""
         best, fits = self.best_candidate, candidate not in self.large

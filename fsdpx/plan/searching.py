@@ -28,7 +28,7 @@ from fsdpx.plan.lower_bound import compute_lower_bound_seconds
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.max_depth import count_blocks, count_parameters, with_block_count
 from fsdpx.plan.peak import format_options
-from fsdpx.plan.prediction import Prediction, disabling_gc, predict_step
+from fsdpx.plan.prediction import Prediction, disabling_gc, predict_step_cost
 from fsdpx.plan.result import MAX_SHOWN, Candidate, Plan, can_split_evenly
 from fsdpx.plan.world_step import (
     Batch,
@@ -37,7 +37,7 @@ from fsdpx.plan.world_step import (
     make_world_step,
     parse_domain_dims,
     require_no_arrays,
-    require_no_mesh_layers,
+    require_no_node_mesh_layers,
     require_positive_int,
 )
 
@@ -141,7 +141,7 @@ def search(
             f"domain={space!r}: inputs of shape {shapes[0][0]} are no fields: samples, channels and cells"
         )
     if space == ANY_GRID:
-        require_no_mesh_layers(model, space)
+        require_no_node_mesh_layers(model, space)
     else:
         parse_domain_dims(space)
     if not isinstance(codecs, Sequence):
@@ -368,7 +368,7 @@ class _Search:
                 return None
             if self.predicted_count >= self.most:
                 raise ConfigError(f"most={self.most} others were predicted before it")
-            made = predict_step(step, self.machine)
+            made = predict_step_cost(step, self.machine)
         except FsdpxError as error:
             self.refused[words] = str(error)
             return None
@@ -412,7 +412,7 @@ class _Search:
         loss = self.fixed["loss"] or (nn.CrossEntropyLoss() if "int" in str(self.batch[-1][1]) else nn.MSELoss())
         cells, best = self.batch[0][0][2:], found[0]
         about = self.machine, self.limit, self.sample_count, f"nn.{loss!r}", cells
-        frugal = self._list_memory_saving_options(best)
+        frugal = self._list_option_sets_for_size_search(best)
         largest, longest = self._find_largest_batch(frugal), self._find_largest_sample_shape(frugal)
         deepest = self._find_deepest_model(frugal, best)
         by = {"batch": largest[1], "size": longest[1], "depth": deepest[1]}
@@ -421,7 +421,7 @@ class _Search:
         most, scaling = (deepest[0], limits), self._predict_other_rank_counts(best)
         return Plan(found, refused, searched, largest[0], *about, longest[0], scaling, slow, *most, large)
 
-    def _list_memory_saving_options(self, best: Candidate) -> list[dict[str, Any]]:
+    def _list_option_sets_for_size_search(self, best: Candidate) -> list[dict[str, Any]]:
         """Return a list of options to use in the search for the largest batch, sample size or depth that fits: first
         the options of the fastest configuration, then options that need the least memory.
 
@@ -441,7 +441,7 @@ class _Search:
 
     def _find_largest_batch(self, frugal: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
         """Return the number of samples of the largest global batch that fits, and the options that make it fit."""
-        times, options = self._find_max_growth_of_batch_dims(frugal, 0, 1)
+        times, options = self._find_largest_fitting_factor_of_dims(frugal, 0, 1)
         return self.sample_count * (times or 1), options
 
     def _find_largest_sample_shape(
@@ -455,10 +455,10 @@ class _Search:
         if self._has_fixed_parts:
             return (), None
         first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
-        times, options = self._find_max_growth_of_batch_dims(frugal, first, last) if last > first else (None, {})
+        times, options = self._find_largest_fitting_factor_of_dims(frugal, first, last) if last > first else (None, {})
         return ((), None) if times is None else (tuple(n * times for n in shape[first:last]), options)
 
-    def _find_max_growth_of_batch_dims(
+    def _find_largest_fitting_factor_of_dims(
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
         """Return the largest factor by which dims [first, last) of the batch can grow so that a step still fits, and
@@ -511,7 +511,7 @@ class _Search:
     def _predict_bytes_at_depth(self, options: dict[str, Any], layers: int) -> int:
         """Return the number of bytes of memory that a rank needs if the model has `layers` blocks."""
         step = self._make_world_step(self.batch, self.ranks, options, with_block_count(self.model, layers))
-        return predict_step(step, self.machine).memory
+        return predict_step_cost(step, self.machine).memory
 
     def _find_max_blocks(self, options: dict[str, Any], blocks: int, memory: int) -> int:
         """Return the largest number of blocks that fits. The model is known to fit with `blocks` blocks, which need
@@ -534,7 +534,7 @@ class _Search:
         return fits
 
     def _predict_step(self, batch: Any, ranks: int, options: Mapping[str, Any]) -> Prediction:
-        return predict_step(self._make_world_step(batch, ranks, options), self.machine)
+        return predict_step_cost(self._make_world_step(batch, ranks, options), self.machine)
 
     def _make_world_step(
         self, batch: Any, ranks: int, options: Mapping[str, Any], model: nn.Layer | None = None

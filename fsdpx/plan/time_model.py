@@ -167,7 +167,7 @@ class StepTimes:
     lines: MeshOnMachine
     half: str
 
-    def compute_communication_seconds(self, axis: str, verb: str, nbytes: float) -> float:
+    def compute_seconds_of_communication_call(self, axis: str, verb: str, nbytes: float) -> float:
         """Return the time in seconds of the communication call `verb`, such as "all_reduce", in which this rank sends
         `nbytes` bytes. A collective takes the time of the fastest of three algorithms.
 
@@ -246,7 +246,7 @@ class StepTimes:
         moving: dict[str, float] = {}
         launches = _count_launched_kernels(cost.work)
         for axis, verb, calls, nbytes in cost.calls:
-            moving[axis] = moving.get(axis, 0.0) + calls * self.compute_communication_seconds(
+            moving[axis] = moving.get(axis, 0.0) + calls * self.compute_seconds_of_communication_call(
                 axis, verb, nbytes / calls
             )
             launches += calls

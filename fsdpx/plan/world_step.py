@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fsdpx import nn, optim
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.array.shapes.array import measuring_memory
+from fsdpx.core.array.shapes.array import measuring_shape_only_memory
 from fsdpx.core.array.shapes.flop_counter import counting_work
 from fsdpx.core.base.config import Precision, normalize_half_name
 from fsdpx.core.base.config import resolve_precision as formats_of
@@ -41,7 +41,7 @@ from fsdpx.plan.time_model import MeshOnMachine, StepTimes
 __all__ = [
     "CONTROL", "Batch", "RankClass", "RankDryRun", "WorldStep", "find_representative_action",
     "get_batch_shapes_and_dtypes", "make_world_step", "parse_domain_dims", "require_no_arrays",
-    "require_no_mesh_layers", "require_positive_int",
+    "require_no_node_mesh_layers", "require_positive_int",
 ]  # fmt: skip
 
 LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()
@@ -190,7 +190,7 @@ class WorldStep:
         return words if most < m else ""
 
     @property
-    def _steady_microbatch_count(self) -> int | None:
+    def _min_steady_microbatch_count(self) -> int | None:
         """`NamedSchedule.steady` of the pipeline schedule: the number of microbatches per pipeline rank beyond which
         each additional one takes the same time. None if it is unknown, or if the schedule has no name."""
         chosen = self.options["schedule"]
@@ -198,9 +198,9 @@ class WorldStep:
         return None if found is None else found.steady
 
     @property
-    def has_equally_long_microbatches(self) -> bool:
+    def has_equal_microbatch_durations(self) -> bool:
         """Whether all microbatches take the same time, except for the first and last ones of a pipeline."""
-        known = self.mesh.width_of("pipe") == 1 or self._steady_microbatch_count is not None
+        known = self.mesh.width_of("pipe") == 1 or self._min_steady_microbatch_count is not None
         rows, rest = divmod(self.sample_count, self.sample_group_count)
         equal = rest == 0 and rows % self.microbatches == 0
         return known and equal and self.options.get("reproducible_chunks") is None
@@ -214,12 +214,14 @@ class WorldStep:
         microbatches, and `period` is 0."""
         m, pipe = self.microbatches, self.mesh.width_of("pipe")
         enough = (
-            self._steady_microbatch_count * pipe + 1
-            if pipe > 1 and self._steady_microbatch_count is not None and self.has_equally_long_microbatches
+            self._min_steady_microbatch_count * pipe + 1
+            if pipe > 1 and self._min_steady_microbatch_count is not None and self.has_equal_microbatch_durations
             else 2
         )
         return (
-            (enough + (m - enough) % pipe, pipe) if self.has_equally_long_microbatches and m > enough + pipe else (m, 0)
+            (enough + (m - enough) % pipe, pipe)
+            if self.has_equal_microbatch_durations and m > enough + pipe
+            else (m, 0)
         )
 
     def count_dry_run_microbatches(self) -> int:
@@ -229,7 +231,7 @@ class WorldStep:
         completes the first one. With an interleaved schedule, the result is a multiple of the pipeline's width. With
         the option `offload`, the result is the number of simulated microbatches."""
         most, pipe = self.count_simulated_microbatches_and_period()[0], self.mesh.width_of("pipe")
-        if not self.has_equally_long_microbatches or pipe == 1 or self.options.get("offload") is not None:
+        if not self.has_equal_microbatch_durations or pipe == 1 or self.options.get("offload") is not None:
             return most
         return min(most, 3 * pipe if SCHEDULES[self.options["schedule"]].interleaves else pipe + 4)
 
@@ -255,7 +257,7 @@ class WorldStep:
         for pipe in range(self.mesh.width_of("pipe")):
             yield MeshCoordinates(pipe, data_rank // shard, data_rank % shard, 0)
 
-    def make_step_times(self, machine: Machine) -> StepTimes:
+    def make_time_model(self, machine: Machine) -> StepTimes:
         """Return the time model of this step on a machine. Raise ConfigError if the machine has fewer ranks than the
         mesh."""
         lines = MeshOnMachine(self.mesh, machine, self.halo_byte_shares_by_dim)
@@ -284,7 +286,7 @@ class WorldStep:
         """Run the step of one rank on shape-only arrays, with `rows` samples. Return the costs, traffic and memory of
         the rank."""
         costing = ActionCostRecorder()
-        with counting_work() as costing.work, measuring_memory() as meter:
+        with counting_work() as costing.work, measuring_shape_only_memory() as meter:
             trainer = self._make_dry_run_trainer(self.mesh.rank_of(coordinates), microbatches, representative_index)
             trainer.inspect.reset_counters()
             costing.watch_trainer(trainer, meter)
@@ -344,7 +346,7 @@ def _make_domain(space: Any, model: nn.Layer, batch: Batch, mesh: Mesh) -> Domai
     if not parse_domain_dims(space):
         return UNSHARDED
     if not isinstance(space, Domain):
-        require_no_mesh_layers(model, space)
+        require_no_node_mesh_layers(model, space)
         cells = batch[0][0][2:]
         if len(cells) != len(space):
             wanted = f"samples, channels and {len(space)} dims are wanted"
@@ -358,7 +360,7 @@ def _make_domain(space: Any, model: nn.Layer, batch: Batch, mesh: Mesh) -> Domai
     return space
 
 
-def require_no_mesh_layers(model: nn.Layer, space: Any) -> None:
+def require_no_node_mesh_layers(model: nn.Layer, space: Any) -> None:
     """Raise ConfigError if a layer of the model needs a mesh of nodes (a `Partition`). The error message names `space`,
     the value of the option `domain`, which does not describe a mesh of nodes."""
     for path, layer in iterate_layers(model):

@@ -151,7 +151,7 @@ class StepLog:
             found.setdefault(start, {})[rank] = [(int(n), loss) for n, loss in (line.split() for line in lines)]
         return found
 
-    def check_and_find_last_starts(self, steps: int) -> list[int]:
+    def check_and_get_last_start_of_each_step(self, steps: int) -> list[int]:
         """Check the log, and return a list with one entry for each of `steps` steps: the last start of the job that
         performed the step. Raise AssertionError if the log is wrong.
 

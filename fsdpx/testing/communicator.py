@@ -25,7 +25,7 @@ ALL_DTYPES = (*FLOATS, *COMPLEX, *INTEGERS, "bool")
 LENGTHS = (0, 1, 7, 60)
 
 
-def _run_on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
+def _decorate_test_to_run_on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
     """Decorator for test methods. It runs the test on every rank with the contract's `run` method, and passes the
     rank's communicator to the test."""
 
@@ -52,7 +52,7 @@ class CommunicatorContract:
         raise TypeError(f"{type(self).__name__} must define run(body)")
 
     @pytest.mark.parametrize("dtype", ALL_DTYPES)
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_all_gather(self, comm: Communicator, dtype: str) -> None:
         for n in LENGTHS:
             whole = _make_random_array(dtype, n, seed=n)
@@ -60,7 +60,7 @@ class CommunicatorContract:
             comm.all_gather(_get_rank_part(whole, comm).copy(), recv, what="x").wait()
             _assert_same_bytes(recv, whole)
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_all_gather_in_place_and_uneven(self, comm: Communicator) -> None:
         counts = [(3 * rank) % 5 for rank in range(comm.size)]
         whole = _make_random_array("float32", sum(counts), seed=1)
@@ -70,7 +70,7 @@ class CommunicatorContract:
         comm.all_gather(own, recv, counts).wait()
         _assert_same_bytes(recv, whole)
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_threads_may_change_at_every_bytecode(self, comm: Communicator) -> None:
         ours = [_make_random_array("float64", 7, seed=rank) for rank in range(comm.size)]
         with switching_at_every_bytecode():
@@ -82,7 +82,7 @@ class CommunicatorContract:
                 _assert_same_bytes(gathered, np.concatenate(ours))
 
     @pytest.mark.parametrize("dtype", ALL_DTYPES)
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_reduce_scatter(self, comm: Communicator, dtype: str) -> None:
         for n in LENGTHS:
             for op in _list_operations(dtype):
@@ -94,7 +94,7 @@ class CommunicatorContract:
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_reduce_scatter_in_place_and_uneven(self, comm: Communicator, dtype: str, op: ReduceOp) -> None:
         counts = [(3 * rank + 1) % 5 for rank in range(comm.size)]
         ours = [_make_random_array(dtype, sum(counts), seed=rank) for rank in range(comm.size)]
@@ -105,7 +105,7 @@ class CommunicatorContract:
 
     @pytest.mark.parametrize("dtype", ALL_DTYPES)
     @pytest.mark.parametrize("algorithm", ["library", "ring"])
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_all_reduce(self, comm: Communicator, dtype: str, algorithm: str) -> None:
         if algorithm == "ring" and dtype in ("float16", "bfloat16"):
             with pytest.raises(ConfigError, match=r"does not add .* in rank order: use algorithm='library'"):
@@ -122,7 +122,7 @@ class CommunicatorContract:
         assert all(theirs == found for theirs in comm.all_gather_object(found))
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_16_bit_floats_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
         ours = [_make_random_array(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
         if comm.size > 2:  # in rank order, the large values cancel first; in another order, small values would be lost
@@ -143,7 +143,7 @@ class CommunicatorContract:
 
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_summands_are_rounded_to_wire_dtype(self, comm: Communicator, dtype: str, wire: str) -> None:
         for counts in (None, [2] * comm.size, [(3 * rank + 1) % 5 for rank in range(comm.size)]):
             n = 61 if counts is None else sum(counts)
@@ -164,7 +164,7 @@ class CommunicatorContract:
             comm.all_reduce(buf, wire=np.dtype(wire)).wait()
             _assert_same_bytes(buf, rounded)
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_broadcast_from_every_root(self, comm: Communicator) -> None:
         for root in range(comm.size):
             for dtype in ALL_DTYPES:
@@ -174,7 +174,7 @@ class CommunicatorContract:
                 _assert_same_bytes(buf, want)
 
     @pytest.mark.parametrize("dtype", ["float64", "float16", "complex64", "int16", "int64", "bool"])
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_reduce_to_every_root(self, comm: Communicator, dtype: str) -> None:
         for root in range(comm.size):
             for op in _list_operations(dtype):
@@ -186,7 +186,7 @@ class CommunicatorContract:
                     _assert_close(recv, _compute_reduction(ours, op))
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex128", "uint16"])
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_gather_and_scatter(self, comm: Communicator, dtype: str) -> None:
         for root in range(comm.size):
             for counts in (None, [rank % 3 for rank in range(comm.size)]):
@@ -202,7 +202,7 @@ class CommunicatorContract:
                 _assert_same_bytes(back, own)
 
     @pytest.mark.parametrize("dtype", ["float64", "float16", "complex64", "int8", "int32"])
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_all_to_all(self, comm: Communicator, dtype: str) -> None:
         size, rank = comm.size, comm.rank
         counts = [[(2 * source + dest) % 4 for dest in range(size)] for source in range(size)]
@@ -213,7 +213,7 @@ class CommunicatorContract:
         want = [_get_rank_part(rows[source], comm, counts[source]) for source in range(size)]
         _assert_same_bytes(recv, np.concatenate(want))
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_all_to_all_of_equal_pieces_is_a_transpose(self, comm: Communicator) -> None:
         send = np.arange(2 * comm.size, dtype=np.float32) + 100 * comm.rank
         recv = np.zeros_like(send)
@@ -221,7 +221,7 @@ class CommunicatorContract:
         want = [100 * source + 2 * comm.rank + i for source in range(comm.size) for i in range(2)]
         _assert_same_bytes(recv, np.array(want, np.float32))
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_messages_arrive_in_order_and_by_tag(self, comm: Communicator) -> None:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         bufs = [np.full(3, 10 * comm.rank + i, np.float16) for i in range(4)]
@@ -234,7 +234,7 @@ class CommunicatorContract:
         for i in range(4):
             _assert_same_bytes(recvs[i], np.full(3, 10 * left + i, np.float16))
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_handles_may_be_waited_for_in_any_order(self, comm: Communicator) -> None:
         order = np.random.default_rng(comm.rank).permutation(6)
         bufs = [_make_random_array(dtype, 9, seed=1) for dtype in ("float64", "bfloat16", "float16")]
@@ -250,7 +250,7 @@ class CommunicatorContract:
         for ring in rings:
             _assert_same_bytes(ring, comm.size * np.arange(9.0) + comm.size * (comm.size - 1) / 2)
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_waiting_for_one_transfer_progresses_others(self, comm: Communicator) -> None:
         # rank 0 sends only after its reductions, but all other ranks wait for its message before their reductions
         half, ring, note = np.ones(5, np.float16), np.ones(5), np.zeros(1)
@@ -268,7 +268,7 @@ class CommunicatorContract:
         _assert_same_bytes(half, np.full(5, comm.size, np.float16))
         _assert_same_bytes(ring, np.full(5, float(comm.size)))
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_test_becomes_true_without_wait(self, comm: Communicator) -> None:
         handles = [comm.all_reduce(np.ones(4, dtype)) for dtype in (np.float32, np.float16)]
         handles.append(comm.barrier())
@@ -276,7 +276,7 @@ class CommunicatorContract:
             pass
         comm.barrier().wait()
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_split_orders_by_key_and_leaves_out_none(self, comm: Communicator) -> None:
         reverse = comm.split(comm.rank % 2, -comm.rank)
         assert reverse is not None
@@ -292,7 +292,7 @@ class CommunicatorContract:
             if group is not None:
                 group.close()
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_subgroup_keeps_the_order_given(self, comm: Communicator) -> None:
         middle = comm.size // 2
         ranks = range(middle) if comm.rank < middle else range(middle, comm.size)
@@ -302,13 +302,13 @@ class CommunicatorContract:
             comm.subgroup([(comm.rank + 1) % comm.size] if comm.size > 1 else [0, 0])
         group.close()
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_all_gather_object(self, comm: Communicator) -> None:
         objects = comm.all_gather_object({"rank": comm.rank, "text": "x" * 50 * comm.rank})
         assert [obj["rank"] for obj in objects] == list(range(comm.size))
         assert [len(obj["text"]) for obj in objects] == [50 * rank for rank in range(comm.size)]
 
-    @_run_on_every_rank
+    @_decorate_test_to_run_on_every_rank
     def test_bad_arguments_are_named_before_anything_is_sent(self, comm: Communicator) -> None:
         c, size, alone = comm, comm.size, comm.subgroup([comm.rank])
         x, y = np.zeros(2 * size), np.zeros(3)

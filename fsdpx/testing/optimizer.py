@@ -133,7 +133,9 @@ class OptimizerContract:
         }
         for step in (1, 2, 3):
             before = [(a, a.copy()) for a in (p, *slots.values())]
-            segments = _make_segments(0, TOTAL_SIZE).with_missed_updates(dict.fromkeys(late, 2 if step == 3 else 0))
+            segments = _make_segments(0, TOTAL_SIZE).with_missed_update_counts(
+                dict.fromkeys(late, 2 if step == 3 else 0)
+            )
             update_parameters(optimizer, np, p, g, slots, lr=0.01, step=step, segments=segments)
             for name, at in _compute_parameter_ranges().items():
                 if name in late and step < 3:  # undo the update, since frozen parameters must not change
@@ -187,7 +189,7 @@ class OptimizerContract:
         def train(comm: Communicator) -> dict[str, Any]:
             low, high = bounds[comm.rank : comm.rank + 2]
             p, g, slots = self._make_parameters_gradients_and_slots(dtype, slice(low, high))
-            segments = _make_segments(low, high, _make_exchange_function(comm), _make_shard_peers(comm, bounds))
+            segments = _make_segments(low, high, _make_all_gather_rows_function(comm), _make_shard_peers(comm, bounds))
             for step in (1, 2, 3):
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
             return {"p": p, **slots}
@@ -230,7 +232,7 @@ def _make_segments(
     return ShardSegments(tuple(items), exchange, peers)
 
 
-def _make_exchange_function(comm: Communicator) -> Exchange:
+def _make_all_gather_rows_function(comm: Communicator) -> Exchange:
     def exchange_rows(mine: Mapping[str, Sequence[float]], width: int) -> dict[str, list[Sequence[float]]]:
         assert all(len(row) == width for row in mine.values())
         rows = comm.all_gather_object(mine)

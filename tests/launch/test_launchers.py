@@ -277,7 +277,7 @@ def test_nobody_can_join_what_does_not_run_or_has_no_place(
         raise LaunchError("ranks=6: few has 4 slots")
 
     guests = elastic_join.JoinRequests(site, full)
-    monkeypatch.setattr(elastic_join, "_find_rank_handling_save_signal", lambda notes: 1)
+    monkeypatch.setattr(elastic_join, "_find_process_handling_save_signal", lambda notes: 1)
     monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.answer_and_request_save(site))
     with pytest.raises(LaunchError, match=r"^--join .*: ranks=6: few has 4 slots$"):
         elastic_join.request_more_ranks(site, 2, 5.0)

@@ -88,14 +88,14 @@ def on(ranks: int, path: Path, use: Any, **options: Any) -> Any:
 def test_every_byte_is_read_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, config = KINDS[kind]
     arrays, read = folder(tmp_path / "a", shapes, config=config), []
-    plain = layout._read_once
+    plain = layout._read_part_into
 
     def counted(fd: int, view: memoryview, offset: int) -> int:
         read.append(done := plain(fd, view, offset))
         return done
 
     model = models.from_pretrained(tmp_path / "a")
-    monkeypatch.setattr(layout, "_read_once", counted)
+    monkeypatch.setattr(layout, "_read_part_into", counted)
 
     def run(comm: Communicator) -> Any:
         loss, optimizer = nn.CrossEntropyLoss(), optim.SGD(lr=0.1)

@@ -58,8 +58,8 @@ def test_runs_are_where_the_elements_come_from(where, width, rank, ends):
 
 def test_a_cut_of_heads():
     cut = nn.sharding.ShardSpec(0, blocks=3, grain=4)
-    assert cut.dim_ranges_of_rank((36, 5), 0, 2) == [(0, 4), (12, 16), (24, 28)]
-    assert cut.dim_ranges_of_rank((36, 5), 1, 2) == [(4, 12), (16, 24), (28, 36)]
+    assert cut.ranges_of_rank_along_dim((36, 5), 0, 2) == [(0, 4), (12, 16), (24, 28)]
+    assert cut.ranges_of_rank_along_dim((36, 5), 1, 2) == [(4, 12), (16, 24), (28, 36)]
     assert cut.local_shape((36, 5), 1, 2) == (24, 5)
     with pytest.raises(ConfigError, match="35 is not 3 blocks of multiples of 4"):
         cut.local_shape((35, 5), 0, 2)

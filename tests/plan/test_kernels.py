@@ -132,7 +132,7 @@ def models() -> list[tuple[nn.Layer, Any]]:
 def test_each_kernel_that_models_use_is_measured(name: str) -> None:
     known = set[str]()
     probed = (
-        probes.make_memory_bound_kernel_calls(shapes, name, 1 << 12),
+        probes.make_calls_of_all_memory_bound_kernels(shapes, name, 1 << 12),
         probes.iterate_matmul_calls(shapes, name),
         probes.iterate_matmul_calls(shapes, "float32"),
     )
@@ -150,8 +150,8 @@ def test_each_kernel_that_models_use_is_measured(name: str) -> None:
 def test_probes_are_calls_of_arrays_that_count_what_they_say() -> None:
     """The same calls, in the same order, of arrays as of shapes."""
     for real, dry in zip(
-        probes.make_memory_bound_kernel_calls(np, "float32", 1 << 12),
-        probes.make_memory_bound_kernel_calls(shapes, "float32", 1 << 12),
+        probes.make_calls_of_all_memory_bound_kernels(np, "float32", 1 << 12),
+        probes.make_calls_of_all_memory_bound_kernels(shapes, "float32", 1 << 12),
         strict=True,
     ):
         with counting_work() as work:
@@ -240,7 +240,7 @@ def test_kernels_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Non
 def _passes(kernel: str) -> list[WorkCount]:
     found = []
     for nbytes in (1 << 14, 1 << 16):
-        for call in probes.make_memory_bound_kernel_calls(shapes, "float32", nbytes):
+        for call in probes.make_calls_of_all_memory_bound_kernels(shapes, "float32", nbytes):
             with counting_work() as work:
                 call()
             found += [work] if kernel in {one.kernel for one in work.passes} else []

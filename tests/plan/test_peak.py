@@ -16,7 +16,7 @@ from fsdpx.core.comm import Communicator, FakeCommunicator
 from fsdpx.core.state.step_inputs import StepInputs
 from fsdpx.plan import predict
 from fsdpx.plan.dry_run import DryRun
-from fsdpx.plan.peak import Holding, MemoryPeak, OptionChange, format_changes, list_memory_lowering_changes
+from fsdpx.plan.peak import Holding, MemoryPeak, OptionChange, format_option_changes, list_memory_lowering_changes
 
 WIDTH = 64
 PAGE = 4 * WIDTH * WIDTH
@@ -123,10 +123,10 @@ def test_changes_of_a_mesh_leave_its_other_axes() -> None:
 
 def test_times_of_changes_are_beside_them() -> None:
     found = [OptionChange({"recompute": "all"}, 1024, 3.0), OptionChange({"prefetch": 0}, 2048)]
-    last = [line.split() for line in format_changes(found, 2.0).splitlines()[2:]]
+    last = [line.split() for line in format_option_changes(found, 2.0).splitlines()[2:]]
     assert last[0] == ["1.00", "KiB", "+50.0%", "recompute='all'"]
     assert last[1][2:4] == ["not", "known"]
-    assert format_changes([]) == "no other single choice lowers it by more than 1 %"
+    assert format_option_changes([]) == "no other single choice lowers it by more than 1 %"
 
 
 def test_a_prediction_says_what_would_lower_its_peak() -> None:
@@ -171,7 +171,7 @@ def test_a_peak_a_dry_run_a_prediction_and_an_error_count_memory_by_one_rule(opt
     assert run.peak.memory == predicted.memory
     made = fsdpx.distribute(chain(), comm=FakeCommunicator(0, 2), device="shape", **given)
     made.step(*(ShapeArray(batch[0], np.dtype(batch[1])) for _ in range(2)))
-    text = str(made._session.explain_memory_error(MemoryError("none left"), StepInputs(made.inspect.engine.batch)))
+    text = str(made._session.make_out_of_memory_error(MemoryError("none left"), StepInputs(made.inspect.engine.batch)))
     plan = text.partition("plan of this rank")[2].partition("\n\n")[0].splitlines()[2:]
     found = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in plan}
     assert found == {

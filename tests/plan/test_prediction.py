@@ -239,7 +239,7 @@ def test_a_few_numbers_of_all_ranks_take_a_step_for_each_doubling() -> None:
         fsdpx.Mesh(replica=1 << 20, shard=1), replace(FLAT, levels=(NetworkLevel("host", 1e-6, 1e12),))
     )
     seconds = {
-        axis: StepTimes(lines, "").compute_communication_seconds(axis, "all_gather", (1 << 20) - 1.0)
+        axis: StepTimes(lines, "").compute_seconds_of_communication_call(axis, "all_gather", (1 << 20) - 1.0)
         for axis in ("world", "replica")
     }
     assert seconds == {"world": pytest.approx(20e-6 + 1e-6, rel=0.01), "replica": pytest.approx(1.0486, rel=1e-3)}

@@ -208,7 +208,7 @@ def test_pictures_are_asked_for_before_the_search(
 ) -> None:
     monkeypatch.setattr("fsdpx.launch.plan.plan.search", None)  # it is not asked
     monkeypatch.setattr(
-        plots, "explain_missing_matplotlib", lambda: "matplotlib is not installed: pip install 'fsdpx[plot]'"
+        plots, "explain_if_matplotlib_is_missing", lambda: "matplotlib is not installed: pip install 'fsdpx[plot]'"
     )
     for option in ("--png", "--ranks-png"):
         path = str(tmp_path / "step.png")
@@ -223,10 +223,10 @@ def test_pictures_have_the_line_of_the_memory_that_there_is() -> None:
     dry = dry_run_one_rank_per_group(gpt(), (X, X), 2, False, strategy="fsdp")
     found = predict_from_dry_runs(dry, Machine.load("laptop"))
     for limit, lines in ((2 * found.memory, 1), (found.memory // 2, 1), (10**12, 0)):
-        (axes,) = plots.make_figure([make_step_lanes(dry, found, "fsdp: a GPT", limit)]).axes
+        (axes,) = plots.make_step_figure([make_step_lanes(dry, found, "fsdp: a GPT", limit)]).axes
         assert [line.get_gid() for line in axes.lines].count(plots.LIMIT_COLOR) == lines
         assert [text.get_gid() for text in axes.texts].count(plots.LIMIT_COLOR) == 1
-    figure = plots.make_figure([make_step_lanes(dry, found, "fsdp: a GPT")])  # what the machine says
+    figure = plots.make_step_figure([make_step_lanes(dry, found, "fsdp: a GPT")])  # what the machine says
     (axes,) = figure.axes
     assert [text.get_text() for text in figure.legends[1].texts] == list(plots.MEMORY)
     assert plots.LIMIT_COLOR in [text.get_gid() for text in axes.texts]

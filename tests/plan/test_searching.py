@@ -24,7 +24,7 @@ from fsdpx.plan.lower_bound import compute_lower_bound_seconds
 from fsdpx.plan.machine import DiskSpeed
 from fsdpx.plan.max_depth import with_block_count
 from fsdpx.plan.measuring import format_machine_file
-from fsdpx.plan.prediction import predict_step
+from fsdpx.plan.prediction import predict_step_cost
 from fsdpx.plan.printed import wrap_call_into_lines
 from fsdpx.plan.result import MAX_SHOWN
 from fsdpx.plan.searching import CLOSE_FACTOR
@@ -175,7 +175,7 @@ def test_a_bound_of_a_pipe_counts_the_way_through_it(schedule: str, recompute: A
     machine = replace(laptop, levels=(NetworkLevel("host", 0.0, 1e30),))
     options = {"mesh": Mesh(replica=1, pipe=4), "microbatches": 8, "strategy": "ddp", "schedule": schedule}
     step = make_world_step(nn.GPT(64, 64, 10, 2, 128), (x, x), 4, False, options | {"recompute": recompute})
-    assert 0.85 < compute_lower_bound_seconds(step, machine) / predict_step(step, machine).seconds <= 1
+    assert 0.85 < compute_lower_bound_seconds(step, machine) / predict_step_cost(step, machine).seconds <= 1
 
 
 def test_hundreds_of_configurations_are_ranked_by_few_predictions() -> None:

@@ -22,14 +22,14 @@ from fsdpx.core.base.dataclass import dataclass, field
 
 __all__ = [
     "ALIGN", "Arena", "BufferLifetime", "SlabPlan", "WindowMemory", "assign_offsets", "get_data_pointer",
-    "keep_freed_memory", "trim_heap",
+    "make_malloc_keep_freed_memory", "trim_heap",
 ]  # fmt: skip
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # parameters of mallopt, see <malloc.h>
 NEVER = -1
 
 
-def keep_freed_memory() -> bool:
+def make_malloc_keep_freed_memory() -> bool:
     """Make the C library keep freed memory for later allocations, instead of returning the memory of large arrays
     (above 128 KiB) to the system. Return whether the setting succeeded. It succeeds only on Linux with glibc; other
     systems are left unchanged.

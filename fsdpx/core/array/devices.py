@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.base.extensions import EXTENSIONS, find_extension, list_extensions, load_extension
+from fsdpx.core.base.extensions import EXTENSIONS, import_extension, import_extension_if_declared, list_extensions
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = [
-    "CPU", "Device", "DeviceMap", "as_unmasked_array", "get_device_of_array", "get_device_of_namespace", "load_device",
+    "CPU", "Device", "DeviceMap", "as_array_requiring_unmasked", "get_device_of_array", "get_device_of_namespace",
+    "load_device",
 ]  # fmt: skip
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
@@ -60,11 +61,11 @@ class Device:
     def as_array(self, value: Any) -> Any:
         """Convert a value, such as a list or an array, to an array on this device. Raise DataError, TypeError or
         ValueError if that is not possible."""
-        return as_unmasked_array(value)
+        return as_array_requiring_unmasked(value)
 
     def to_host(self, array: Any) -> np.ndarray:
         """Copy an array of this device to a NumPy array. A NumPy array is returned unchanged."""
-        return as_unmasked_array(array)
+        return as_array_requiring_unmasked(array)
 
     def from_host(self, array: np.ndarray) -> Any:
         """Copy a NumPy array to this device. The CPU returns the array unchanged."""
@@ -142,11 +143,11 @@ def load_device(name: str) -> Device:
     """Return the device with this name, such as "cpu" or "cuda"; raise ConfigError if there is none."""
     if name == "cpu":
         return CPU
-    if find_extension("device", str(name)) is None:
+    if import_extension_if_declared("device", str(name)) is None:
         hint = "; choose the GPU by device_map" if str(name).startswith("cuda:") else ""
         choices = ", ".join(["cpu", *list_extensions("device")])
         raise ConfigError(f"unknown device {name!r}: choose one of {choices}{hint}")
-    found: Device = load_extension("device", name)
+    found: Device = import_extension("device", name)
     return found
 
 
@@ -170,11 +171,11 @@ def _find_device_of_array_module(name: str) -> Device:
     # job's start time
     modules = EXTENSIONS["array"] if package == "fsdpx" else list_extensions("array")
     known = [one for one in modules if f"{name}.".startswith(f"{one}.")]
-    found: Device = load_extension("array", known[0]) if known else CPU
+    found: Device = import_extension("array", known[0]) if known else CPU
     return found
 
 
-def as_unmasked_array(value: Any) -> np.ndarray:
+def as_array_requiring_unmasked(value: Any) -> np.ndarray:
     """Return `np.asarray(value)`. Raise DataError if the value has masked elements, such as netCDF4's fill values,
     which would silently become numbers."""
     if type(value) is np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdpx.core.array import lazy_numba
-from fsdpx.core.base.extensions import find_extension
+from fsdpx.core.base.extensions import import_extension_if_declared
 
 __all__ = [
     "REORDER", "CodeStore", "CompiledFunction", "format_fastmath_for_file_name", "get_argument_kinds", "jit",
@@ -83,7 +83,7 @@ class CodeStore(Protocol):
 
 @functools.cache
 def _load_code_store() -> CodeStore | None:
-    store: CodeStore | None = find_extension("code", "disk", optional=True)
+    store: CodeStore | None = import_extension_if_declared("code", "disk", optional=True)
     return store
 
 

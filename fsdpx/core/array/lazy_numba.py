@@ -159,13 +159,13 @@ def hash_function(function: Any) -> str:
     while left:
         pending = left.pop()
         if pending not in texts:
-            texts[pending], reached = _describe_function_and_callees(pending)
+            texts[pending], reached = _describe_function_and_list_callees(pending)
             left += reached
     return blake2b("\n".join(texts.values()).encode(), digest_size=16).hexdigest()
 
 
 @functools.cache
-def _describe_function_and_callees(function: FunctionType) -> tuple[str, list[FunctionType]]:
+def _describe_function_and_list_callees(function: FunctionType) -> tuple[str, list[FunctionType]]:
     """Return a string that contains everything that the machine code of a function may depend on, and a list of the
     functions that this function calls. The string is the same in every process."""
     reached: list[FunctionType] = []

@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.devices import as_unmasked_array, get_device_of_array, get_device_of_namespace, load_device
+from fsdpx.core.array.devices import (
+    as_array_requiring_unmasked,
+    get_device_of_array,
+    get_device_of_namespace,
+    load_device,
+)
 from fsdpx.core.base.config import normalize_half_name
 from fsdpx.core.base.name_hints import suggest_number_format
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "DTYPES", "LARGEST_INTEGERS", "as_unmasked_array", "concatenate_on_device", "from_host", "get_namespace",
+    "DTYPES", "LARGEST_INTEGERS", "as_array_requiring_unmasked", "concatenate_on_device", "from_host", "get_namespace",
     "namespace_of", "parse_dtype", "to_host", "to_numpy_dtype",
 ]  # fmt: skip
 

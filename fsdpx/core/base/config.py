@@ -22,7 +22,7 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "PRESETS", "PRESETS_BY_MEMORY", "Lifetime", "Precision", "Sharding", "TraceConfig",
-    "convert_fields_to_python_numbers", "convert_folder_to_config", "normalize_half_name", "parse_byte_count",
+    "convert_fields_to_python_numbers", "convert_folder_path_to_config", "normalize_half_name", "parse_byte_count",
     "resolve_precision", "resolve_sharding", "to_python_number",
 ]  # fmt: skip
 
@@ -52,7 +52,7 @@ def convert_fields_to_python_numbers(owner: Any) -> None:
         object.__setattr__(owner, field.name, to_python_number(getattr(owner, field.name)))
 
 
-def convert_folder_to_config(config_class: Callable[..., T], value: Any, prefix: str, other_field: str) -> T:
+def convert_folder_path_to_config(config_class: Callable[..., T], value: Any, prefix: str, other_field: str) -> T:
     """Return `value` itself if it is an instance of `config_class`. If `value` is a folder, return
     `config_class(value)`. Otherwise raise ConfigError.
 
@@ -210,7 +210,7 @@ class TraceConfig:
         ------
         ConfigError : `given` is neither a `TraceConfig` nor a folder
         """
-        return convert_folder_to_config(cls, given, "trace={}", "steps")
+        return convert_folder_path_to_config(cls, given, "trace={}", "steps")
 
 
 @dataclass(frozen=True, repr=False)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["dataclass", "field", "fields", "replace"]
 
 
-def _make_dataclass(cls: Any = None, /, *, frozen: bool = False, **options: bool) -> Any:
+def _convert_to_dataclass(cls: Any = None, /, *, frozen: bool = False, **options: bool) -> Any:
     """Turn `cls` into a dataclass that behaves like the result of `dataclasses.dataclass`."""
     if cls is None:
-        return lambda cls: _make_dataclass(cls, frozen=frozen, **options)
+        return lambda cls: _convert_to_dataclass(cls, frozen=frozen, **options)
     is_derived = any(hasattr(base, "__dataclass_fields__") for base in cls.__mro__[1:])
     if is_derived or options.keys() - {"eq", "repr"} or {"__eq__", "__hash__"} & vars(cls).keys():
         return dataclasses.dataclass(cls, frozen=frozen, **options)
@@ -34,8 +34,8 @@ def _make_dataclass(cls: Any = None, /, *, frozen: bool = False, **options: bool
         methods["__eq__"], get_hash = _make_comparison([one.name for one in fields(cls) if one.compare])
         methods["__hash__"] = get_hash if frozen else None
     if frozen:
-        methods["__setattr__"] = _make_refusal(cls, "__setattr__", "assign to")
-        methods["__delattr__"] = _make_refusal(cls, "__delattr__", "delete")
+        methods["__setattr__"] = _make_method_raising_frozen_error(cls, "__setattr__", "assign to")
+        methods["__delattr__"] = _make_method_raising_frozen_error(cls, "__delattr__", "delete")
     for name, method in methods.items():
         if method is not None:
             method.__name__, method.__qualname__ = name, f"{cls.__qualname__}.{name}"
@@ -90,7 +90,7 @@ def _make_comparison(names: Sequence[str]) -> tuple[Any, Any]:
     return is_equal, lambda self: hash(get(self))
 
 
-def _make_refusal(cls: Any, method: str, action: str) -> Any:
+def _make_method_raising_frozen_error(cls: Any, method: str, action: str) -> Any:
     def change(self: Any, name: str, *value: object) -> None:
         if type(self) is cls or name in cls.__dataclass_fields__:
             raise FrozenInstanceError(f"cannot {action} field {name!r}")
@@ -102,4 +102,4 @@ def _make_refusal(cls: Any, method: str, action: str) -> Any:
 if TYPE_CHECKING:
     from dataclasses import dataclass
 else:
-    dataclass = _make_dataclass
+    dataclass = _convert_to_dataclass

@@ -136,7 +136,7 @@ class Environment:
         return slurm if self.run is None else [str(self.run.parent), *slurm]
 
     @property
-    def shared_settings(self) -> dict[str, str]:
+    def settings_equal_on_all_ranks(self) -> dict[str, str]:
         """The environment variables that determine which messages ranks exchange, as {name: value}, with values as
         text. They must be the same on all ranks."""
         tune = "again" if self.retune else self.tune
@@ -290,7 +290,7 @@ def require_single_process_and_get_note(environ: Mapping[str, str] = os.environ)
 def _find_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
     """Return the launcher that started this process. If launchers are nested, such as torchrun inside srun, return the
     innermost one."""
-    without_mpi = _find_launcher_without_mpi(environ)
+    without_mpi = _find_launcher_of_ranks_without_mpi(environ)
     inside = without_mpi is not None and ("TORCHELASTIC_RUN_ID" in environ or environ.get("FSDPX_STORE"))
     launcher = without_mpi if inside else _detect_mpi_launcher_from_env(environ) or without_mpi
     return launcher and replace(launcher, store=_parse_rendezvous_store(environ))
@@ -314,7 +314,7 @@ def _detect_mpi_launcher_from_env(environ: Mapping[str, str]) -> LauncherInfo | 
     )
 
 
-def _find_launcher_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
+def _find_launcher_of_ranks_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
     """Return the launcher of ranks without MPI, which is described by variables that torchrun, `fsdpx run` or the user
     has set. Return None if there is none."""
     rank, size = (_parse_count_variable(environ, name) for name in ("RANK", "WORLD_SIZE"))
@@ -407,7 +407,7 @@ def get_trace_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
 
 
-def get_record_folder_and_steps(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
+def get_value_record_folder_and_step_count(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
     """Return the folder in which to record the values that each action of a step writes (FSDPX_RECORD), and the number
     of steps to record (FSDPX_RECORD_STEPS). Return None if nothing should be recorded."""
     if not environ.get("FSDPX_RECORD"):

@@ -13,7 +13,13 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["EXTENSIONS", "find_extension", "import_extension_module", "list_extensions", "load_extension"]
+__all__ = [
+    "EXTENSIONS",
+    "import_extension",
+    "import_extension_if_declared",
+    "import_extension_module",
+    "list_extensions",
+]
 
 EXTENSIONS: dict[str, dict[str, str]] = {
     "codec": {
@@ -96,7 +102,7 @@ trainer : the function that implements a method of a trainer, or of `trainer.ins
 """
 
 
-def find_extension(kind: str, name: str, optional: bool = False) -> Any:
+def import_extension_if_declared(kind: str, name: str, optional: bool = False) -> Any:
     """Import and return the extension `name` of a kind such as "codec"; return None if it is not declared.
 
     If `optional` is true, also return None if the files of the extension are missing.
@@ -133,9 +139,9 @@ def import_extension_module(module: str, what: str, optional: bool = False) -> A
         ) from error
 
 
-def load_extension(kind: str, name: str) -> Any:
+def import_extension(kind: str, name: str) -> Any:
     """Import and return the extension `name` of a kind such as "codec"; raise ConfigError if it is not declared."""
-    extension = find_extension(kind, name)
+    extension = import_extension_if_declared(kind, name)
     if extension is None:
         raise ConfigError(f"unknown {kind} {name!r}: choose one of {', '.join(list_extensions(kind))}")
     return extension

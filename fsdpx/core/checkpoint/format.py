@@ -361,7 +361,7 @@ def read_at(fd: int, data: Any, offset: int) -> None:
     the file is too short."""
     view = memoryview(data).cast("B")
     while len(view):
-        done = _read_once(fd, view, offset)
+        done = _read_part_into(fd, view, offset)
         if done == 0:
             raise CheckpointError(f"truncated: the file ends at byte {offset}, {len(view)} more are needed")
         view, offset = view[done:], offset + done
@@ -381,7 +381,7 @@ def _write_once(fd: int, view: memoryview, offset: int) -> int:
     return os.write(fd, view)
 
 
-def _read_once(fd: int, view: memoryview, offset: int) -> int:
+def _read_part_into(fd: int, view: memoryview, offset: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(fd, [view], offset)
     os.lseek(fd, offset, os.SEEK_SET)

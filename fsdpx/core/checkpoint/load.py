@@ -32,7 +32,7 @@ from fsdpx.core.checkpoint.local_shards import (
     CodecMemoryName,
     LocalShard,
     iterate_codec_reads_and_zero_missing,
-    iterate_local_shards,
+    iterate_local_state_shards,
     iterate_shards_then_add_to_targets,
 )
 from fsdpx.core.checkpoint.read import (
@@ -161,11 +161,11 @@ def fill_state(
     """Fill the arrays of the train state by calling `read(shards)`, which must fill the array of each shard. In a load,
     this is the first function that changes the trainer. Collective.
 
-    For `replicas`, see `iterate_local_shards`."""
+    For `replicas`, see `iterate_local_state_shards`."""
     world = state.placement.axes.world
     # before any array changes, wait for ranks that may still be reading this rank's shared memory
     world.barrier(what=where).wait()
-    run_on_all_ranks(world, where, lambda: read(iterate_local_shards(state, replicas)))
+    run_on_all_ranks(world, where, lambda: read(iterate_local_state_shards(state, replicas)))
     state.invalidate_full_parameters()
 
 

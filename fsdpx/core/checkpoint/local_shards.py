@@ -20,7 +20,7 @@ from fsdpx.nn.shard_specs import shard_bounds
 __all__ = [
     "BLOCK_BYTES", "ByteCounter", "CodecArrival", "CodecMemoryName", "LocalShard", "ShardBlock", "TensorPiece",
     "iterate_blocks", "iterate_codec_memory", "iterate_codec_memory_to_write", "iterate_codec_reads_and_zero_missing",
-    "iterate_local_shards", "iterate_shards_then_add_to_targets", "iterate_shards_to_write",
+    "iterate_local_state_shards", "iterate_shards_then_add_to_targets", "iterate_shards_to_write",
 ]  # fmt: skip
 
 BLOCK_BYTES = 4 << 20
@@ -107,7 +107,7 @@ def iterate_blocks(piece: TensorPiece, itemsize: int) -> Iterator[ShardBlock]:
     return piece.iterate_blocks(BLOCK_BYTES // max(itemsize, piece.array.dtype.itemsize))
 
 
-def iterate_local_shards(state: TrainState, replicas: int | None = None) -> Iterator[LocalShard]:
+def iterate_local_state_shards(state: TrainState, replicas: int | None = None) -> Iterator[LocalShard]:
     """Yield all shards of the training state on this rank, except arrays of compression codecs (see
     `iterate_codec_memory`).
 

@@ -63,11 +63,11 @@ __all__ = [
     "BackgroundSave",
     "PreparedSave",
     "SaveChoices",
+    "create_empty_checkpoint_files",
     "format_run_description",
     "gather_xor_of_checksums",
     "make_file_layout",
     "make_run_description",
-    "prepare_save",
     "read_run_description",
     "save",
 ]
@@ -81,7 +81,7 @@ def make_run_description(placement: Placement) -> bytes:
     versions."""
     options, axes, precision = placement.options, placement.axes, placement.formats.precision
     description = {
-        "strategy": _find_strategy_name(placement.sharding),
+        "strategy": _find_strategy_name_of_sharding(placement.sharding),
         "local training": placement.sync_policy.about,
         "mesh": str(axes.mesh),
         "ranks": axes.world.size,
@@ -124,7 +124,7 @@ def format_run_description(note: bytes | None) -> str:
         return f"{NOTE_FILE_NAME} cannot be read"
 
 
-def _find_strategy_name(sharding: Sharding) -> str:
+def _find_strategy_name_of_sharding(sharding: Sharding) -> str:
     """Return the name of the strategy that has this sharding, such as "fsdp". If no strategy has it, return the
     sharding as text."""
     ranks = (sharding.replica or 1) * (sharding.shard or 1)
@@ -223,7 +223,7 @@ def save(
     For `loader` and `fit`, see `collect_checkpoint_scalars`. The number of bytes that this rank writes is added to
     `count`."""
     world = state.placement.axes.world
-    prepared = prepare_save(state, path, choices, loader, fit)
+    prepared = create_empty_checkpoint_files(state, path, choices, loader, fit)
     try:
         sums: list[np.ndarray] = []
         own_shards = count.iterate_and_count(prepared.iterate_shards(state))
@@ -239,7 +239,7 @@ def save(
         raise
 
 
-def prepare_save(
+def create_empty_checkpoint_files(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None
 ) -> PreparedSave:
     """Check that all ranks pass the same path and options, and create the files of a checkpoint without writing data

@@ -168,8 +168,8 @@ Task = Callable[[], object]
 
 
 class Worker:
-    """A thread that runs one task at a time. `begin_task(task)` starts a task; `wait_for_task()` waits until it ends,
-    and raises its error if it failed. Use a `Worker` in a `with` block, which starts and ends the thread.
+    """A thread that runs one task at a time. `begin_task(task)` starts a task; `wait_for_task_end()` waits until it
+    ends, and raises its error if it failed. Use a `Worker` in a `with` block, which starts and ends the thread.
 
     An executor of `concurrent.futures` is not suitable: it refuses tasks after the main program has ended, when a
     background save may still be running."""
@@ -187,11 +187,11 @@ class Worker:
 
     def begin_task(self, task: Task) -> None:
         """Wait for the previous task to end. If it failed, raise its error; otherwise start `task`."""
-        self.wait_for_task()
+        self.wait_for_task_end()
         self._begun = True
         self._tasks.put(task)
 
-    def wait_for_task(self) -> None:
+    def wait_for_task_end(self) -> None:
         if self._begun:
             self._begun = False
             error = self._ends.get()
@@ -251,7 +251,7 @@ def write_tensor_shards(folder: Path, layout: FileLayout, pieces: Iterable[Tenso
             if waiting > FLUSH_BYTES and syncer.is_free:
                 syncer.begin_task(partial(_sync_files, tuple(files.values())))
                 waiting = 0
-        syncer.wait_for_task()
+        syncer.wait_for_task_end()
         _sync_files(files.values())
     return np.array([sums.get(name, 0) for _, name, _ in layout.iterate_tensors()], np.uint64)
 
@@ -280,7 +280,7 @@ def _write_tensor_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer:
                 task()
             total.add_bytes(start * size, part)
             offset += len(part)
-        writer.wait_for_task()
+        writer.wait_for_task_end()
         assert offset == len(data), f"{piece.name}: runs and elements differ"
     return total.get_crc_share(entry.nbytes)
 

@@ -154,7 +154,7 @@ def check_and_resolve_call(comm: RankGroup, call: Call) -> None:
     elif verb.at_root and whole_here:
         require_own_piece_size(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
     if verb.reduces:
-        check_and_resolve_operation(comm, call)
+        check_and_resolve_op_and_wire_dtype(comm, call)
     if verb.peer in ("dest", "source") and not 0 <= call.tag < USER_TAG_LIMIT:
         raise_call_error(ConfigError, comm, call, f"tag={call.tag} is out of range: 0 <= tag < {USER_TAG_LIMIT}")
 
@@ -164,7 +164,7 @@ def _resolve_counts_and_check_sizes(comm: RankGroup, call: Call, verb: CallSpec,
         arrays = dict(zip(verb.arrays, call.arrays, strict=True))
         partitions = zip(verb.partitioned, call.counts, strict=True)
         call.partitions = tuple(
-            resolve_partition(comm, call, name, arrays[name], counts) for name, counts in partitions
+            make_valid_partition_from_counts(comm, call, name, arrays[name], counts) for name, counts in partitions
         )
         counts: Any = call.partitions[0].counts
     else:
@@ -206,7 +206,9 @@ def require_flat_array(comm: RankGroup, call: Call, name: str, array: Array) -> 
         raise_call_error(ConfigError, comm, call, f"{name}: {error}")
 
 
-def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, counts: Counts) -> FlatPartition:
+def make_valid_partition_from_counts(
+    comm: RankGroup, call: Call, name: str, array: Array, counts: Counts
+) -> FlatPartition:
     """Return the partition of `array` over the ranks, as given by `counts`. If `counts` is None, return the balanced
     partition. Raise ShapeError if `counts` do not fit the array or the number of ranks."""
     n = array.size
@@ -233,7 +235,7 @@ def require_own_piece_size(comm: RankGroup, call: Call, name: str, array: Array,
         raise_call_error(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
 
 
-def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
+def check_and_resolve_op_and_wire_dtype(comm: RankGroup, call: Call) -> None:
     """Convert `call.op` to a `ReduceOp` and `call.wire` to a dtype, in place. Raise ConfigError if the reduction is
     unknown, undefined for the dtype of the array, or not supported by the algorithm."""
     dtype = call.arrays[0].dtype

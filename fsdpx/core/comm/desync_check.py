@@ -15,7 +15,7 @@ from fsdpx.core.comm.calls import Call, Handle, spin_until
 from fsdpx.core.comm.communicator import Communicator, CommunicatorWrapper, describe_call
 from fsdpx.errors import ConfigError, DesyncError
 
-__all__ = ["CheckedCommunicator", "agree_on_settings", "format_calls_by_rank", "make_desync_error"]
+__all__ = ["CheckedCommunicator", "format_calls_by_rank", "make_desync_error", "require_same_settings_on_all_ranks"]
 
 _FINGERPRINT_BYTES = 256
 _DIGEST_CHARS = 8
@@ -140,7 +140,7 @@ REMEDY = (
 )
 
 
-def agree_on_settings(
+def require_same_settings_on_all_ranks(
     comm: Communicator, settings: Mapping[str, str], arguments: Mapping[str, str] | None = None
 ) -> None:
     """Raise ConfigError on all ranks if `settings` or `arguments` differ between ranks. The error lists what differs,

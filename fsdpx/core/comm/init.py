@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import require_valid_arguments
-from fsdpx.core.base.extensions import find_extension, list_extensions, load_extension
+from fsdpx.core.base.extensions import import_extension, import_extension_if_declared, list_extensions
 from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm import default_communicator
@@ -31,7 +31,7 @@ from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.calls import POLLS_BEFORE_YIELD, get_thread_stack_frames
 from fsdpx.core.comm.communicator import Communicator, unwrap_communicator
 from fsdpx.core.comm.default_communicator import get_compared_arguments
-from fsdpx.core.comm.desync_check import agree_on_settings
+from fsdpx.core.comm.desync_check import require_same_settings_on_all_ranks
 from fsdpx.core.comm.local import LocalCommunicator, RankDied, ThreadGroup, ThreadWorld, make_single_rank_communicator
 from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS, MessageBackend
 from fsdpx.errors import Aborted, CommError, ConfigError, DesyncError, FsdpxError, OutOfMemory, install_hint
@@ -106,7 +106,7 @@ def _print_exception_and_end_all_ranks(
         return
     code = 130 if issubclass(kind, KeyboardInterrupt) else 1
     if script_hook is not None:
-        code = _run_script_excepthook(script_hook) or code
+        code = _run_excepthook_of_script(script_hook) or code
     flush_and_write_stderr()
     if comm is None:
         return
@@ -118,7 +118,7 @@ def _print_exception_and_end_all_ranks(
     comm.abort(code)
 
 
-def _run_script_excepthook(script_hook: Callable[[], object]) -> int:
+def _run_excepthook_of_script(script_hook: Callable[[], object]) -> int:
     """Run an excepthook of the script, and ignore its exceptions so that the job ends in any case. Return the exit
     status that the hook requests, or 0 if it requests none."""
     try:
@@ -214,7 +214,7 @@ def open_world(
         if the number of MPI ranks differs from the number that the launcher started, or if some ranks do not arrive"""
     if comm is not None:
         return as_communicator(comm, backend, device_map)
-    if backend is not None and backend not in BACKENDS and find_extension("backend", backend) is None:
+    if backend is not None and backend not in BACKENDS and import_extension_if_declared("backend", backend) is None:
         names = ", ".join(dict.fromkeys((*BACKENDS, *list_extensions("backend"))))
         raise ConfigError(f"unknown backend {backend!r}: use one of {names}, or None to find out")
     if backend != "fake" and (rank is not None or size is not None):
@@ -382,7 +382,7 @@ def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator
 
 
 def _open_extension(name: str, request: CommunicatorRequest) -> Communicator:
-    opened: Communicator = load_extension("backend", name)(request)
+    opened: Communicator = import_extension("backend", name)(request)
     return opened
 
 
@@ -398,7 +398,9 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
 
     hooks.install_process_hooks_while_alive(carrier, carrier)
     if carrier.size > 1:
-        agree_on_settings(carrier, environment.read_environment().shared_settings, get_compared_arguments())
+        require_same_settings_on_all_ranks(
+            carrier, environment.read_environment().settings_equal_on_all_ranks, get_compared_arguments()
+        )
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = world_comm.all_gather_data(platform.node()).count(platform.node())
     launcher = environment.read_environment().launcher
@@ -523,7 +525,7 @@ def spawn(
         rank, error = next((f for f in failures if not isinstance(f[1], Aborted)), failures[0])
         error.add_note(f"[rank {rank}] of {size} thread ranks")
         if late:
-            error.add_note(_format_thread_stacks(late))
+            error.add_note(_format_thread_positions(late))
         raise error
     if len(deaths) == size:
         rank, death = deaths[0]
@@ -588,7 +590,7 @@ def _join_and_find_unfinished_threads(threads: list[threading.Thread], world: Th
     return [thread for rank, thread in enumerate(threads) if rank not in done]
 
 
-def _format_thread_stacks(threads: list[threading.Thread]) -> str:
+def _format_thread_positions(threads: list[threading.Thread]) -> str:
     stands = []
     for thread in threads:
         lines = traceback.StackSummary.extract(get_thread_stack_frames(thread.ident or 0)[:1]).format()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdpx.core.array.arena import get_data_pointer
-from fsdpx.core.array.kernels import add_widened, cast_float, store
+from fsdpx.core.array.kernels import add_widened, cast_float_to_dtype, store
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.comm.calls import (
     Array,
@@ -277,19 +277,19 @@ def _start_rounded_reduce_to_owners(
 
 def _narrow_in_place(xp: Any, x: Array, out: Array) -> None:
     """Cast x to the dtype of `out`, which is smaller. Both arrays begin at the same memory address."""
-    out[:FIRST_RUN_ELEMENTS] = cast_float(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
-    for start, stop in _iterate_doubling_runs(x.size):
+    out[:FIRST_RUN_ELEMENTS] = cast_float_to_dtype(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
+    for start, stop in _iterate_doubling_ranges(x.size):
         store(xp, x[start:stop], out[start:stop])
 
 
 def _widen_in_place(xp: Any, x: Array, out: Array) -> None:
     """Cast x to the dtype of `out`, which is larger. Both arrays begin at the same memory address."""
-    for start, stop in reversed(list(_iterate_doubling_runs(x.size))):
+    for start, stop in reversed(list(_iterate_doubling_ranges(x.size))):
         store(xp, x[start:stop], out[start:stop])
-    out[:FIRST_RUN_ELEMENTS] = cast_float(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
+    out[:FIRST_RUN_ELEMENTS] = cast_float_to_dtype(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
 
 
-def _iterate_doubling_runs(size: int) -> Iterator[tuple[int, int]]:
+def _iterate_doubling_ranges(size: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) for consecutive ranges of elements. Each range is as long as all preceding elements together.
 
     Suppose that two arrays begin at the same address, and that one array's elements are half as large as the other's.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.kernels import add_widened, cast_float, store
+from fsdpx.core.array.kernels import add_widened, cast_float_to_dtype, store
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
@@ -125,7 +125,7 @@ def _combine_pair_into(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[
 
 
 def _round_to_wire(x: Array, wire: Any) -> Array:
-    return x if wire is None else cast_float(np, x, wire)
+    return x if wire is None else cast_float_to_dtype(np, x, wire)
 
 
 def _copy_converted_into(xp: Any, x: Array, out: Array) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdpx.core.base import environment
-from fsdpx.core.base.extensions import load_extension
+from fsdpx.core.base.extensions import import_extension
 from fsdpx.core.comm.communicator import unwrap_communicator
 from fsdpx.core.comm.mesh import MeshAxes
 
@@ -35,7 +35,7 @@ def start_watchdog_if_possible(
     `other_comms`, `timeout` and `extend_waits` are passed to `start_watchdog`."""
     if not can_be_watched(comm):
         return None
-    return load_extension("observer", "watchdog")(comm, *other_comms, timeout=timeout, extend_waits=extend_waits)
+    return import_extension("observer", "watchdog")(comm, *other_comms, timeout=timeout, extend_waits=extend_waits)
 
 
 def start_watching_axes(axes: MeshAxes) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.config import Precision, normalize_half_name
 from fsdpx.core.base.dataclass import dataclass
-from fsdpx.core.base.extensions import EXTENSIONS, find_extension, list_extensions
+from fsdpx.core.base.extensions import EXTENSIONS, import_extension_if_declared, list_extensions
 from fsdpx.core.base.name_hints import did_you_mean, wrap_constructor_with_option_check
 from fsdpx.core.base.option_names import CodecName
 from fsdpx.core.compression.codec import Cast16, Codec, NoCompression, ReshardRule
@@ -206,7 +206,7 @@ def make_codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
         for name, known in CODECS.items():
             if normalize_half_name(name) == normalize_half_name(choice):
                 return known()
-        if (make := find_extension("codec", choice)) is not None:
+        if (make := import_extension_if_declared("codec", choice)) is not None:
             new_codec: Codec = make()
             return new_codec
         others = list_extensions("codec")

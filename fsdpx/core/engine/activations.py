@@ -87,9 +87,9 @@ class ActivationMeter:
             self.forget_slot(slot)
         for slot, value in zip(gives, values, strict=True):
             if is_activation_slot(slot):  # for a pending transfer, count the array that it will return
-                self.count_slot_bytes(slot, value.finish() if isinstance(value, TimedTransfer) else value)
+                self.start_counting_slot_bytes(slot, value.finish() if isinstance(value, TimedTransfer) else value)
 
-    def count_slot_bytes(self, slot: Slot, value: Any) -> None:
+    def start_counting_slot_bytes(self, slot: Slot, value: Any) -> None:
         """Start counting the memory of the new value in a slot (a named value of a program), and stop counting the
         memory of the slot's old value."""
         self.forget_slot(slot)

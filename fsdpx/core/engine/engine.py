@@ -25,7 +25,7 @@ from fsdpx.core.engine.run import BufferViews, LayerContextCache, ProgramRun, ge
 from fsdpx.core.program import PROGRAM_KINDS, Action, Program, ProgramRequest, Slot
 from fsdpx.core.state.step_inputs import Microbatch, StepInputs
 from fsdpx.core.state.train_state import TrainState, restore_from_copies
-from fsdpx.core.state.units import Unit, list_released_values
+from fsdpx.core.state.units import Unit, list_values_released_by_node
 from fsdpx.nn.layer import LayerContext, Parameters
 
 __all__ = ["DirectPrediction", "Engine"]
@@ -108,7 +108,7 @@ class Engine:
                     self._sends.clear()
                 if self._in_flight:
                     self._progress_transfers()
-                results = {slot: self._take_result(slot) for slot in executable.program.results}
+                results = {slot: self._pop_slot_and_wait_for_value(slot) for slot in executable.program.results}
                 kind = PROGRAM_KINDS[executable.program.kind]
                 # if the program has no update, check the loss before it is accumulated
                 if kind.loss == "LOSS" and not kind.updates and not overflows:
@@ -124,7 +124,7 @@ class Engine:
     def _begin_run(self, executable: Executable, feed: StepInputs) -> ProgramRun:
         state, program = self.state, executable.program
         if self._in_flight:
-            self._finish_stale_transfers()
+            self._wait_for_transfers_of_failed_program()
         self._sends.clear()
         self.last_program, self.batch, self._producers = program, feed.batch or self.batch, executable.producers
         for begin_program in self.hooks.on_program_begin:
@@ -147,7 +147,7 @@ class Engine:
         fixed = self.placement, feed, work, views, contexts, units, functions
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._track_transfer)
 
-    def _finish_stale_transfers(self) -> None:
+    def _wait_for_transfers_of_failed_program(self) -> None:
         """Wait for the transfers that a failed program left pending, except transfers whose results a later program
         still needs. All ranks wait for the same transfers."""
         known = {id(value) for value in self.state.store.values()}
@@ -175,7 +175,7 @@ class Engine:
             for look in hooks.on_action_done:
                 look(action)
         except Exception as error:
-            self.annotate_and_report_error(error, words)
+            self.annotate_error_and_notify_observers(error, words)
             raise
         end = perf_counter()
         moved = counters.total - before
@@ -185,7 +185,7 @@ class Engine:
             self._progress_transfers()
             self.clock.on_outside_program(PROGRESS, end, perf_counter(), 0)
 
-    def annotate_and_report_error(self, error: Exception, words: str) -> None:
+    def annotate_error_and_notify_observers(self, error: Exception, words: str) -> None:
         """Add a note to `error` with the rank and the action (`words`) that raised it. Then report the error to
         observers."""
         for failed in self.hooks.on_action_failed:
@@ -212,11 +212,11 @@ class Engine:
         if completed and self._sends:  # free each array once it has been sent, not only at the end of the program
             self._sends = [transfer for transfer in self._sends if id(transfer) not in completed]
 
-    def _take_result(self, slot: Slot) -> Any:
+    def _pop_slot_and_wait_for_value(self, slot: Slot) -> Any:
         try:
             return self._wait_for_value(self.state.store.pop(slot), slot)
         except Exception as error:
-            self.annotate_and_report_error(error, self._producers[slot])
+            self.annotate_error_and_notify_observers(error, self._producers[slot])
             raise
 
     def _read_slot(self, slot: Slot) -> Any:
@@ -324,7 +324,7 @@ class DirectPrediction:
                 self.store += zip(slots, held, strict=True)
                 contexts, params = engine.get_inference_contexts_and_parameters(u, held, (x,))
                 self.units.append((place.layout.units[u], contexts, params, planned.words))
-        released = list_released_values(
+        released = list_values_released_by_node(
             [node for unit, *_ in self.units for node in unit.nodes], {*self.outputs, self.input}
         )
         self.released = [[released.pop(0) for _ in unit.nodes] for unit, *_ in self.units]
@@ -349,7 +349,7 @@ class DirectPrediction:
                 try:
                     compute_verbs.run_unit_forward(unit, envs, params, values, False, (), released)
                 except Exception as error:
-                    engine.annotate_and_report_error(error, words)
+                    engine.annotate_error_and_notify_observers(error, words)
                     raise
         engine.clock.on_outside_program("E", begin, perf_counter(), 0)
         return tuple([values[v] for v in self.outputs])

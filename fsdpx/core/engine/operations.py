@@ -40,7 +40,7 @@ from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TieGroup, TrainState
 from fsdpx.errors import DataError, NumericsError, ShapeError
 from fsdpx.optim import ShardSegments, get_learning_rate
-from fsdpx.optim.optimizer import UNSCHEDULED, get_scheduled_values, update_parameters
+from fsdpx.optim.optimizer import UNSCHEDULED, get_scheduled_lr_and_average_weight, update_parameters
 
 __all__ = [
     "OPERATIONS",
@@ -60,7 +60,7 @@ __all__ = [
 
 def update_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, scale, (master, slots) = get_action_target(action), read[0], added
-    own = run.placement.shard_segments_by_page[p]
+    own = run.placement.segments_of_own_shard_by_page[p]
     if not scale.skip and not run_optimizer_on_page(
         run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor
     ):
@@ -82,7 +82,7 @@ def run_optimizer_on_page(
 ) -> bool:
     """Update a range of elements of a page (flat parameter buffer) with the optimizer. Return False if there was
     nothing to update. `step` is the number of the training step, counted from 1."""
-    place, counted = run.placement, segments.with_missed_updates(run.missed)
+    place, counted = run.placement, segments.with_missed_update_counts(run.missed)
     with preserving_frozen_parameters(run, segments, master, slots):
         return update_parameters(
             place.optimizer, place.xp, master, gradient, slots, lr=lr, step=step, segments=counted, scale=factor
@@ -141,7 +141,7 @@ def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: 
         run.placement.start_all_gather_numbers(
             _pack_values_for_step_all_reduce(run, taken, read),
             "MEAN (loss)",
-            partial(_combine_losses, run),
+            partial(_compute_mean_loss_from_gathered_rows, run),
             run.sync_group,
         ),
     )
@@ -152,14 +152,16 @@ def _pack_values_for_step_all_reduce(run: ProgramRun, pairs: Values, weight: Val
 
     They are the weight of this rank's gradients, the summed loss and weight of each microbatch, and the scheduled
     values (such as the learning rate), which must be the same on all ranks."""
-    rates = get_scheduled_values(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
+    rates = (
+        get_scheduled_lr_and_average_weight(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
+    )
     # return zeros, because another pipeline or tensor rank counts the loss of these samples
     if not run.placement.counts_loss or not weight:
         return [0.0] * (1 + 2 * len(run.feed.batch)) + [*rates]
     return [weight[0], *(number for pair in pairs for number in pair), *rates]
 
 
-def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
+def _compute_mean_loss_from_gathered_rows(run: ProgramRun, rows: list[list[float]]) -> LossMean:
     """Return the mean loss. `rows` holds one list per rank with the numbers that this rank sent. Raise DataError if the
     total loss weight of the global batch is zero. If replicas train independently, raise no error, because the weight
     of a single replica's samples may be zero."""
@@ -296,7 +298,7 @@ def all_reduce_loss_and_gradient_norm(
     losses = _pack_values_for_step_all_reduce(run, taken[:-1], taken[-1:])
     rows = place.all_gather_numbers([*here, *losses], "NORM (squares, loss)", run.sync_group)
     squares = sum_exactly([number for row in rows for number in row[:n]])
-    mean = _combine_losses(run, [row[n:] for row in rows])
+    mean = _compute_mean_loss_from_gathered_rows(run, [row[n:] for row in rows])
     factor = 1.0 / (mean.gradient_divisor * scaler.value)
     size = math.sqrt(squares) * factor
     finite = math.isfinite(squares)
@@ -304,7 +306,7 @@ def all_reduce_loss_and_gradient_norm(
         require_finite_loss(run, mean, run.sync_group)
         if not finite:
             _raise_numerics_error(
-                run, f"the norm of the gradient is {size}", _describe_bad_gradient(run, read), run.sync_group
+                run, f"the norm of the gradient is {size}", _describe_nonfinite_gradient(run, read), run.sync_group
             )
     if clip is not None and finite:
         factor *= _compute_clip_factor(size, clip)
@@ -382,7 +384,7 @@ def compute_local_loss_and_gradient_scale(
 ) -> Values:
     """Compute the mean loss and the gradient factor from this rank's batch alone, without communication."""
     place, clip = run.placement, run.placement.options.clip_norm
-    mean = _combine_losses(run, [_pack_values_for_step_all_reduce(run, taken[:-1], taken[-1:])])
+    mean = _compute_mean_loss_from_gathered_rows(run, [_pack_values_for_step_all_reduce(run, taken[:-1], taken[-1:])])
     require_finite_loss(run, mean)
     factor, norm = 1.0 / (mean.shared * run.scaler.value), math.nan
     totals = tuple([gradient.get_microbatch_buffer(0) for gradient in read])
@@ -407,7 +409,7 @@ def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
     if run.placement.device.are_finite(totals):
         return
     # if every gradient is finite and only the squares overflowed, `problem` is empty and nothing is raised
-    problem = _describe_bad_gradient(run, totals)
+    problem = _describe_nonfinite_gradient(run, totals)
     if problem and run.sync_group.size > 1:
         problem += (
             ". Ranks that update other parameters may have updated them: resume from a checkpoint. With clip_norm=... "
@@ -441,7 +443,7 @@ def _describe_bad_batch_value(run: ProgramRun) -> str:
     return ""
 
 
-def _describe_bad_gradient(run: ProgramRun, totals: Values) -> str:
+def _describe_nonfinite_gradient(run: ProgramRun, totals: Values) -> str:
     """Return a phrase that names the first parameter with a NaN or Inf in its gradient on this rank, or "" if there is
     none. `totals` holds this rank's gradient shards."""
     for p, total in zip(run.stage.trained_pages, totals, strict=True):

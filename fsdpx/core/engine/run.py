@@ -24,7 +24,7 @@ from fsdpx.core.engine.temporary_memory_plan import (
 from fsdpx.core.program import PROGRAM_KINDS, SLOTS, Action, Program, Slot, Stage
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.core.state.gradients import Gradient
-from fsdpx.core.state.ledger import LedgerKey, make_local_gradient_row
+from fsdpx.core.state.ledger import LedgerKey, make_unsharded_gradient_row
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch, StepInputs
 from fsdpx.core.state.train_state import LossScaler, TieGroup, TrainState
@@ -254,7 +254,7 @@ class Workspace:
         if row.is_kept:
             buffer = self.state.ledger.arrays[row.key]
         elif page in self._local:
-            buffer = self.state.get_or_create_local_gradient(make_local_gradient_row(place, page))
+            buffer = self.state.get_or_create_local_gradient(make_unsharded_gradient_row(place, page))
         else:
             buffer = self.take_next_temporary_buffer("grad", page, row.elements, row.dtype)
         shared = self.state.arena.memory is not None

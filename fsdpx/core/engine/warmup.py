@@ -128,7 +128,7 @@ def _warm_up_linear(x: Any, w: Any, s: Any) -> None:
 
 
 def _warm_up_conversion(x: Any, name: str) -> None:
-    h = kernels.cast_float(np, kernels.to_float32(np, x), parse_dtype(name))
+    h = kernels.cast_float_to_dtype(np, kernels.to_float32(np, x), parse_dtype(name))
     wide = kernels.to_float32(np, h)
     kernels.store(np, h, wide)
     kernels.add_widened(np, h, wide)

@@ -20,7 +20,7 @@ from fsdpx.core.program.passes import (
     make_leftover_reduces,
     order_sequentially,
 )
-from fsdpx.core.program.pipeline import ActionSlots, Stage, expand_action_slots
+from fsdpx.core.program.pipeline import ActionSlots, Stage, list_action_slots
 from fsdpx.core.program.step_choices import StepChoices
 from fsdpx.core.program.verbs import Action, Slot
 
@@ -178,7 +178,7 @@ class Program:
 
     @cached_property
     def slots(self) -> tuple[ActionSlots, ...]:
-        return tuple(expand_action_slots(a, self.stage, self.microbatches) for a in self.actions)
+        return tuple(list_action_slots(a, self.stage, self.microbatches) for a in self.actions)
 
 
 PASSES: list[Callable[[list[Action], ProgramRequest], list[Action]]] = []
@@ -274,7 +274,7 @@ def _make_update_actions(actions: list[Action], request: ProgramRequest) -> list
     if request.kind == "update":
         joins = stage.trained_pages if stage.needs_join else ()
         tail = [*make_leftover_reduces(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in joins)]
-    tail += [Action("TIE", p) for p in stage.tie_groups]
+    tail += [Action("TIE", p) for p in stage.tied_page_groups]
     given = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
     agrees = Slot("agreed") in _list_result_slots(request)
     tail += [*given, *(Action(op) for op in request.scales if op != "COMMIT" or agrees)]

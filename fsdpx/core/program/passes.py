@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
-from fsdpx.core.program.pipeline import Stage, resolve_word_to_slots
+from fsdpx.core.program.pipeline import Stage, list_slots_of_verb_table_word
 from fsdpx.core.program.verbs import VERBS, Action
 
 __all__ = [
@@ -130,7 +130,10 @@ def _list_pages_used_by_action(kind: str, words: Iterable[str], action: Action, 
     """Return the IDs of the pages (flat parameter buffers) whose slots (named buffers) of kind `kind` an action uses.
     `words` lists slots of the action in the notation of the table `VERBS`, such as "full:pages"."""
     slots = (
-        slot for word in words if word.startswith(f"{kind}:") for slot in resolve_word_to_slots(word, action, stage, 1)
+        slot
+        for word in words
+        if word.startswith(f"{kind}:")
+        for slot in list_slots_of_verb_table_word(word, action, stage, 1)
     )
     return [slot.at for slot in slots if slot.at is not None]
 

@@ -19,10 +19,10 @@ __all__ = [
     "Stage",
     "StageUnit",
     "convert_rows_to_stage_units",
-    "expand_action_slots",
     "find_values_without_gradient",
+    "list_action_slots",
+    "list_slots_of_verb_table_word",
     "make_stages",
-    "resolve_word_to_slots",
 ]
 
 V = TypeVar("V", bound=Hashable)
@@ -120,7 +120,7 @@ class Stage:
     stored_slots: tuple[tuple[Slot, Slot], ...] = ()
 
     @classmethod
-    def from_units(
+    def single_stage_from_units(
         cls,
         units: Iterable[Row],
         trainable: Iterable[bool],
@@ -158,7 +158,7 @@ class Stage:
         return tuple(p for p in self.pages if self.trainable[p])
 
     @cached_property
-    def tie_groups(self) -> dict[int, tuple[int, ...]]:
+    def tied_page_groups(self) -> dict[int, tuple[int, ...]]:
         """Groups of pages (flat parameter buffers) whose gradients are summed with gradients of other pages or ranks,
         because their parameters are tied or their gradients are partial. The dict maps the first page of each group to
         the group's pages on this rank."""
@@ -169,7 +169,7 @@ class Stage:
 
     @cached_property
     def tied_pages(self) -> frozenset[int]:
-        return frozenset(p for pages in self.tie_groups.values() for p in pages)
+        return frozenset(p for pages in self.tied_page_groups.values() for p in pages)
 
     @property
     def total_slot_kind(self) -> str:
@@ -282,16 +282,19 @@ class ActionSlots:
     gives: tuple[Slot, ...]
 
 
-def expand_action_slots(action: Action, stage: Stage, microbatches: int) -> ActionSlots:
+def list_action_slots(action: Action, stage: Stage, microbatches: int) -> ActionSlots:
     """Return the slots (named buffers) that an action takes, reads, adds to and gives."""
     verb = VERBS[action.op]
     columns = (verb.takes, verb.reads, verb.adds, verb.gives)
     return ActionSlots(
-        *(tuple(s for w in words for s in resolve_word_to_slots(w, action, stage, microbatches)) for words in columns)
+        *(
+            tuple(s for w in words for s in list_slots_of_verb_table_word(w, action, stage, microbatches))
+            for words in columns
+        )
     )
 
 
-def resolve_word_to_slots(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
+def list_slots_of_verb_table_word(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
     """Return the slots (named buffers) that a word of the table `VERBS` refers to in an action. For example,
     "full:pages" refers to all pages (flat parameter buffers) of a unit (group of layers)."""
     kind, _, over = word.partition(":")
@@ -343,7 +346,7 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
     "page": lambda a, s, n: [(a.unit, None)],
     "here": lambda a, s, n: [(a.unit, a.mb)],
     "coded": lambda a, s, n: _pair_with_microbatch({a.unit} & s.pages_with_codec_memory),
-    "twins": lambda a, s, n: _pair_with_microbatch(s.tie_groups.get(_require_unit_number(a), ())),
+    "twins": lambda a, s, n: _pair_with_microbatch(s.tied_page_groups.get(_require_unit_number(a), ())),
     "unit": lambda a, s, n: [(a.unit, a.mb)],
     "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.units_with_backward else [],
     "moving": lambda a, s, n: _pair_with_microbatch({a.unit} & s.units_with_statistics),
@@ -432,7 +435,7 @@ def _make_messages_between_ranks(
         edges.append(Edge(len(edges), value, source, target, home[source], home[target], gradient))
 
     for value in sorted({v for _, _, given in units for v in given} - set(inputs)):
-        chain = _list_stages_computing_or_reading(value, units, outputs, stages, len(home) - 1)
+        chain = _list_stages_computing_or_reading_value(value, units, outputs, stages, len(home) - 1)
         first = [stage for i, stage in enumerate(chain) if home[stage] not in {home[s] for s in chain[:i]}]
         for source, target in pairwise(first):
             add_edge(value, source, target, gradient=False)
@@ -442,7 +445,7 @@ def _make_messages_between_ranks(
     return tuple(edges)
 
 
-def _list_stages_computing_or_reading(
+def _list_stages_computing_or_reading_value(
     value: int, units: Sequence[Row], outputs: Sequence[int], stages: Sequence[int], last: int
 ) -> list[int]:
     """Return the indices of the stages that compute or read a value, in ascending order. `last` is the index of the

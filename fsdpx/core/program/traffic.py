@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.program.compiler import Program
-from fsdpx.core.program.pipeline import resolve_word_to_slots
+from fsdpx.core.program.pipeline import list_slots_of_verb_table_word
 from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Slot, get_buffer_slot
 
 __all__ = [
@@ -173,7 +173,7 @@ def _find_scratch_lifetimes(program: Program) -> Iterator[SlotLifetime]:
     for index, action in reversed(list(enumerate(program.actions))):
         for scratch in VERBS[action.op].scratch:
             until = (
-                resolve_word_to_slots(scratch.until, action, program.stage, program.microbatches)
+                list_slots_of_verb_table_word(scratch.until, action, program.stage, program.microbatches)
                 if scratch.until
                 else []
             )

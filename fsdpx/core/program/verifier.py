@@ -39,12 +39,12 @@ def check(*programs: Program) -> None:
     ProgramError : if a program is invalid; the message names the wrong action and shows it with its neighbors
     """
     for program in programs:
-        _require_valid_slots(program)
+        _verify_slot_lifetimes(program)
     for rank, other in enumerate(programs[1:], start=1):
         _require_same_collective_order(programs[0], other, rank)
 
 
-def _require_valid_slots(program: Program) -> None:
+def _verify_slot_lifetimes(program: Program) -> None:
     alive = set(program.begins)
     buffers = {get_buffer_slot(slot): slot for slot in alive}
     for index, slots in enumerate(program.slots):

@@ -22,7 +22,7 @@ from fsdpx.core.state.gradients import (
     PartialSums,
     Reduction,
     TreeNode,
-    count_live_partial_sums,
+    count_max_live_partial_sums,
     cover_chunks_with_nodes,
     get_chunks_of_rank,
     has_same_address,
@@ -164,7 +164,7 @@ class TreeAccumulation:
         self.total, self.ranks = chunks, axes.data.size
         self.shard, self.replica = (axes.shard.rank, axes.shard.size), (axes.replica.rank, axes.replica.size)
         self.mine = get_chunks_of_rank(chunks, axes.data.rank, axes.data.size)
-        self.times = count_live_partial_sums(chunks, self.mine)
+        self.times = count_max_live_partial_sums(chunks, self.mine)
 
     def __repr__(self) -> str:
         return f"in {self.total} chunks"

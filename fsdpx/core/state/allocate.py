@@ -25,7 +25,7 @@ from fsdpx.nn.layer import ParameterSpec
 __all__ = [
     "agree_on_sharer_count",
     "allocate_state",
-    "fill_parameter_shards",
+    "fill_parameter_shards_by_function",
     "find_shared_memory_allocator",
     "initialize_parameters",
     "try_allocate_rows_in_windows",
@@ -193,11 +193,11 @@ def initialize_parameters(state: TrainState) -> None:
         into = getattr(spec.init, "try_read_into", None) if spec.cut is None or spread.width == 1 else None
         return into is not None and into(target, start)
 
-    fill_parameter_shards(state, draw_values, BLOCK_ELEMENTS, read_values_into)
+    fill_parameter_shards_by_function(state, draw_values, BLOCK_ELEMENTS, read_values_into)
     state.placement.sync_policy.on_initialized(state)
 
 
-def fill_parameter_shards(
+def fill_parameter_shards_by_function(
     state: TrainState,
     values: Any,
     max_elements: int = sys.maxsize,
@@ -236,11 +236,11 @@ def _create_tie_group_communicators(placement: Placement) -> dict[int, TieGroup]
     for pages in layout.twins:
         ranks = tuple(home[p] for p in pages)
         comm = _make_pipe_subgroup(axes, sorted(set(ranks))) if len(set(ranks)) > 1 else None
-        if pages[0] in placement.stage.tie_groups:
+        if pages[0] in placement.stage.tied_page_groups:
             ties[pages[0]] = TieGroup(pages, ranks, comm, layout.pages[pages[0]].partial)
         elif comm is not None:
             comm.close()
-    for p in placement.stage.tie_groups.keys() - ties.keys():
+    for p in placement.stage.tied_page_groups.keys() - ties.keys():
         ties[p] = TieGroup((p,), (place.pipe,), None, True)
     return ties
 

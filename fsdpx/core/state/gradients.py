@@ -24,7 +24,7 @@ __all__ = [
     "PartialSums",
     "Reduction",
     "TreeNode",
-    "count_live_partial_sums",
+    "count_max_live_partial_sums",
     "count_samples_of_rank",
     "cover_chunks_with_nodes",
     "get_chunks_of_rank",
@@ -77,18 +77,18 @@ class PairwiseSumStack(Generic[T]):
     def push_node(self, node: TreeNode, value: T) -> None:
         """Push the value of a node of the binary tree. Nodes must be pushed in the order of their chunks (parts of the
         batch), without gaps."""
-        self.entries.append((self._find_highest_equal_ancestor(node), value))
+        self.entries.append((self._find_highest_node_of_same_chunks(node), value))
         while len(self.entries) > 1 and self._has_siblings_on_top():
             (left, a), (_, b) = self.entries[-2:]
             del self.entries[-2:]
             parent = TreeNode(left.level + 1, left.index // 2)
-            self.entries.append((self._find_highest_equal_ancestor(parent), self.add(a, b)))
+            self.entries.append((self._find_highest_node_of_same_chunks(parent), self.add(a, b)))
 
     def _has_siblings_on_top(self) -> bool:
         left, right = self.entries[-2][0], self.entries[-1][0]
         return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 
-    def _find_highest_equal_ancestor(self, node: TreeNode) -> TreeNode:
+    def _find_highest_node_of_same_chunks(self, node: TreeNode) -> TreeNode:
         """Return the highest node of the binary tree that is a sum over the same chunks (parts of the batch) as `node`.
         A left child has the same chunks as its parent if its right sibling would begin after the last chunk."""
         top = get_root_node(self.chunks).level
@@ -106,7 +106,7 @@ def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
     return tuple(node for node, _ in stack.entries)
 
 
-def count_live_partial_sums(chunks: int, run: range) -> int:
+def count_max_live_partial_sums(chunks: int, run: range) -> int:
     """Return the maximum number of partial sums (at least 1) that a rank holds at the same time while it adds the
     gradients of the chunks (parts of the batch) in `run`."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)

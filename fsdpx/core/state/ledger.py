@@ -18,7 +18,7 @@ from fsdpx.optim.optimizer import AVERAGE_SLOT
 __all__ = [
     "LEDGER_KINDS", "Ledger", "LedgerKey", "LedgerKind", "LedgerRow", "Level", "Lifetime", "add_replica_prefix",
     "get_saved_name_prefix", "get_state_dtype", "list_checkpoint_tensors", "list_ledger_rows", "make_checkpoint_name",
-    "make_local_gradient_row",
+    "make_unsharded_gradient_row",
 ]  # fmt: skip
 
 
@@ -238,10 +238,12 @@ def list_ledger_rows(placement: Placement, windows: bool, sharers: int) -> Itera
     """Yield one row of the ledger (table of a rank's arrays) for each array of this rank. `windows` is True if the
     ranks of a host share memory. `sharers` is the number of ranks that share one copy of the full parameters, or 0 if
     ranks do not share them."""
-    return map(placement.options.storage.assign_row_level, _list_rows_without_offload(placement, windows, sharers))
+    return map(
+        placement.options.storage.assign_row_level, _iterate_rows_as_if_not_offloaded(placement, windows, sharers)
+    )
 
 
-def _list_rows_without_offload(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
+def _iterate_rows_as_if_not_offloaded(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """Yield one row of the ledger (table of a rank's arrays) for each array of this rank, as if no array were
     offloaded."""
     formats, owner = placement.formats, placement.sync_policy.owner
@@ -308,7 +310,7 @@ def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[Ledger
         yield LedgerRow(key, placement.formats.gradients, span, "private")
 
 
-def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
+def make_unsharded_gradient_row(placement: Placement, page: int) -> LedgerRow:
     """Return the row for an unsharded gradient that `no_sync` keeps on this rank until the update. The row is needed
     with shardings that would otherwise free unsharded gradients after each use."""
     span, times = ElementRange(0, placement.pages[page].size), placement.accumulation.times

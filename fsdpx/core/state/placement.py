@@ -349,7 +349,7 @@ class Placement:
         return routes
 
     @cached_property
-    def shard_segments_by_page(self) -> dict[int, ShardSegments]:
+    def segments_of_own_shard_by_page(self) -> dict[int, ShardSegments]:
         """The segments that the optimizer updates in each page (flat parameter buffer), keyed by page number. There is
         one segment for each parameter in this rank's shard. Only trained pages are included."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
@@ -388,7 +388,7 @@ class Placement:
             sent = {"shard": nbytes * (shard - 1), "tensor": nbytes * shard * (tensor - 1)}
             return tuple((axis, "all_gather", moved) for axis, moved in sent.items() if moved)
         sends = getattr(optimizer, "count_sent_elements", None)
-        count = None if sends is None else self.shard_segments_by_page[page].count_sent_elements(sends)
+        count = None if sends is None else self.segments_of_own_shard_by_page[page].count_sent_elements(sends)
         return () if count is None else (("shard", "all_to_all", count * self.formats.gradients.itemsize),)
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.array.shapes.array import measuring_memory
+from fsdpx.core.array.shapes.array import measuring_shape_only_memory
 from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import MeshAxes, connect_axes
@@ -92,13 +92,15 @@ class ValueShapes:
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:
             # exclude these arrays from the memory count of a dry run, because they have no data
-            with measuring_memory():
+            with measuring_shape_only_memory():
                 inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
-                shapes = value_shapes(self._model, inputs, self._dtype, axes=self.make_fake_axes_of_tensor_rank(rank))
+                shapes = value_shapes(
+                    self._model, inputs, self._dtype, axes=self.make_fake_mesh_axes_for_tensor_rank(rank)
+                )
                 self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in shapes]
         return self._found[key][value]
 
-    def make_fake_axes_of_tensor_rank(self, tensor: int) -> MeshAxes:
+    def make_fake_mesh_axes_for_tensor_rank(self, tensor: int) -> MeshAxes:
         """Return the mesh axes of tensor rank `tensor` with fake communicators, so that layers can compute their output
         shapes without communicating."""
         if tensor not in self._imagined:

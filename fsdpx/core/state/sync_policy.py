@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, ClassVar, Literal
 
 from fsdpx.core.base.config import PRESETS, Sharding
-from fsdpx.core.base.extensions import find_extension
+from fsdpx.core.base.extensions import import_extension_if_declared
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Codec
 from fsdpx.core.program import Slot, SyncRules
@@ -73,7 +73,7 @@ def get_sync_choice(strategy: Any) -> SyncChoice:
 
 @cache
 def _make_sync_choice(name: str) -> SyncChoice:
-    make = find_extension("strategy", name)
+    make = import_extension_if_declared("strategy", name)
     return SYNCHRONOUS if make is None else make()
 
 

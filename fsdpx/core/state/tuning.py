@@ -207,7 +207,7 @@ def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
     known = None if anyway or world.rank else load_record("blas", key, _parse_library_record)
     record = _broadcast_from_rank_0(world, known)
     if record is None:
-        rates = blas.measure_library_gflops(count)
+        rates = blas.measure_gflops_of_each_library(count)
         record = _broadcast_from_rank_0(world, _choose_fastest_library(rates, blas.get_selected_library()))
         _remeasured.add(str(key))
         if world.rank == 0:

@@ -28,7 +28,7 @@ __all__ = [
     "Stages",
     "Unit",
     "lay_out_model",
-    "list_released_values",
+    "list_values_released_by_node",
     "parse_stages_option",
     "require_enough_layers",
     "split_into_balanced_runs",
@@ -105,7 +105,7 @@ class Unit:
     def released_values(self) -> list[list[int]]:
         """For each node (layer call) of the unit, the IDs (integers) of the activations that no later node of the unit
         uses. Outputs of the unit are excluded."""
-        return list_released_values(self.nodes, self.outputs)
+        return list_values_released_by_node(self.nodes, self.outputs)
 
     @property
     def name(self) -> str:
@@ -113,7 +113,7 @@ class Unit:
         return first if first == last else f"{first}..{last}"
 
 
-def list_released_values(nodes: Iterable[Node], needed: Container[int]) -> list[list[int]]:
+def list_values_released_by_node(nodes: Iterable[Node], needed: Container[int]) -> list[list[int]]:
     """For each node (layer call), return the IDs (integers) of the activations that no later node uses. These
     activations can be released after the node has run. IDs in `needed` are excluded."""
     last = {v: n for n, node in enumerate(nodes) for v in (*node.inputs, node.output)}
@@ -161,7 +161,7 @@ class ModelLayout:
         """A dict that maps each name of a parameter (canonical name or alias) to its canonical name."""
         return {**{name: name for name in self.specs}, **self.aliases}
 
-    def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
+    def find_parameters_matching(self, pattern: str, argument: str) -> frozenset[str]:
         """Return the canonical names of the trainable parameters whose canonical name or alias matches `pattern`
         (fnmatch). If no parameter matches, raise ConfigError. The error message names `argument` as the argument that
         contains the pattern."""

@@ -22,7 +22,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.layer_list import LayerList
 from fsdpx.nn.losses import Loss
-from fsdpx.optim.optimizer import get_scheduled_values
+from fsdpx.optim.optimizer import get_scheduled_lr_and_average_weight
 
 __all__ = ["agree_on_choices", "list_choices_to_compare"]
 
@@ -57,7 +57,8 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
         "tensor plan": (recipe.distribution.sequence, sorted(layout.spread.partial)),
         "optimizer": training.optimizer,
         "loss": training.loss,
-        "arrays": _describe_array_checksums(training.model) + _describe_array_checksums(training.loss)
+        "arrays": _describe_checksums_of_layer_arrays(training.model)
+        + _describe_checksums_of_layer_arrays(training.loss)
         if placement.sample_layout.has_complete_samples
         else "",
         "compression": placement.codecs,
@@ -65,13 +66,13 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
         "device": recipe.runtime.device,
         "average": training.average,
         "trace": recipe.runtime.get_trace_choice(),
-        "the learning rate of step 1": get_scheduled_values(training.optimizer, 1)[0],
+        "the learning rate of step 1": get_scheduled_lr_and_average_weight(training.optimizer, 1)[0],
         "synchronization": sync_choice.description,
         "outer optimizer": sync_choice.optimizers,
     }
 
 
-def _describe_array_checksums(layer_or_loss: Any) -> str:
+def _describe_checksums_of_layer_arrays(layer_or_loss: Any) -> str:
     """Return one line of text for each layer or loss that has array attributes, such as masks. The line contains a
     checksum of these arrays, because the repr does not show their values."""
     held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
@@ -79,7 +80,7 @@ def _describe_array_checksums(layer_or_loss: Any) -> str:
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
     children = layer_or_loss.children().values() if isinstance(layer_or_loss, Layer) else ()
     inside = children or _list_child_layers_and_losses(layer_or_loss)
-    return "\n".join([*lines, *filter(None, map(_describe_array_checksums, inside))])
+    return "\n".join([*lines, *filter(None, map(_describe_checksums_of_layer_arrays, inside))])
 
 
 def _list_child_layers_and_losses(holder: Any) -> list[Any]:

@@ -141,7 +141,7 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
     """
     x = _as_contiguous_array(x)
     comm = _agree_on_call_and_get_comm("reduce_scatter", x, op)
-    rows, cut = _split_rows_over_ranks("reduce_scatter", x.shape, comm.size)
+    rows, cut = _partition_rows_over_ranks("reduce_scatter", x.shape, comm.size)
     out = _empty_like(x, (rows.counts[comm.rank], *x.shape[1:]))
     _run_collective_and_wait(comm, "reduce_scatter", (x.reshape(-1), out.reshape(-1)), x, op, counts=(cut.counts,))
     return out
@@ -226,7 +226,7 @@ def scatter(x: Any = None, root: int = 0) -> np.ndarray:
         raise DesyncError(f"ranks called different collectives: scatter from root {[other for other, _ in given]}")
     shape, dtype = given[root][1]
     like = np.empty(0, dtype) if x is None else x
-    rows, cut = _split_rows_over_ranks("scatter", shape, comm.size)
+    rows, cut = _partition_rows_over_ranks("scatter", shape, comm.size)
     out = _empty_like(like, (rows.counts[comm.rank], *shape[1:]))
     comm.scatter(None if x is None else x.reshape(-1), out.reshape(-1), root, cut.counts).wait()
     return out
@@ -408,7 +408,7 @@ def _as_flat_output(out: Array) -> Array:
     return out.reshape(-1)
 
 
-def _split_rows_over_ranks(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
+def _partition_rows_over_ranks(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
     """Divide dim 0 of an array of this shape evenly among `size` ranks. Return two partitions: the number of rows of
     each rank, and the number of elements in these rows."""
     if not shape:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array.arena import keep_freed_memory
+from fsdpx.core.array.arena import make_malloc_keep_freed_memory
 from fsdpx.core.array.devices import load_device
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision, Sharding
-from fsdpx.core.base.extensions import load_extension
+from fsdpx.core.base.extensions import import_extension
 from fsdpx.core.base.messages import log_on_rank0, reporting_if_slow
 from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.base.option_kinds import get_field_values
@@ -96,7 +96,7 @@ def assemble_session(
     place, model, microbatches = assemble_placement_and_model(recipe, world, tuning)
     training = recipe.training
     if place.xp is np:
-        keep_freed_memory()
+        make_malloc_keep_freed_memory()
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
     dtypes = place.formats.compute, place.formats.gradients, place.formats.master
     if place.xp is np:
@@ -208,10 +208,10 @@ def assemble_placement_and_model(
             xp=ranks.xp,
             model=model.ordered,
             layout=pages.layout,
-            stages=_make_pipeline_stages(pages.layout, reducing, ranks, optimizer, options.storage),
+            stages=_make_stages_of_all_pipeline_ranks(pages.layout, reducing, ranks, optimizer, options.storage),
             axes=ranks.axes,
             sharding=ranks.sharding,
-            formats=_make_number_formats(formats),
+            formats=_make_dtypes_by_array_kind(formats),
             codecs=reducing.codecs,
             optimizer=optimizer,
             loss=model.planned.loss,
@@ -224,7 +224,7 @@ def assemble_placement_and_model(
     choices = list_choices_to_compare(recipe, place, reducing.microbatches)
     # added last, so that a difference in precision or device is reported first
     if formats.compute != formats.gradient_dtype and ranks.xp is np:
-        choices |= load_extension("half", "library")(formats, model.ordered, world.rank == 0)
+        choices |= import_extension("half", "library")(formats, model.ordered, world.rank == 0)
     agree_on_choices(world, choices)
     return place, model.planned.model, reducing.microbatches
 
@@ -271,7 +271,7 @@ def _create_axis_comms_and_get_sharding(recipe: Recipe, world: Communicator, che
 def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
     """Return the number formats selected by the option `precision`. For "fp16", they depend on the processor."""
     if xp is np and config.normalize_half_name(choice) == "float16":
-        found: Precision = load_extension("half", "precision")()
+        found: Precision = import_extension("half", "precision")()
         return found
     return config.resolve_precision(choice)
 
@@ -407,7 +407,7 @@ def _add_rounding_and_averaging(training: TrainingChoices, formats: Precision) -
     `average` is set, wrap it so that it averages the parameters over time."""
     optimizer, narrow = training.optimizer, formats.master_dtype != formats.gradient_dtype
     if narrow:
-        optimizer = load_extension("half", "optimizer")(optimizer, formats.rounding == "kahan")
+        optimizer = import_extension("half", "optimizer")(optimizer, formats.rounding == "kahan")
     if training.average is not None:
         from fsdpx.optim.average import AveragedOptimizer
 
@@ -415,7 +415,7 @@ def _add_rounding_and_averaging(training: TrainingChoices, formats: Precision) -
     return optimizer
 
 
-def _make_pipeline_stages(
+def _make_stages_of_all_pipeline_ranks(
     layout: ModelLayout, reducing: ReductionChoices, ranks: TrainingRanks, optimizer: Any, storage: StorageLevelChoice
 ) -> tuple[Stage, ...]:
     """Return the pipeline stages of all pipeline ranks, in rank order."""
@@ -442,7 +442,7 @@ def _make_pipeline_stages(
     )
 
 
-def _make_number_formats(formats: Precision) -> NumberFormats:
+def _make_dtypes_by_array_kind(formats: Precision) -> NumberFormats:
     """Return the dtype of each kind of array, such as gradients or running statistics."""
     p = formats
     compute, wire = parse_dtype(p.compute), parse_dtype(p.parameter_wire_dtype)

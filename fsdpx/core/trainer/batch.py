@@ -18,7 +18,7 @@ from fsdpx.core.array.namespace import LARGEST_INTEGERS, to_host
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
-from fsdpx.core.comm.desync_check import agree_on_settings, format_calls_by_rank
+from fsdpx.core.comm.desync_check import format_calls_by_rank, require_same_settings_on_all_ranks
 from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA, MeshAxes
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
@@ -69,7 +69,7 @@ def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | Non
     values_number = 0 if values is None else hash_text(str(sorted(values.items())))
     table = _all_gather_integers_and_check_call(comm, call, [values_number] * VALUE_COUNT)
     if values is not None and (table[:, 0] != values_number).any():
-        agree_on_settings(comm, values)
+        require_same_settings_on_all_ranks(comm, values)
 
 
 @contextmanager
@@ -236,7 +236,9 @@ def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
             raise DataError(f"input {name!r} is a single number: dim 0 must be samples")
         if array.shape[0] != arrays[0].shape[0]:
             raise DataError(f"input {name!r} has {array.shape[0]} samples, input {names[0]!r} has {arrays[0].shape[0]}")
-    return tuple([_prepare_input(placement, name, a, word) for name, a, word in zip(names, arrays, takes, strict=True)])
+    return tuple(
+        [_convert_input_dtype(placement, name, a, word) for name, a, word in zip(names, arrays, takes, strict=True)]
+    )
 
 
 def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
@@ -253,7 +255,7 @@ def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
     return given
 
 
-def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> Any:
+def _convert_input_dtype(placement: Placement, name: str, array: Any, takes: str) -> Any:
     """Convert an input to the dtype that the layers reading it expect. `takes` describes how these layers use the
     input, for example as "numbers". Raise DataError if an integer is too large for the dtype in which the model
     computes."""

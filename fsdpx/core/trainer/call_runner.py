@@ -20,7 +20,7 @@ from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.checkpoint.atomic_commit import run_on_rank0
 from fsdpx.core.checkpoint.load import load
 from fsdpx.core.checkpoint.local_shards import ByteCounter
-from fsdpx.core.checkpoint.save import BackgroundSave, SaveChoices, prepare_save, save
+from fsdpx.core.checkpoint.save import BackgroundSave, SaveChoices, create_empty_checkpoint_files, save
 from fsdpx.core.checkpoint.scalars import CheckpointScalars
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.engine.clock import LOADING, SAVING, WAITING
@@ -412,7 +412,9 @@ class CallRunner(ABC):
                 put,
             ):
                 if background:
-                    self.background_save = BackgroundSave(state, prepare_save(state, path, choices, loader, fit), count)
+                    self.background_save = BackgroundSave(
+                        state, create_empty_checkpoint_files(state, path, choices, loader, fit), count
+                    )
                 else:
                     save(state, path, choices, loader, fit, count)
 

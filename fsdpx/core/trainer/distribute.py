@@ -15,7 +15,7 @@ from fsdpx.core.array.devices import load_device
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import require_valid_arguments, wrap_with_type_hint_check
 from fsdpx.core.base.config import PRESETS, Precision, Sharding
-from fsdpx.core.base.extensions import find_extension, load_extension
+from fsdpx.core.base.extensions import import_extension, import_extension_if_declared
 from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.base.option_names import ForeignModule, PrecisionName, RuntimeArgs, ScheduleName, SequenceMode, Strategy
 from fsdpx.core.comm import default_communicator as defaults
@@ -145,7 +145,7 @@ def distribute(
     before = _find_open_communicator(comm)
     with nullcontext() if before is None else raising_errors_on_all_ranks(before, "distribute"):
         choice, plan = _parse_elastic(elastic), _find_planner(strategy)
-        chosen = _merge_runtime_options(runtime, others)
+        chosen = _override_runtime_options(runtime, others)
     asked = {name: value for name in PLAN_OPTIONS if (value := others.pop(name, None)) is not None}
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
     given |= {} if plan is None else {f"strategy={strategy!r}": True}
@@ -157,7 +157,7 @@ def distribute(
         training = TrainingChoices(**_select_options(TrainingChoices, options))
         distribution = DistributionChoices(**_select_options(DistributionChoices, options))
         recipe = Recipe(training, distribution, RuntimeOptions(**chosen))
-    recipe = _apply_plan(recipe, world, plan, asked)
+    recipe = _fill_in_planned_options(recipe, world, plan, asked)
     return _make_trainer(recipe, world, choice)
 
 
@@ -181,18 +181,18 @@ def _parse_elastic(value: Any) -> CallRunnerChoice | None:
     if isinstance(value, CallRunnerChoice):
         return value
     if isinstance(value, bool) or value is None:
-        return load_extension("ranks", "elastic")() if value else None
+        return import_extension("ranks", "elastic")() if value else None
     raise ConfigError(f"elastic={value!r}: True, False or fsdpx.ElasticConfig(...)")
 
 
 def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
     """Return the function that chooses the options if `strategy` names a planner, such as "auto"; otherwise None."""
     by_name = isinstance(strategy, str) and strategy not in PRESETS
-    planner: Callable[..., Recipe] | None = find_extension("planner", strategy) if by_name else None
+    planner: Callable[..., Recipe] | None = import_extension_if_declared("planner", strategy) if by_name else None
     return planner
 
 
-def _apply_plan(
+def _fill_in_planned_options(
     recipe: Recipe, world: Communicator, plan: Callable[..., Recipe] | None, plan_options: Mapping[str, Any]
 ) -> Recipe:
     """Return the recipe with the options that the planner chose. Without a planner, return it unchanged, but raise
@@ -209,7 +209,7 @@ def _make_trainer(recipe: Recipe, world: Any, choice: CallRunnerChoice | None) -
     Collective."""
     if choice is not None:
         require_compatible_options(choice.excluded, ChoiceContext(recipe))
-        return _end_all_ranks_on_exception(Trainer(choice.make_call_runner(recipe, world)), world)
+        return _install_ending_all_ranks_on_exception(Trainer(choice.make_call_runner(recipe, world)), world)
     has_values = load_device(recipe.runtime.device).holds_data
     if has_values:
         broadcast_foreign_values(recipe.training.model, world)
@@ -217,7 +217,7 @@ def _make_trainer(recipe: Recipe, world: Any, choice: CallRunnerChoice | None) -
     if has_values:
         _add_observers(session.engine, recipe.runtime)
         release_foreign_library_arrays(recipe.training.model, world)
-    return _end_all_ranks_on_exception(Trainer(FixedRanks(session)), world)
+    return _install_ending_all_ranks_on_exception(Trainer(FixedRanks(session)), world)
 
 
 def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
@@ -236,28 +236,28 @@ def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     except MemoryError as error:
         raise _explain_memory_error(recipe, world, None, error, None) from error
 
-    session.explain_memory_error = partial(_explain_memory_error, recipe, world, session)
+    session.make_out_of_memory_error = partial(_explain_memory_error, recipe, world, session)
     return session
 
 
 def _explain_memory_error(recipe: Recipe, world: Communicator, *about: Any) -> OutOfMemory:
-    """Call `explain_memory_error`, whose module is imported only when an error has occurred."""
-    from fsdpx.core.trainer.out_of_memory import explain_memory_error
+    """Call `make_out_of_memory_error`, whose module is imported only when an error has occurred."""
+    from fsdpx.core.trainer.out_of_memory import make_out_of_memory_error
 
-    return explain_memory_error(recipe, world, *about)
+    return make_out_of_memory_error(recipe, world, *about)
 
 
 def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
     """Add the observers, such as a trace, that the options and environment variables ask for. Collective."""
     if (trace := runtime.get_trace_choice()) is not None:
-        load_extension("observer", "trace")(engine, trace)
-    if (wanted := environment.get_record_folder_and_steps()) is not None:
-        load_extension("observer", "values")(engine, wanted[1], wanted[0])
+        import_extension("observer", "trace")(engine, trace)
+    if (wanted := environment.get_value_record_folder_and_step_count()) is not None:
+        import_extension("observer", "values")(engine, wanted[1], wanted[0])
     if runtime.replay:
-        load_extension("observer", "replay")(engine)
+        import_extension("observer", "replay")(engine)
 
 
-def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
+def _install_ending_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
     """If ranks are processes, let an uncaught exception on this rank terminate all ranks, for as long as the trainer
     exists. Return the trainer."""
     if (carrier := unwrap_message_backend(world)) is not None:
@@ -292,7 +292,7 @@ def _open_world_and_agree_on_arguments(
     return world
 
 
-def _merge_runtime_options(runtime: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
+def _override_runtime_options(runtime: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `runtime` as a dict, overridden by the options in `rarely`. Raise ConfigError if a value has
     the wrong type."""
     if not isinstance(runtime, RuntimeOptions | None):

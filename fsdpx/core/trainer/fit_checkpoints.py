@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.config import convert_folder_to_config
+from fsdpx.core.base.config import convert_folder_path_to_config
 from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.base.messages import log_on_rank0
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
@@ -151,7 +151,7 @@ class CheckpointConfig:
         ----------
         given : a `CheckpointConfig`, or a path
         """
-        return convert_folder_to_config(cls, given, "fit(checkpoints={})", "every")
+        return convert_folder_path_to_config(cls, given, "fit(checkpoints={})", "every")
 
     def path_of(self, step: int) -> Path:
         """Return the path of the checkpoint of a step.

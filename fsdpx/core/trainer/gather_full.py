@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.kernels.half import cast_float, store
+from fsdpx.core.array.kernels.half import cast_float_to_dtype, store
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.comm.communicator import ReduceOp
 from fsdpx.core.program import Slot
@@ -195,7 +195,9 @@ def replace_by_averages_and_get_restore(state: TrainState) -> Callable[[], None]
     for p in place.stage.trained_pages:
         master, kept = state.ledger.get_array("master", p), state.ledger.get_array("average", p, AVERAGE_SLOT)
         for block in (slice(start, start + BLOCK_ELEMENTS) for start in range(0, master.size, BLOCK_ELEMENTS)):
-            x, difference = (cast_float(place.xp, array[block], place.formats.gradients) for array in (master, kept))
+            x, difference = (
+                cast_float_to_dtype(place.xp, array[block], place.formats.gradients) for array in (master, kept)
+            )
             x += difference
             store(place.xp, x, master[block])
     state.invalidate_full_parameters()

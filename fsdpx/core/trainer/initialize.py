@@ -145,25 +145,25 @@ def rank() -> int:
 
     Like `world_size` and `local_rank`, this function never communicates. If a trainer uses another communicator, this
     process's rank in that communicator is `trainer.call_runner.rank`."""
-    return _get_rank_info_and_warn("rank").rank
+    return _get_rank_info_and_warn_of_other_size("rank").rank
 
 
 def world_size() -> int:
     """Return the number of ranks of `init()`, or, before `init()`, the number of ranks that MPI or the launcher
     started."""
-    return _get_rank_info_and_warn("world_size").size
+    return _get_rank_info_and_warn_of_other_size("world_size").size
 
 
 def local_rank() -> int:
     """Return the rank of this process among the ranks on the same host. Before `init`, raise ConfigError if several
     ranks were started and the launcher has not set local ranks."""
-    place = _get_rank_info_and_warn("local_rank")
+    place = _get_rank_info_and_warn_of_other_size("local_rank")
     if place.local_rank is None:
         raise ConfigError(f"local_rank is not known of {place.world}: call fsdpx.init(), which finds it out, first")
     return place.local_rank
 
 
-def _get_rank_info_and_warn(name: str) -> RankInfo:
+def _get_rank_info_and_warn_of_other_size(name: str) -> RankInfo:
     """Return rank, size and local rank of this process for the function `name`. If the script also has a trainer on a
     communicator of a different size, print once, on one rank, which communicator the result refers to."""
     rank_info, other = get_rank_info(), defaults.pop_script_rank_and_size()

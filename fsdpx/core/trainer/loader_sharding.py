@@ -12,7 +12,7 @@ from fsdpx.core.comm.desync_check import format_calls_by_rank
 from fsdpx.core.trainer.call_runner import CallRunner
 from fsdpx.errors import ConfigError, DataError, warn
 
-__all__ = ["ShardingLoader", "agree_on_loader_sharding"]
+__all__ = ["ShardingLoader", "check_loader_sharding_on_all_ranks"]
 
 NOT_KNOWN = -(2**62)
 """Placeholder for an unknown value. It is smaller than any value that ranks compare."""
@@ -37,7 +37,7 @@ class ShardingLoader(Protocol):
         """Return a hash of the first sample; None if it cannot be hashed."""
 
 
-def agree_on_loader_sharding(call_runner: CallRunner, *loaders: Any) -> None:
+def check_loader_sharding_on_all_ranks(call_runner: CallRunner, *loaders: Any) -> None:
     """Raise an error on all ranks if a DataLoader is sharded over ranks other than the trainer's data ranks, or if the
     ranks' datasets differ in length or order. Warn if only the first samples of the datasets differ. Collective."""
     place = call_runner.data_group.rank, call_runner.data_group.size

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx import optim
-from fsdpx.core.base.extensions import list_extensions, load_extension
+from fsdpx.core.base.extensions import import_extension, list_extensions
 from fsdpx.core.base.messages import shorten_value
 from fsdpx.core.base.name_hints import parse_patterns
 from fsdpx.core.comm.mesh import Mesh
@@ -35,7 +35,7 @@ __all__ = [
     "make_collective_layer_finder",
     "make_condition_finder",
     "make_given_option_finder",
-    "make_multi_rank_axis_finder",
+    "make_multi_rank_axis_describer",
     "require_compatible_options",
     "require_mesh_for_options",
     "require_optimizer_supports_tensor_axis",
@@ -111,7 +111,7 @@ def make_given_option_finder(name: str, end: str = ": ") -> Callable[[ChoiceCont
     return lambda c: "" if c.get_option(name) is None else f"{name}={c.get_option(name)!r}{end}"
 
 
-def make_multi_rank_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str]:
+def make_multi_rank_axis_describer(axis: str, text: str) -> Callable[[ChoiceContext], str]:
     """Return a function for `ExcludedPair.found` that detects whether a mesh axis has more than one rank, and describes
     it with `text`, in which {width} and {mesh} are replaced by their values."""
 
@@ -153,7 +153,7 @@ EXCLUSIONS: list[ExcludedPair] = [
     ExcludedPair(SPACE, "`reproducible_chunks`",
         make_given_option_finder("reproducible_chunks", " "),
         "splits the batch by samples, but each rank has a part of every sample", "leave reproducible_chunks out"),
-    ExcludedPair(SPACE, "a `tensor` axis", make_multi_rank_axis_finder("tensor", "a tensor axis of {width} ranks "),
+    ExcludedPair(SPACE, "a `tensor` axis", make_multi_rank_axis_describer("tensor", "a tensor axis of {width} ranks "),
         "splits matrices, but field layers have none to split", "use these ranks as further parts of the grid"),
     ExcludedPair(STAGES, "`costs`",
         make_condition_finder("stages and costs: ", lambda c: c.get_option("costs") is not None),
@@ -180,7 +180,7 @@ def format_exclusion_lists() -> str:
     list per option. Omit a remedy that only says not to use an option."""
     for kind in ("strategy", "ranks"):
         for name in list_extensions(kind):
-            load_extension(kind, name)
+            import_extension(kind, name)
     lists: dict[str, list[str]] = {}
     for row in EXCLUSIONS:
         is_omission = row.remedy.startswith("leave ") and row.remedy.endswith(" out")

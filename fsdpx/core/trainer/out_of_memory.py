@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdpx.core.array.arena import trim_heap
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.array.shapes.array import measuring_memory
+from fsdpx.core.array.shapes.array import measuring_shape_only_memory
 from fsdpx.core.base.config import PRECISIONS, PRESETS_BY_MEMORY
 from fsdpx.core.base.messages import format_bytes, format_table
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
@@ -23,7 +23,7 @@ from fsdpx.core.trainer.session import Session
 from fsdpx.errors import FsdpxError, OutOfMemory
 from fsdpx.nn.container import unwrap_single
 
-__all__ = ["FITTING_SHARE", "explain_memory_error", "format_cheaper_options", "iterate_cheaper_options"]
+__all__ = ["FITTING_SHARE", "format_cheaper_options", "iterate_cheaper_options", "make_out_of_memory_error"]
 
 FITTING_SHARE = 0.99
 """An option is listed only if it needs less than this fraction of the memory that the previous row needs."""
@@ -78,7 +78,7 @@ def iterate_cheaper_options(options: Mapping[str, Any], rows: int) -> Iterator[t
         yield from (("precision", name) for name, one in PRECISIONS.items() if one.compute == "bf16")
 
 
-def explain_memory_error(
+def make_out_of_memory_error(
     recipe: Recipe, world: Communicator, session: Session | None, error: MemoryError, feed: StepInputs | None
 ) -> OutOfMemory:
     """Return an OutOfMemory error that shows the planned memory and lists options that need less memory.
@@ -128,7 +128,7 @@ def _format_plan_and_remedies(recipe: Recipe, fake: Communicator, feed: StepInpu
 def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | None) -> dict[str, int]:
     """Return the planned bytes of this rank by kind of memory, for a step on the batch of `feed`. Without a batch,
     count only what does not depend on the batch."""
-    with measuring_memory() as meter:
+    with measuring_shape_only_memory() as meter:
         batch = _make_shape_only_batch(feed)
         session = assemble_session(recipe, fake, initial=False)
         state = session.state

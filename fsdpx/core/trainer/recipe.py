@@ -13,7 +13,7 @@ from fsdpx.core.array.devices import DeviceMap, load_device
 from fsdpx.core.base import environment
 from fsdpx.core.base.config import Precision, Sharding, TraceConfig, convert_fields_to_python_numbers, parse_byte_count
 from fsdpx.core.base.dataclass import dataclass, field, fields, replace
-from fsdpx.core.base.extensions import find_extension
+from fsdpx.core.base.extensions import import_extension_if_declared
 from fsdpx.core.base.name_hints import parse_patterns, wrap_constructor_with_option_check
 from fsdpx.core.base.option_kinds import (
     is_bool,
@@ -254,7 +254,7 @@ def adapt_foreign_model(model: Any, loss: Any, domain: Any = None) -> tuple[Any,
     fsdpx is returned unchanged. `domain` is the domain on which the model will run."""
     foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
     for library in dict.fromkeys(kind.__module__.partition(".")[0] for one in foreign for kind in type(one).__mro__):
-        if (adapt := find_extension("library", library)) is not None:
+        if (adapt := import_extension_if_declared("library", library)) is not None:
             model, loss = adapt(model, loss) if domain is None else adapt(model, loss, domain)
     return model, loss
 

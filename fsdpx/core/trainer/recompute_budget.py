@@ -126,7 +126,7 @@ def _count_kept_bytes_on_tensor_rank(
     spread = replace(placement.layout.spread, rank=tensor)
     values = {v: xp.ShapeArray(*placement.value_shapes.shape_of(v, batch, tensor)) for v in (*row.takes, *row.reads)}
     read = list(values.values())
-    axes, cores = placement.value_shapes.make_fake_axes_of_tensor_rank(tensor), placement.options.recompute.cores
+    axes, cores = placement.value_shapes.make_fake_mesh_axes_for_tensor_rank(tensor), placement.options.recompute.cores
     dtype, time = placement.formats.compute, find_sequence_length(batch.inputs)
     root = LayerContext(xp, axes, Random(0), True, recompute=cores, time=time, dtype=dtype)
     envs = [root.child(node.path) for node in recomputed_unit.nodes]

@@ -30,7 +30,7 @@ from fsdpx.core.program import (
     compile,
     order_sequentially,
 )
-from fsdpx.core.state.batch_samples import find_samples
+from fsdpx.core.state.batch_samples import find_recorded_sample_digest
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch, StepInputs, list_targets
 from fsdpx.core.state.train_state import TrainState
@@ -120,8 +120,8 @@ class Session:
 
     Attributes
     ----------
-    explain_memory_error : function that turns a MemoryError raised by a program into an error that names options that
-        would let the program fit into memory; if None, the MemoryError itself is raised
+    make_out_of_memory_error : function that turns a MemoryError raised by a program into an error that names options
+        that would let the program fit into memory; if None, the MemoryError itself is raised
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Session:
         self._recomputed: dict[Any, frozenset[int]] = {}
         # this rank's stage, keyed by (names of frozen parameters, indices of inputs that get gradients)
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}
-        self.explain_memory_error: Callable[[MemoryError, StepInputs], Exception] | None = None
+        self.make_out_of_memory_error: Callable[[MemoryError, StepInputs], Exception] | None = None
 
     @property
     def placement(self) -> Placement:
@@ -256,7 +256,7 @@ class Session:
         checked = self._check_and_describe_batch(x, y, kind, comparison, also)
         everyone = self._agree_on_sample_counts(comparison, checked, kind)
         if kind in TRAINS and WRONG_SHARDING not in self._warned:
-            self._check_sharding(checked, find_samples((x, y)))
+            self._check_sharding_of_batch(checked, find_recorded_sample_digest((x, y)))
         microbatches = self._split_and_count_samples(checked.inputs, checked.target, everyone, kind)
         self.engine.record_outside_program(BATCHES, begin)
         return StepInputs(microbatches, training, self.commit, batched=checked.batched)
@@ -308,7 +308,7 @@ class Session:
                 raise batches.add_rank_to_error(checked.error, place.axes.world.rank)
             return place.accumulation.estimate_samples_per_rank(checked.rows)
         uncoordinated = self._uncoordinated if comparison.can_start_uncoordinated else None
-        if uncoordinated is not None and uncoordinated.try_start_without_agreement(about, checked.error):
+        if uncoordinated is not None and uncoordinated.can_start_without_agreement(about, checked.error):
             return (checked.rows,) * place.axes.data.size
         self.wait_for_last_step()
         everyone, alike = batches.agree_on_batch(place.axes, kind, *about, checked.error, comparison.ranks)
@@ -410,7 +410,9 @@ class Session:
         self.placement.sync_policy.require_synchronized_replicas(self.state.steps)
         parse_patterns(call, patterns)
         self.agree_on_call(f"{call}({', '.join(map(repr, patterns))})")
-        names = frozenset[str]().union(*(self.placement.layout.match_parameters(pattern, call) for pattern in patterns))
+        names = frozenset[str]().union(
+            *(self.placement.layout.find_parameters_matching(pattern, call) for pattern in patterns)
+        )
         (self.state.freezing.unfreeze if undo else self.state.freezing.freeze)(names)
 
     def run_program(self, kind: str, feed: StepInputs, local: bool = False) -> dict[Slot, Any]:
@@ -425,9 +427,9 @@ class Session:
                 # `predict` then waits only for neighboring ranks
                 self._get_or_prepare_executable(kind, feed, local)
         except MemoryError as error:
-            if self.explain_memory_error is None:
+            if self.make_out_of_memory_error is None:
                 raise
-            raise self.explain_memory_error(error, feed) from error
+            raise self.make_out_of_memory_error(error, feed) from error
         if self.state.idle and NO_GRADIENT not in self._warned:
             self._warn_of_parameters_without_gradient()
         return results
@@ -472,7 +474,7 @@ class Session:
                 "alone; leave their layers out, or freeze them (frozen=[...])",
             )
 
-    def _check_sharding(self, checked: CheckedBatch, samples: int | None) -> None:
+    def _check_sharding_of_batch(self, checked: CheckedBatch, samples: int | None) -> None:
         """Warn once if inputs or targets seem to be partitioned wrongly, for example if the ranks' parts of a field
         overlap. Raise DataError if ranks pass parts of different samples; `samples` is a digest of the indices of this
         rank's samples, or None. Collective if all ranks step together; otherwise this method does nothing."""
@@ -585,7 +587,7 @@ class Session:
         it."""
         outputs = self.all_gather_outputs_of_batch(self.run_program("predict", feed), feed)
         if self._uncoordinated is not None:
-            self._uncoordinated.mark_call_returned()
+            self._uncoordinated.mark_call_returned_or_raise_peer_error()
         (batch,) = feed.batch
         if batch is not None and batch.inputs[0] is x and self.placement.sample_layout.has_complete_samples:
             known = self.engine.direct

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 import numpy as np
 
 from fsdpx.core.base import hooks
-from fsdpx.core.base.extensions import load_extension
+from fsdpx.core.base.extensions import import_extension
 from fsdpx.core.base.lazy_names import LazyMethod
 from fsdpx.core.base.name_hints import CALLS_ELSEWHERE, parse_patterns, require_pattern_matches
 from fsdpx.core.base.option_names import DtypeName, GenerateArgs, WeightsChoice
@@ -404,7 +404,7 @@ class Trainer:
         """
         self._call_runner.require_open("generate")
         sampling = temperature, top_k, top_p, repetition_penalty, seed
-        generate = load_extension("trainer", "generate")
+        generate = import_extension("trainer", "generate")
         return generate(self._call_runner, prompt, max_new_tokens, stop, sampling, stream, cache)
 
     if TYPE_CHECKING:
@@ -628,7 +628,7 @@ class Trainer:
     def report(self) -> Any:
         """Return a `Report` for this rank, covering the time since the last `reset_counters`: bytes and calls per
         collective and axis, memory per kind, and time per operation."""
-        return load_extension("trainer", "report")(self._session.engine, self._session.round_programs)
+        return import_extension("trainer", "report")(self._session.engine, self._session.round_programs)
 
     def __enter__(self) -> Self:
         return self

@@ -81,7 +81,7 @@ class UncoordinatedPrediction:
                 head.view(np.int64)[CALL] = self._encode_call_state(STARTED)
         self._agreed_kind, self._inputs = batch_kind if self._has_windows else None, inputs
 
-    def try_start_without_agreement(self, batch_kind: tuple[str, int], error: FsdpxError | None) -> bool:
+    def can_start_without_agreement(self, batch_kind: tuple[str, int], error: FsdpxError | None) -> bool:
         """Return True if this rank may start its prediction immediately, and False if all ranks must first compare
         their batches. In two cases, raise an error, which is the same on all ranks: another rank has reported an error,
         or only some ranks have a batch that differs from the previous one."""
@@ -108,7 +108,7 @@ class UncoordinatedPrediction:
         except CommTimeout as timeout:
             raise error or timeout from timeout
 
-    def mark_call_returned(self) -> None:
+    def mark_call_returned_or_raise_peer_error(self) -> None:
         """Mark this rank's call as returned. If another rank has reported an error in the meantime, raise it."""
         if self._agreed_kind is None or self._window is None:
             return

@@ -146,7 +146,7 @@ def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added:
     found: dict[LedgerKey, WindowItem] = {}
     at = CACHE_LINE_BYTES
     for p in placement.pages:
-        for key, dtype, elements in _iterate_page_array_specs(
+        for key, dtype, elements in _iterate_page_array_sizes(
             placement, p, _find_owned_element_range(placement, p, rank, sharded), added
         ):
             found[key] = item = WindowItem(key, dtype, at, elements)
@@ -154,7 +154,7 @@ def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added:
     return found
 
 
-def _iterate_page_array_specs(
+def _iterate_page_array_sizes(
     placement: Placement, p: int, mine: ElementRange, added: bool
 ) -> Iterator[tuple[LedgerKey, Any, int]]:
     page, master = placement.pages[p], placement.formats.master
@@ -556,7 +556,7 @@ class AsynchronousPolicy(SyncPolicy):
             "the last steps of the others",
         )
 
-    def assemble_full_page(self, key: LedgerKey) -> Any:
+    def assemble_full_page_locally(self, key: LedgerKey) -> Any:
         """Return all elements of a page (flat buffer) of parameters or optimizer state. Not collective: this rank reads
         the elements from shared memory, and no other rank needs to make a call.
 
@@ -584,7 +584,7 @@ class AsynchronousPolicy(SyncPolicy):
     def read_common_parameters(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for page in self.placement.layout.pages:
-            named = page.view_parameters_by_name(self.assemble_full_page(LedgerKey("master", page.index)))
+            named = page.view_parameters_by_name(self.assemble_full_page_locally(LedgerKey("master", page.index)))
             found |= {f.source: named[f.name] for f in page.fields}
         return found
 
@@ -594,7 +594,7 @@ class AsynchronousPolicy(SyncPolicy):
         if self.choice.sharded:
             return None
         rows = [
-            (self.memory.get_own_array(key), self.assemble_full_page(key))
+            (self.memory.get_own_array(key), self.assemble_full_page_locally(key))
             for key in self.memory.keys
             if key.kind in kinds
         ]
@@ -604,7 +604,10 @@ class AsynchronousPolicy(SyncPolicy):
         keys = {LedgerKey("master", p): page.own_range for p, page in self.placement.pages.items()}
         return partial(
             set_arrays_returning_undo,
-            [(self.memory.get_own_array(k), self.assemble_full_page(k)[m.start : m.stop]) for k, m in keys.items()],
+            [
+                (self.memory.get_own_array(k), self.assemble_full_page_locally(k)[m.start : m.stop])
+                for k, m in keys.items()
+            ],
         )
 
     def close(self) -> None:

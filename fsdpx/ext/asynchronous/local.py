@@ -36,7 +36,7 @@ from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_arrays_retu
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.optim import ShardSegments, get_learning_rate
-from fsdpx.optim.optimizer import SlotFormat, get_scheduled_values, get_slot_formats, update_parameters
+from fsdpx.optim.optimizer import SlotFormat, get_scheduled_lr_and_average_weight, get_slot_formats, update_parameters
 from fsdpx.optim.sgd import SGD
 
 __all__ = ["LocalSGD", "OuterStep", "RoundSchedule"]
@@ -419,7 +419,7 @@ class LocalSyncPolicy(SyncPolicy):
         state.store |= {Slot("next", p): state.ledger.get_array("outer", p) for p in here if p in outer.coming}
 
     @property
-    def _saved_rounds(self) -> dict[str, int]:
+    def _sync_schedule_for_checkpoint(self) -> dict[str, int]:
         """The synchronization schedule, as a dict that is stored in checkpoints."""
         return {
             "every": self.round_schedule.every,
@@ -434,10 +434,10 @@ class LocalSyncPolicy(SyncPolicy):
         data that the replica has trained on since it last sent the fragment."""
         replica = self.placement.axes.replica
         weights = self.placement.all_gather_numbers(state.store[TRAINED], "weights of replicas", replica)
-        return {**self._saved_rounds, "weights": weights}
+        return {**self._sync_schedule_for_checkpoint, "weights": weights}
 
     def require_resumable(self, saved: Mapping[str, Any], where: str) -> None:
-        now = self._saved_rounds
+        now = self._sync_schedule_for_checkpoint
         if now["delay"] == saved["delay"] == 0 and now["fragments"] == saved["fragments"]:
             return
         if other := [f"{name} is {saved[name]} there and {now[name]} here" for name in now if saved[name] != now[name]]:
@@ -481,7 +481,7 @@ class RoundShare:
     loss: float
 
 
-def _get_policy_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterStep]:
+def _get_policy_schedule_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterStep]:
     """Return the policy of local training, its round schedule, and what the replicas communicate in the current
     step."""
     policy = run.placement.sync_policy
@@ -489,13 +489,15 @@ def _get_policy_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundS
     return policy, policy.round_schedule, policy.round_schedule.get_replica_communication(run.step + 1)
 
 
-def start_all_gather_data_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def start_all_gather_data_amounts(
+    run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
+) -> Values:
     """Start an all-gather of how much data each replica trained on in this round. These amounts determine the weights
     of the outer gradients.
 
     Each replica also sends its loss, and the learning rates of this step and of the outer step. The learning rates must
     be equal on all replicas."""
-    (mean, weights), place, (policy, rounds, now) = read, run.placement, _get_policy_and_outer_step(run)
+    (mean, weights), place, (policy, rounds, now) = read, run.placement, _get_policy_schedule_and_outer_step(run)
     number = rounds.count_outer_steps(min(now.deltas), run.step + 1 + rounds.outer_gradient_delay_steps)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & now.deltas)
     replicas = place.axes.mesh.ranks_along(place.axes.coordinates, ("replica",))
@@ -507,7 +509,13 @@ def start_all_gather_data_shares(run: ProgramRun, action: Action, taken: Values,
         trained, total, weight = (sum_exactly([rows[rank][i] for rank in replicas]) for i in range(3))
         return RoundShare(rows[place.axes.world.rank][0] / (trained or 1.0), total / (weight or 1.0))
 
-    numbers = [known + mean.shared, mean.total, mean.weight, mean.rate, *get_scheduled_values(policy.outer, number)[:1]]
+    numbers = [
+        known + mean.shared,
+        mean.total,
+        mean.weight,
+        mean.rate,
+        *get_scheduled_lr_and_average_weight(policy.outer, number)[:1],
+    ]
     return (place.start_all_gather_numbers(numbers, "SHARE (samples, loss)", make_share),)
 
 
@@ -544,11 +552,11 @@ def update_outer_and_start_all_gather(
 
     Each of R replicas sends n - n/R of the page's n elements."""
     p, place, (gradient,), (whole, slots) = get_action_target(action), run.placement, taken, added
-    policy, rounds, _ = _get_policy_and_outer_step(run)
+    policy, rounds, _ = _get_policy_schedule_and_outer_step(run)
     segments, optimizer = policy.segments[p], policy.outer
     part, first, replica = policy.find_elements_of_outer_step(p), place.pages[p].own_range.start, place.axes.replica
     own, number = whole[part.start - first : part.stop - first], rounds.count_outer_steps(p, run.step + 1)
-    counted = segments.with_missed_updates({name: n // rounds.every for name, n in run.missed.items()})
+    counted = segments.with_missed_update_counts({name: n // rounds.every for name, n in run.missed.items()})
     with preserving_frozen_parameters(run, segments, own, slots):
         update_parameters(
             optimizer,
@@ -570,7 +578,7 @@ def update_outer_and_start_all_gather(
 
 def mix_in_outer_parameters(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Continue from the outer parameters: set parameters = mix * parameters + (1 - mix) * outer parameters."""
-    (found,), (master,), mix = taken, added, _get_policy_and_outer_step(run)[0].choice.mix
+    (found,), (master,), mix = taken, added, _get_policy_schedule_and_outer_step(run)[0].choice.mix
     if not mix:
         master[...] = found
     elif run.placement.device.holds_data:
@@ -581,7 +589,7 @@ def mix_in_outer_parameters(run: ProgramRun, action: Action, taken: Values, read
 
 OPERATIONS.update(
     {
-        "SHARE": start_all_gather_data_shares,
+        "SHARE": start_all_gather_data_amounts,
         "DELTA": start_reduce_scatter_outer_gradient,
         "OUTER": update_outer_and_start_all_gather,
         "ADOPT": mix_in_outer_parameters,

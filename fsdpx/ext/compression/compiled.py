@@ -214,7 +214,9 @@ def select_largest_elements(
     if residual is not None and residual is not x:
         residual[...] = x
     left = x if residual is None else residual
-    known = _find_kth_largest(left, per_block) if x.size == block > MIN_PARTITION_ELEMENTS else np.int32(-1)
+    known = (
+        _find_kth_largest_magnitude_bits(left, per_block) if x.size == block > MIN_PARTITION_ELEMENTS else np.int32(-1)
+    )
     _run_sized_blocks_in_threads(
         _take_largest_blocks,
         x.size,
@@ -230,7 +232,7 @@ def select_largest_elements(
     )
 
 
-def _find_kth_largest(x: np.ndarray, k: int) -> np.int32:
+def _find_kth_largest_magnitude_bits(x: np.ndarray, k: int) -> np.int32:
     """Return the k-th largest absolute value in `x`, as an integer with the bits of that float32.
 
     If most elements are zero, as in sums of sparse gradients, zeros are dropped first, because partitioning many equal
@@ -263,7 +265,7 @@ def _run_sized_blocks_in_threads(body: Any, size: int, block: int, *arguments: A
 
 
 @jit
-def _write_low_rank_product_loop(p, q, start, out, subtract):
+def _low_rank_product_loop(p, q, start, out, subtract):
     use_widest_vectors()
     ranks, columns = q.shape
     first, offset = start // columns, start % columns
@@ -290,4 +292,4 @@ def _write_low_rank_product_loop(p, q, start, out, subtract):
 
 
 def write_outer_product_into(p: np.ndarray, q: np.ndarray, start: int, out: np.ndarray, subtract: bool) -> None:
-    _write_low_rank_product_loop(p, np.ascontiguousarray(q.T), start, out, subtract)
+    _low_rank_product_loop(p, np.ascontiguousarray(q.T), start, out, subtract)

@@ -132,7 +132,7 @@ class TopK(CompressedCodec):
         self.fraction, self.warmup, self.block = float(fraction), warmup, block
 
     def packed_bytes(self, size: int, step: int = MAX_REDUCES) -> int:
-        share = self.get_share_of_reduce(step)
+        share = self.get_sent_element_share(step)
         if self.block is None:
             return 8 * math.ceil(share * size)
         return -(-6 * sum(count_chosen_elements(size, self.block, share)) // SIZE_MULTIPLE_BYTES) * SIZE_MULTIPLE_BYTES
@@ -141,14 +141,14 @@ class TopK(CompressedCodec):
         self, xp: Any, x: Array, wire: Array, residual: Array | None, step: int, numbers: NumberRange
     ) -> None:
         if x.size:
-            share = self.get_share_of_reduce(step)
+            share = self.get_sent_element_share(step)
             select_largest_elements(
                 xp, x, self.block or x.size, share, *self._split_packed_part(wire, x.size, share), residual
             )
 
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
         if out.size:
-            share = self.get_share_of_reduce(step)
+            share = self.get_sent_element_share(step)
             scatter_largest_into(
                 xp, *self._split_packed_part(wire, out.size, share), self.block or out.size, share, out, add
             )
@@ -162,7 +162,7 @@ class TopK(CompressedCodec):
         wire[6 * k :] = 0
         return wire[: 4 * k].view(np.float32), wire[4 * k : 6 * k].view(np.uint16)
 
-    def get_share_of_reduce(self, step: int) -> float:
+    def get_sent_element_share(self, step: int) -> float:
         """Return the share of elements that is sent in reduction number `step`. After the warm-up, the share is
         `fraction`.
 

@@ -21,7 +21,7 @@ from fsdpx.ext.coupling.messages import (
     find_overlaps_with_receivers,
     find_overlaps_with_senders,
     pack_message,
-    to_native_numbers,
+    to_native_byte_order_on_host,
     unpack_message,
 )
 from fsdpx.ext.coupling.streams import Receiver, Sender, wait_until
@@ -110,7 +110,7 @@ class Bridge:
         self._senders, self._receivers = self._plan_field_streams(side, parts, mode, depth)
         self._open_weight_stream(side, parts, mode, depth)
         self._is_closed = False
-        self._end = _announce_end_at_exit(self._comm, self._senders, self._receivers)
+        self._end = _register_end_announcement_at_exit(self._comm, self._senders, self._receivers)
 
     def send(self, *fields: Any, **scalars: Any) -> None:
         """Send this rank's parts of one or more fields to the other side. The arrays are copied.
@@ -201,7 +201,9 @@ class Bridge:
         if not isinstance(weights, Mapping) and not hasattr(weights, "parameters"):
             raise ConfigError(f"Bridge.send_weights({weights!r}): give a trainer, or a dict of arrays by name")
         found = weights if isinstance(weights, Mapping) else weights.parameters()
-        arrays = {name: to_native_numbers(array, f"Bridge.send_weights: {name}") for name, array in found.items()}
+        arrays = {
+            name: to_native_byte_order_on_host(array, f"Bridge.send_weights: {name}") for name, array in found.items()
+        }
         self._senders[-1].send(lambda rank: pack_message(list(arrays), list(arrays.values())))
 
     def receive_weights(self, wait: bool = True) -> dict[str, np.ndarray] | None:
@@ -319,7 +321,7 @@ class Bridge:
 
     def _without_ghosts(self, field: Any, name: str) -> np.ndarray:
         """Return `field` without its ghost cells; raise DataError if it does not have the shape of this rank's part."""
-        array, part = self._grid.without_ghosts(to_native_numbers(field, name)), self._part
+        array, part = self._grid.without_ghosts(to_native_byte_order_on_host(field, name)), self._part
         has_channels = "c" in part.layout and array.ndim == len(part.layout)
         wanted = part.compute_array_shape(array.shape[part.layout.index("c")] if has_channels else -1)
         if array.shape != wanted:
@@ -414,7 +416,7 @@ def _require_ranks_sent_equal_fields(messages: list[tuple[Overlap, Any, list[np.
             )
 
 
-def _announce_end_at_exit(comm: Communicator, senders: list[Sender], receivers: list[Receiver]) -> Any:
+def _register_end_announcement_at_exit(comm: Communicator, senders: list[Sender], receivers: list[Receiver]) -> Any:
     """Register an exit handler that tells the other side that this rank's script has ended without closing the bridge,
     and return the handler. If ranks are threads, the handler is not registered, because threads report a missing call
     themselves."""

@@ -13,7 +13,7 @@ from fsdpx.errors import DataError
 
 __all__ = [
     "Overlap", "PartFacts", "find_overlap", "find_overlaps_with_receivers", "find_overlaps_with_senders",
-    "pack_message", "parse_number_dtype", "to_native_numbers", "unpack_message",
+    "pack_message", "parse_number_dtype", "to_native_byte_order_on_host", "unpack_message",
 ]  # fmt: skip
 
 ALIGNMENT_BYTES = 64
@@ -113,7 +113,7 @@ def find_overlap(rank: int, own: PartFacts, theirs: PartFacts) -> Overlap:
     return Overlap(rank, theirs, ranges)
 
 
-def to_native_numbers(array: Any, what: str) -> np.ndarray:
+def to_native_byte_order_on_host(array: Any, what: str) -> np.ndarray:
     """Return an array of numbers in host memory, in the byte order of this machine.
 
     Raises DataError, with a message that begins with `what`, if the array holds objects, strings or times."""
@@ -124,8 +124,8 @@ def to_native_numbers(array: Any, what: str) -> np.ndarray:
 
 
 def pack_message(facts: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Pack `facts`, which must be plain data, and arrays from `to_native_numbers` into one array of bytes, and return
-    it. The arrays need not be contiguous.
+    """Pack `facts`, which must be plain data, and arrays from `to_native_byte_order_on_host` into one array of
+    bytes, and return it. The arrays need not be contiguous.
 
     Raises DataError if `facts` are not plain data."""
     head = pack([facts, [[array.dtype.name, list(array.shape)] for array in arrays]])

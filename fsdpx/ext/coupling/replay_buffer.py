@@ -15,12 +15,12 @@ import numpy as np
 from fsdpx.core.base.safe_files import READABLE, create_file, expanduser, make_folder, open_file, read_json, write_file
 from fsdpx.core.comm.default_communicator import all_gather_plain_data, get_rank_and_size
 from fsdpx.errors import CheckpointError, ConfigError, DataError
-from fsdpx.ext.coupling.messages import PartFacts, find_overlap, parse_number_dtype, to_native_numbers
+from fsdpx.ext.coupling.messages import PartFacts, find_overlap, parse_number_dtype, to_native_byte_order_on_host
 from fsdpx.ext.fields.channel_statistics import (
     ChannelStatistics,
     all_gather_and_merge_moments,
     compute_statistics_from_moments,
-    merge_batch_moments,
+    merge_batch_into_moments,
 )
 from fsdpx.ext.fields.grid import Grid
 
@@ -112,7 +112,7 @@ class ReplayBuffer:
         moments: list[np.ndarray | None] = []
         error = ""
         try:
-            arrays = tuple(to_native_numbers(field, f"field {i}").copy() for i, field in enumerate(fields))
+            arrays = tuple(to_native_byte_order_on_host(field, f"field {i}").copy() for i, field in enumerate(fields))
             self._require_fitting_fields(arrays)
             moments = self._merge_moments_of_new_sample(arrays)
         except DataError as problem:
@@ -242,7 +242,9 @@ class ReplayBuffer:
         moments = [all_gather_and_merge_moments(comm, one, "") for one in self._moments]
         everyone = all_gather_plain_data(comm, (problem, tuple(self._part)))
         if number == 0 and not any(text for text, _ in everyone):
-            problem = self._write_metadata_and_prune(folder, token, [part for _, part in everyone], moments)
+            problem = self._write_metadata_and_remove_old_buffers(
+                folder, token, [part for _, part in everyone], moments
+            )
         texts = [text for text in all_gather_plain_data(comm, problem) if text]
         if texts:
             raise CheckpointError(f"ReplayBuffer.save({str(folder)!r}): {texts[0]}")
@@ -296,7 +298,7 @@ class ReplayBuffer:
             kinds.append((array.dtype.name, array.shape[layout.index("c")] if has_channels else -1))
         return kinds
 
-    def _write_metadata_and_prune(
+    def _write_metadata_and_remove_old_buffers(
         self, folder: Path, token: str, parts: list[Any], moments: list[np.ndarray | None]
     ) -> str:
         """Write the file that marks the saved buffer as complete, and remove files of earlier buffers. Return an error
@@ -362,7 +364,7 @@ class ReplayBuffer:
         channels = [
             np.moveaxis(a, layout.index("c"), 0) if "c" in layout and a.ndim == len(layout) else a[None] for a in arrays
         ]
-        return [merge_batch_moments(*pair, False) for pair in zip(before, channels, strict=True)]
+        return [merge_batch_into_moments(*pair, False) for pair in zip(before, channels, strict=True)]
 
 
 def make_file_name(field: int, token: str, rank: int) -> str:

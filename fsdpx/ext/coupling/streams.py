@@ -309,7 +309,7 @@ class StreamSnapshotSelector:
         self.wanted, self._positions = max(self._positions.values()) + self._margin, None
         return True
 
-    def adjust_snapshot_lead(self, headers: Sequence[Header]) -> None:
+    def adjust_snapshot_margin(self, headers: Sequence[Header]) -> None:
         """Adjust the margin between the newest snapshot and the wanted snapshot. Increase the margin if a sender rank
         learned too late which snapshot was wanted, and reduce it if all sender ranks learned early."""
         late = max((header.number - self.wanted for header in headers if header.kind == MISSED), default=0)
@@ -371,7 +371,7 @@ class Receiver:
                 return None
             found, self._found, self._has_asked = self._found, {}, False
             if self._choice is not None:
-                self._choice.adjust_snapshot_lead([header for header, _ in found.values()])
+                self._choice.adjust_snapshot_margin([header for header, _ in found.values()])
             if outcome == DATA:
                 self._count += 1
                 if not self._on_request:

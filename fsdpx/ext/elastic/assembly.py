@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpx.core.base.config import Sharding
 from fsdpx.core.base.dataclass import dataclass, replace
-from fsdpx.core.checkpoint.local_shards import iterate_codec_reads_and_zero_missing, iterate_local_shards
+from fsdpx.core.checkpoint.local_shards import iterate_codec_reads_and_zero_missing, iterate_local_state_shards
 from fsdpx.core.checkpoint.scalars import CheckpointScalars, collect_checkpoint_scalars, restore_scalars
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator
@@ -211,7 +211,9 @@ class Assembler:
         complete = _find_complete_tensors(everyone, step)
         arriving = list(iterate_codec_reads_and_zero_missing(state, complete)) if built.is_training else []
         reshard_arrays(
-            control, have, [*iterate_local_shards(state), *(part for part, _ in arriving)] if built.is_training else []
+            control,
+            have,
+            [*iterate_local_state_shards(state), *(part for part, _ in arriving)] if built.is_training else [],
         )
         for part, target in arriving:
             if target is not None:

@@ -35,8 +35,8 @@ from fsdpx.ext.elastic.assembly import (
 from fsdpx.ext.elastic.config import ElasticConfig
 from fsdpx.ext.elastic.copies import StateGeneration
 from fsdpx.ext.elastic.reshard import (
-    drain_or_keep_transfers,
-    iterate_state_changed_before_commit,
+    drain_transfers_for_limited_time,
+    iterate_state_changed_before_agreement,
     iterate_up_to_date_shards,
 )  # fmt: skip
 from fsdpx.ext.watch.watchdog import Watchdog
@@ -203,7 +203,7 @@ class Coordinator:
     def _make_step_undo_point(self, step: int, secure_step: int, under_way: int | None = None) -> StepUndoPoint:
         state = self.assembly.session.state
         before = (
-            {key: array.copy() for key, array in iterate_state_changed_before_commit(state)}
+            {key: array.copy() for key, array in iterate_state_changed_before_agreement(state)}
             if self.assembly.is_training
             else {}
         )
@@ -432,7 +432,7 @@ class Coordinator:
     def _drain_transfers_and_abandon_copies(self) -> None:
         """Drop unfinished copies, and wait for transfers of the interrupted step to end, because their buffers will be
         reused."""
-        drain_or_keep_transfers(self.assembly.session.engine.abandon_transfers())
+        drain_transfers_for_limited_time(self.assembly.session.engine.abandon_transfers())
         self.assembly.copies.abandon_generation()
         self.assembly.copies.drop_old_generations()
 

@@ -27,7 +27,7 @@ from fsdpx.errors import CommTimeout, RankLost
 from fsdpx.ext.elastic.reshard import (
     ShardDescriptor,
     describe_shard,
-    drain_or_keep_transfers,
+    drain_transfers_for_limited_time,
     iterate_up_to_date_shards,
 )  # fmt: skip
 from fsdpx.nn.layer import ParameterSpec
@@ -194,7 +194,9 @@ class StateCopies:
         self._transfers: deque[Handle] = deque()
         # error caught while starting transfers; `advance_and_test_copies` raises it
         self._lost: RankLost | None = None
-        weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still be writing to the buffers
+        weakref.finalize(
+            self, drain_transfers_for_limited_time, self._transfers
+        )  # MPI may still be writing to the buffers
         self._begun = 0.0
         self._buffer_count = 0
         self._partners = CopyPartners((), [], {})
@@ -279,7 +281,7 @@ class StateCopies:
     def abandon_generation(self) -> None:
         """Drop the generation that is being copied; complete generations are kept. Call this after a failure, once
         `revoke` has been called."""
-        over = drain_or_keep_transfers(self._transfers)
+        over = drain_transfers_for_limited_time(self._transfers)
         self._transfers.clear()
         self._lost = None
         if self._under_way is not None and over:

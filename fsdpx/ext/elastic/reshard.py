@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpx.core.array.namespace import from_host, namespace_of, parse_dtype, to_host
 from fsdpx.core.base.dataclass import dataclass, replace
-from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, iterate_codec_memory, iterate_local_shards
+from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, iterate_codec_memory, iterate_local_state_shards
 from fsdpx.core.comm.communicator import Communicator, Handle, SurvivorCommunicator, drain_transfers
 from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.core.state.train_state import TrainState
@@ -25,8 +25,8 @@ from fsdpx.nn.shard_specs import ShardSpec
 __all__ = [
     "MAX_MESSAGES_IN_FLIGHT", "ElementMove", "ElementRows", "ElementRuns", "Gaps", "ReshardMessage", "ReshardPlan",
     "ShardDescriptor", "ShardSupply", "choose_sources_of_shard", "describe_missing_elements", "describe_shard",
-    "drain_or_keep_transfers", "find_element_runs", "find_uncovered_elements", "has_uncovered_elements",
-    "iterate_state_changed_before_commit", "iterate_up_to_date_shards", "reshard_arrays",
+    "drain_transfers_for_limited_time", "find_element_runs_of_shard", "find_uncovered_elements",
+    "has_uncovered_elements", "iterate_state_changed_before_agreement", "iterate_up_to_date_shards", "reshard_arrays",
 ]  # fmt: skip
 
 Gaps = tuple[np.ndarray, np.ndarray]
@@ -83,7 +83,7 @@ def describe_shard(part: LocalShard) -> ShardDescriptor:
     return ShardDescriptor(part.name, part.start, int(part.array.size), rank, width, spec.shape, cut, dtype)
 
 
-def find_element_runs(part: ShardDescriptor) -> ElementRuns:
+def find_element_runs_of_shard(part: ShardDescriptor) -> ElementRuns:
     """Return the contiguous runs of the full tensor that make up a shard.
 
     They cover the same elements as `ShardSpec.iterate_intervals`, but are computed with array operations; a shard
@@ -93,7 +93,7 @@ def find_element_runs(part: ShardDescriptor) -> ElementRuns:
         found = np.array([[first], [last], [0]], np.int64)
         return ElementRuns(*(found if part.size else found[:, :0]))
     inner = math.prod(part.shape[cut.dim + 1 :])
-    blocks = np.array(cut.dim_ranges_of_rank(part.shape, part.rank, part.width), np.int64) * inner
+    blocks = np.array(cut.ranges_of_rank_along_dim(part.shape, part.rank, part.width), np.int64) * inner
     lengths = blocks[:, 1] - blocks[:, 0]
     row = max(int(lengths.sum()), 1)
     rows = np.arange(first // row, -(-last // row), dtype=np.int64)[:, None]
@@ -109,9 +109,9 @@ def iterate_up_to_date_shards(state: TrainState, before: Mapping[LedgerKey, Any]
 
     Running statistics are up to date only on the pipeline rank that `placement.pipe_rank_by_statistic` gives for them.
     `before` contains arrays to use instead of those that an unfinished step has changed (see
-    `iterate_state_changed_before_commit`)."""
+    `iterate_state_changed_before_agreement`)."""
     home, here = state.placement.pipe_rank_by_statistic, state.placement.axes.coordinates.pipe
-    for part in iterate_local_shards(state):
+    for part in iterate_local_state_shards(state):
         if part.name not in home:
             yield part
         elif home[part.name] == here:
@@ -120,7 +120,7 @@ def iterate_up_to_date_shards(state: TrainState, before: Mapping[LedgerKey, Any]
     yield from iterate_codec_memory(state, before)
 
 
-def iterate_state_changed_before_commit(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
+def iterate_state_changed_before_agreement(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
     """Yield (key, array) for the state that a step changes before all ranks agree on it: running statistics, which
     change in the forward pass, and error-feedback memory of codecs, which changes in gradient reductions."""
     return (
@@ -151,7 +151,7 @@ def describe_missing_elements(
 def find_uncovered_elements(parts: Sequence[ShardDescriptor], size: int) -> Gaps:
     """Return the ranges of a tensor of `size` elements that none of `parts` covers, as an array of starts and an array
     of stops."""
-    found = [find_element_runs(part) for part in parts]
+    found = [find_element_runs_of_shard(part) for part in parts]
     start = np.concatenate([*(r.start for r in found), [size]]).astype(np.int64)
     stop = np.concatenate([*(r.stop for r in found), [size]]).astype(np.int64)
     order = np.argsort(start, kind="stable")
@@ -163,7 +163,7 @@ def find_uncovered_elements(parts: Sequence[ShardDescriptor], size: int) -> Gaps
 def has_uncovered_elements(gaps: Gaps, part: ShardDescriptor) -> bool:
     """Return whether any element of the shard `part` lies in one of the gaps."""
     start, stop = gaps
-    some = find_element_runs(part)
+    some = find_element_runs_of_shard(part)
     # for each run of elements, the first gap that ends after the run's start
     after = np.searchsorted(stop, some.start, "right")
     there = after < start.size
@@ -284,7 +284,7 @@ class ReshardPlan:
         raise AssertionError."""
         supplies = {
             name: [o.part for some in ranks.values() for o in some]
-            for name, ranks in self._shards_by_name_and_rank.items()
+            for name, ranks in self._held_shards_by_name_and_rank.items()
         }
         gaps: dict[str, Gaps] = {}
         formats: dict[str, set[str]] = {}
@@ -331,7 +331,7 @@ class ReshardPlan:
                 yield ReshardMessage(((self.rank - source) % size, i, source), False, source, rows)
 
     @cached_property
-    def _shards_by_name_and_rank(self) -> dict[str, dict[int, list[ShardSupply]]]:
+    def _held_shards_by_name_and_rank(self) -> dict[str, dict[int, list[ShardSupply]]]:
         """The shards that can be sent, as a nested dict: tensor name -> rank -> list of shards."""
         found: dict[str, dict[int, list[ShardSupply]]] = {}
         for rank, parts in enumerate(self.have):
@@ -344,7 +344,7 @@ class ReshardPlan:
     def _holder_offset_by_name(self) -> dict[str, int]:
         """For each tensor name, an offset that determines which of the ranks that hold the tensor sends first. Offsets
         differ between tensors, to spread the load."""
-        return {name: holder_offset for holder_offset, name in enumerate(sorted(self._shards_by_name_and_rank))}
+        return {name: holder_offset for holder_offset, name in enumerate(sorted(self._held_shards_by_name_and_rank))}
 
     @cached_property
     def _incoming_moves(self) -> list[ElementMove]:
@@ -352,7 +352,7 @@ class ReshardPlan:
 
     @property
     def _outgoing_moves(self) -> Iterator[tuple[int, ElementMove]]:
-        mine = {name for name, ranks in self._shards_by_name_and_rank.items() if self.rank in ranks}
+        mine = {name for name, ranks in self._held_shards_by_name_and_rank.items() if self.rank in ranks}
         for dest, wanted in enumerate(self.want):
             if dest != self.rank:
                 for i, part in enumerate(wanted):
@@ -366,7 +366,7 @@ class ReshardPlan:
         part = self.want[dest][index]
         if part.size == 0:
             return []
-        ranks, (first, last) = self._shards_by_name_and_rank[part.name], part.span
+        ranks, (first, last) = self._held_shards_by_name_and_rank[part.name], part.span
         for supply in ranks.get(dest, ()):
             if (
                 supply.part.flat_array_key == part.flat_array_key
@@ -423,7 +423,7 @@ def choose_sources_of_shard(
     `want` has the index `index` among the shards that `receiver` wants. The receiver copies elements that it holds
     itself. For all other elements, the ranks that hold them take turns every `chunk` elements; `holder_offset` and the
     receiver's rank determine which rank comes first, to spread the load."""
-    wanted, held = find_element_runs(want), [find_element_runs(supply.part) for supply in supplies]
+    wanted, held = find_element_runs_of_shard(want), [find_element_runs_of_shard(supply.part) for supply in supplies]
     edges = _find_split_positions(wanted, held, chunk)
     to = _find_local_positions(wanted, edges[:-1])
     inside = to >= 0
@@ -500,7 +500,7 @@ def reshard_arrays(
     _exchange_messages(comm, plan, given, taken, [part.name for part in have], [part.name for part in want])
 
 
-def drain_or_keep_transfers(handles: Iterable[Handle]) -> bool:
+def drain_transfers_for_limited_time(handles: Iterable[Handle]) -> bool:
     """Wait a limited time for broken transfers to end, because MPI may write to their buffers until they do.
 
     References to transfers that do not end are kept, so that their buffers are not freed. Returns whether all have
@@ -547,7 +547,7 @@ def _exchange_messages(
     except RankLost:
         if isinstance(comm, SurvivorCommunicator):
             comm.revoke()
-        drain_or_keep_transfers(one.handle for one in transfers)
+        drain_transfers_for_limited_time(one.handle for one in transfers)
         raise
 
 

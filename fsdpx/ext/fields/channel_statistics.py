@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError, DataError
 
 __all__ = [
     "ChannelStatistics", "all_gather_and_merge_moments", "compute_statistics_from_moments", "gather_channel_statistics",
-    "merge_batch_moments",
+    "merge_batch_into_moments",
 ]  # fmt: skip
 
 
@@ -63,13 +63,13 @@ def gather_channel_statistics(
     found, problem = None, ""
     try:
         for batch in batches:
-            found = merge_batch_moments(found, np.moveaxis(to_host(batch), dim, 0), skipna)
+            found = merge_batch_into_moments(found, np.moveaxis(to_host(batch), dim, 0), skipna)
     except (DataError, ValueError) as error:
         problem = str(error) or repr(error)
     return compute_statistics_from_moments(all_gather_and_merge_moments(comm, found, problem))
 
 
-def merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
+def merge_batch_into_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
     """Merge the moments (count, mean, sum of squared deviations) of each channel of `batch`, (channels, ...), into
     `moments`, (3, channels), and return the result. `moments` is None before the first batch."""
     rows = batch.reshape(len(batch), int(np.prod(batch.shape[1:]))).astype(np.float64)

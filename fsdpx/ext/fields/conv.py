@@ -16,9 +16,9 @@ from fsdpx.ext.fields.halo import (
     HaloSpec,
     PaddingMode,
     PaddingSide,
+    compute_output_bounds_of_ranks,
     expand_padding_modes,
     make_halo_specs,
-    make_output_cuts,
     require_field_shape,
     require_halo_fits_field,
 )
@@ -100,7 +100,9 @@ class ConvWindow:
         made = []
         for cuts, s, a, b, span in zip(parts.cuts, self.stride, self.low, self.high, self.spans, strict=True):
             made.append(
-                make_output_cuts(cuts, [-(-cut // s) for cut in cuts], self._count_outputs(cuts[-1], s, a, b, span))
+                compute_output_bounds_of_ranks(
+                    cuts, [-(-cut // s) for cut in cuts], self._count_outputs(cuts[-1], s, a, b, span)
+                )
             )
         return parts.with_cuts(tuple(made))
 
@@ -111,7 +113,7 @@ class ConvWindow:
             count -= 1
         return max(count, 0)
 
-    def count_zeros_padded_by_kernel(self, parts: FieldPartition) -> tuple[int, ...]:
+    def count_zeros_kernel_adds_before_field(self, parts: FieldPartition) -> tuple[int, ...]:
         """Return, for each dim, the number of zeros that the compute kernel itself adds before the field.
 
         The kernel adds none along a dim that is partitioned, has ghost cells, or has a padding mode other than "zeros",
@@ -208,7 +210,7 @@ def _plan_window(
     window: ConvWindow, parts: FieldPartition
 ) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
     halos = tuple(halo for halo in window.find_halos(parts) if not halo.is_local)
-    return window.partition_outputs(parts), halos, window.count_zeros_padded_by_kernel(parts)
+    return window.partition_outputs(parts), halos, window.count_zeros_kernel_adds_before_field(parts)
 
 
 def get_local_shape(env: LayerContext, parts: FieldPartition) -> tuple[int, ...]:

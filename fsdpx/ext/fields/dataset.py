@@ -455,7 +455,7 @@ class FieldDataset:
                     shape = tuple(sizes[letter] for letter in letters)
                     numbers = read_scalars(path, root, group, arrays, self.scalars, sizes["n"]) if self.scalars else ()
                     source = TrajectoryFile(path, group, variables, names, sizes["n"], given, scalars=numbers)
-                    self.sources.append(self._check_and_add_window_count(source, sizes["t"]))
+                    self.sources.append(self._check_and_copy_with_window_count(source, sizes["t"]))
         assert letters is not None
         self.shape, self._letters = shape or (), letters
         self.layout = f"c{letters}" if self.grid is None else self.grid.layout
@@ -468,7 +468,7 @@ class FieldDataset:
             )
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
-    def _check_and_add_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
+    def _check_and_copy_with_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
         """Return a copy of `source` that records its number of time windows, computed from `steps`.
 
         Raises DataError if `source` is too short for one window, or if it differs from the first file in its fields or
@@ -628,7 +628,7 @@ class FieldDataset:
         Dims that the field does not have are added with size 1."""
         known: dict[str, list[Any]] = {"n": [trajectory], "t": [steps]}
         bounds, runs = self._bounds, []
-        known |= {} if self._node_rows is None else {"i": _find_runs(self._node_rows)}
+        known |= {} if self._node_rows is None else {"i": _merge_close_rows_into_slices(self._node_rows)}
         for letter, n in zip(variable.dims, variable.shape, strict=True):
             runs.append(
                 known.get(letter) or ([slice(n)] if n == 1 else _split_periodic_range(*bounds.get(letter, (0, n)), n))
@@ -649,7 +649,7 @@ class FieldDataset:
         return block.reshape(block.shape[0] if "t" in letters else 1, variable.channel_count, *cells)
 
 
-def _find_runs(rows: np.ndarray) -> list[slice]:
+def _merge_close_rows_into_slices(rows: np.ndarray) -> list[slice]:
     """Return slices that cover `rows`. Rows that are close to each other share a slice so that they are read
     together."""
     if not rows.size:
@@ -662,7 +662,7 @@ def _find_runs(rows: np.ndarray) -> list[slice]:
 
 def _find_rows_in_concatenated_slices(rows: np.ndarray, runs: Sequence[slice]) -> np.ndarray:
     """Return the position of each of `rows` in the array that is obtained by concatenating the slices `runs`.
-    `_find_runs` returned these slices for the same rows."""
+    `_merge_close_rows_into_slices` returned these slices for the same rows."""
     starts = np.array([run.start or 0 for run in runs])
     before = np.cumsum([0, *(run.stop - (run.start or 0) for run in runs)])[:-1]
     k = np.searchsorted(starts, rows, "right") - 1

@@ -20,9 +20,9 @@ from fsdpx.ext.fields.halo import (
     FieldLayer,
     HaloSpec,
     PaddingSide,
+    compute_output_bounds_of_ranks,
     expand_padding_modes,
     get_rank_along,
-    make_output_cuts,
     require_halo_fits_field,
 )
 from fsdpx.ext.fields.halo_plan import slice_dim
@@ -136,7 +136,7 @@ def _plan_cells_to_faces(
     parts: FieldPartition, dim: int, derivative: int, spacing: float | CellPositions, faces: str, mode: SidePair
 ) -> NeighborMove:
     cuts, first = parts.cuts[dim], 0 if faces == "high" else -1
-    outputs = make_output_cuts(cuts, cuts, cuts[-1] + (faces == "all"))
+    outputs = compute_output_bounds_of_ranks(cuts, cuts, cuts[-1] + (faces == "all"))
     widths = compute_cell_widths(spacing, cuts[-1], parts.get_dim_name(dim))
     around = np.pad(widths, 1, "wrap" if "circular" in mode else "edge") if len(widths) else np.zeros(2)
     below, above = (around[i : i + outputs[-1]] for i in (first + 1, first + 2))
@@ -155,7 +155,7 @@ def _plan_faces_to_cells(
     count = cuts[-1] - (faces == "all")
     if count < 1:
         raise ShapeError(f"{name} has {cuts[-1]} faces, and no cell between them")
-    outputs = make_output_cuts(cuts, cuts, count)
+    outputs = compute_output_bounds_of_ranks(cuts, cuts, count)
     widths = compute_cell_widths(spacing, count, name)
     upper = 1.0 / widths if derivative else np.full(count, 0.5)
     halo = _make_neighbor_halo(parts, dim, outputs, -1 if faces == "high" else 0, mode)

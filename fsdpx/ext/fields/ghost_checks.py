@@ -51,7 +51,7 @@ def require_readable_ghosts(model: Layer, kinds: Sequence[Kind]) -> None:
     ]
     if not any(value.sources for value in values):
         return
-    _follow_ghosts(model, "", values, read, padded)
+    _propagate_ghosts_through_layer(model, "", values, read, padded)
     names = list_input_names(model)
     for i, text in padded.items():
         if i not in read:
@@ -61,7 +61,7 @@ def require_readable_ghosts(model: Layer, kinds: Sequence[Kind]) -> None:
             )
 
 
-def _follow_ghosts(
+def _propagate_ghosts_through_layer(
     layer: Layer, path: str, values: Sequence[_Value], read: set[int], padded: dict[int, str]
 ) -> list[_Value]:
     """Return the outputs of a layer, given its inputs. If the layer reads the ghost cells of a model input, add the
@@ -71,7 +71,7 @@ def _follow_ghosts(
         found = dict(zip(layer.inputs, values, strict=True))
         for step in layer.steps:
             given = [found[name] for name in step.sources]
-            outputs = _follow_ghosts(step.layer, join_path(path, step.name), given, read, padded)
+            outputs = _propagate_ghosts_through_layer(step.layer, join_path(path, step.name), given, read, padded)
             found.update(zip(step.gives, outputs, strict=True))
         return [found[name] for name in layer.outputs]
     text, scalars = f"{path!r} {layer!r}", getattr(layer, "scalar_inputs", ())

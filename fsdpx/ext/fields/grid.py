@@ -32,11 +32,11 @@ from fsdpx.ext.fields.overlaps import (
     count_overlap_rows_by_dim,
     describe_padding_periodicity_conflict,
     hash_edge_rows_of_part,
-    make_equal_parts_warning,
     make_overlapping_parts_warning,
+    make_same_array_on_all_ranks_warning,
 )
 from fsdpx.ext.fields.rank_grid import find_rank_grid
-from fsdpx.ext.fields.sample_groups import make_sample_groups
+from fsdpx.ext.fields.sample_groups import group_ranks_sharing_samples
 from fsdpx.ext.fields.split_samples import SplitSamples
 from fsdpx.ext.fields.staggered import compute_ghost_widths_of_faces, find_face_cuts, list_cell_and_face_partitions
 from fsdpx.nn.layer import Layer
@@ -482,7 +482,7 @@ class Grid(Domain):
             raise ConfigError(wrong)
         mine = self.gather_ranks(world.rank)
         grids = [None] * world.size if mine is None else world.all_gather_data(list(mine))
-        return make_sample_groups(mesh, world.rank, self.dims, grids)
+        return group_ranks_sharing_samples(mesh, world.rank, self.dims, grids)
 
     def gather_ranks(self, rank: int) -> tuple[int, ...] | None:
         """All-gather the value of `rank` from each rank of this field, and return these values in the order of the
@@ -841,7 +841,7 @@ class FieldSamples(SplitSamples):
         if text:
             return text
         if are_equal_parts(ends):
-            return make_equal_parts_warning(grid.local_shape, len(ends), grid.shape)
+            return make_same_array_on_all_ranks_warning(grid.local_shape, len(ends), grid.shape)
         letters = grid.layout.replace("c", "")
         shared = count_overlap_rows_by_dim(grid.dims, letters, grid.periods, ends)
         return make_overlapping_parts_warning(shared) if shared else self.padding_mistake
@@ -1021,7 +1021,7 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
     rectangle.
 
     `rank0` is the first rank of the communicator that holds a part of this field."""
-    dims, ranks = _find_dims_and_ranks(all_args, rank0)
+    dims, ranks = _find_ranks_per_dim_and_rank_order(all_args, rank0)
     cuts, sides = [], []
     for d, letter in enumerate(all_args[0].dim_letters):
         slabs: list[int] = [-1] * dims[d]
@@ -1031,7 +1031,7 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
                 slabs[place] = rank
                 continue
             for what in ("cells", "ghosts"):
-                ours, theirs = (_describe_part_along(all_args[r], d, what) for r in (rank, slabs[place]))
+                ours, theirs = (_describe_cell_count_along_dim(all_args[r], d, what) for r in (rank, slabs[place]))
                 if ours != theirs:
                     raise ConfigError(
                         f"Grid: the parts make no rectangle: along dim {letter} rank {rank0 + rank} has {ours}, and "
@@ -1043,7 +1043,7 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
     return FieldCuts(dims, tuple(rank0 + rank for rank in ranks), tuple(cuts), tuple(sides))
 
 
-def _describe_part_along(args: GridArguments, d: int, quantity: str) -> str:
+def _describe_cell_count_along_dim(args: GridArguments, d: int, quantity: str) -> str:
     """Return a phrase for error messages that states a rank's number of cells or ghost cells (`quantity`) along dim
     `d`."""
     if quantity == "cells":
@@ -1051,7 +1051,9 @@ def _describe_part_along(args: GridArguments, d: int, quantity: str) -> str:
     return "{} ghost cells before and {} after".format(*args.ghosts[d])
 
 
-def _find_dims_and_ranks(all_args: Sequence[GridArguments], rank0: int) -> tuple[tuple[int, ...], Sequence[int]]:
+def _find_ranks_per_dim_and_rank_order(
+    all_args: Sequence[GridArguments], rank0: int
+) -> tuple[tuple[int, ...], Sequence[int]]:
     """Return the number of ranks along each dim, and the rank at each position in the grid.
 
     Raises ConfigError if the offsets contradict `dims` or the Cartesian communicator."""

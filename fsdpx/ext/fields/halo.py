@@ -26,11 +26,11 @@ __all__ = [
     "HaloSpec",
     "PaddingMode",
     "PaddingSide",
+    "compute_output_bounds_of_ranks",
     "expand_padding_modes",
     "get_local_range",
     "get_rank_along",
     "make_halo_specs",
-    "make_output_cuts",
     "require_field_shape",
     "require_halo_fits_field",
     "to_slice_if_consecutive",
@@ -295,7 +295,7 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
             )
 
 
-def make_output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
+def compute_output_bounds_of_ranks(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
     """Return the bounds between the intervals of outputs that the ranks own along one dim, which has `total` outputs.
 
     `cuts` holds the bounds of the ranks' input cells. For each of these bounds, `bounds` holds the first output of the

@@ -13,8 +13,12 @@ from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = [
-    "HoldsLocalArray", "iterate_layers_with_rollout_nets", "parse_local_array", "require_arrays_fit_local_part",
-    "require_weights_of_cells", "require_weights_of_channels",
+    "HoldsLocalArray",
+    "convert_to_local_array",
+    "iterate_layers_with_rollout_nets",
+    "require_arrays_fit_local_part",
+    "require_weights_of_cells",
+    "require_weights_of_channels",
 ]  # fmt: skip
 
 
@@ -47,7 +51,7 @@ def require_arrays_fit_local_part(model: Layer, find_cells: Callable[[FieldParti
                 raise ShapeError(f"{path!r} {error}" if path else str(error)) from None
 
 
-def parse_local_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
+def convert_to_local_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
     """Return `values` as an array. Raise ConfigError, which gives `name`, if they are not numbers or do not form a
     rectangular array."""
     try:

@@ -132,11 +132,11 @@ def find_scalar_inputs(model: Layer) -> tuple[bool, ...]:
     return False for all of them. Sharding the model then raises an error, which names the layer that cannot run on a
     part."""
     count = len(list_input_names(model))
-    found = tuple(_find_scalar_inputs(model, count, [False] * model.n_outputs))
+    found = tuple(_make_scalar_input_flags(model, count, [False] * model.n_outputs))
     return (False,) * count if all(found) else found
 
 
-def _find_scalar_inputs(layer: Layer, count: int, wanted: Sequence[bool]) -> Iterable[bool]:
+def _make_scalar_input_flags(layer: Layer, count: int, wanted: Sequence[bool]) -> Iterable[bool]:
     """Return one bool for each of the layer's `count` inputs: whether the input must consist of scalars. `wanted` holds
     the same for each output."""
     if isinstance(layer, Container):
@@ -144,7 +144,7 @@ def _find_scalar_inputs(layer: Layer, count: int, wanted: Sequence[bool]) -> Ite
         for step in reversed(layer.steps):
             given = [reads.get(name, False) for name in step.gives]
             for source, scalar in zip(
-                step.sources, _find_scalar_inputs(step.layer, len(step.sources), given), strict=True
+                step.sources, _make_scalar_input_flags(step.layer, len(step.sources), given), strict=True
             ):
                 reads[source] = reads.get(source, False) or scalar
         return [reads.get(name, False) for name in layer.inputs]

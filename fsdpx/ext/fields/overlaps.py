@@ -21,8 +21,8 @@ __all__ = [
     "count_overlap_rows_by_dim",
     "describe_padding_periodicity_conflict",
     "hash_edge_rows_of_part",
-    "make_equal_parts_warning",
     "make_overlapping_parts_warning",
+    "make_same_array_on_all_ranks_warning",
 ]
 
 WIDTHS = range(2, 7)
@@ -102,7 +102,7 @@ def are_equal_parts(ends: Sequence[Ends]) -> bool:
     return len(ends) > 1 and all(one == ends[0] for one in ends) and any(hashes)
 
 
-def make_equal_parts_warning(cells: Sequence[int], ranks: int, whole: Sequence[int]) -> str:
+def make_same_array_on_all_ranks_warning(cells: Sequence[int], ranks: int, whole: Sequence[int]) -> str:
     """Return a warning that all ranks pass the same array. `ranks` is the number of ranks, `cells` is the size of the
     array along each dim, and `whole` is the size of the field that the grid makes of these arrays."""
     own, field = (" x ".join(map(str, sizes)) for sizes in (cells, whole))

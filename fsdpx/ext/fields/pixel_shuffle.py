@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from fsdpx.errors import ShapeError
-from fsdpx.ext.fields.halo import FieldLayer, HaloSpec, make_output_cuts
+from fsdpx.ext.fields.halo import FieldLayer, HaloSpec, compute_output_bounds_of_ranks
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.nn.layer import Array, LayerContext, Params, require_positive
 from fsdpx.nn.shard_specs import FieldPartition
@@ -91,7 +91,7 @@ def _plan_block_partition_and_halos(parts: FieldPartition, r: int) -> tuple[Fiel
     one halo spec per dim, with the cells in each rank's blocks."""
     made, halos = [], []
     for d, cuts in enumerate(parts.cuts):
-        out = make_output_cuts(cuts, [-(-cut // r) for cut in cuts], cuts[-1] // r)
+        out = compute_output_bounds_of_ranks(cuts, [-(-cut // r) for cut in cuts], cuts[-1] // r)
         needs = tuple((a * r, b * r) for a, b in zip(out, out[1:], strict=False))
         made.append(out)
         halos.append(HaloSpec(d + 2, cuts, needs))

@@ -12,7 +12,7 @@ from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
 from fsdpx.ext.fields.conv import ConvWindow, Sizes, WindowLayer, expand_to_dims, get_local_shape
-from fsdpx.ext.fields.halo import FieldLayer, get_local_range, make_output_cuts, require_field_shape
+from fsdpx.ext.fields.halo import FieldLayer, compute_output_bounds_of_ranks, get_local_range, require_field_shape
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.ext.fields.kernels import (
     CellMatrix,
@@ -202,7 +202,10 @@ class AdaptiveAvgPool(FieldLayer):
         window."""
         rows = zip(parts.cuts, self._many, strict=True)
         return parts.with_cuts(
-            tuple(make_output_cuts(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows)
+            tuple(
+                compute_output_bounds_of_ranks(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many)
+                for cuts, many in rows
+            )
         )
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -214,7 +217,7 @@ class AdaptiveAvgPool(FieldLayer):
         for d, (table, _) in enumerate(self._make_averaging_matrices(env, parts)):
             y = multiply_along_dim(env.xp, y, d + 2, table)
         y = all_reduce_over_parts(env, env.xp.ascontiguousarray(y), env.random.path)
-        return kernels.cast_float(env.xp, y[self._get_local_result_index(env, parts)], x.dtype), parts
+        return kernels.cast_float_to_dtype(env.xp, y[self._get_local_result_index(env, parts)], x.dtype), parts
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         whole = env.xp.zeros((*dy.shape[:2], *self._many), dtype=accumulation_dtype(dy.dtype))
@@ -222,7 +225,7 @@ class AdaptiveAvgPool(FieldLayer):
         dx = all_reduce_over_parts(env, whole, env.random.path)
         for d, (_, turned) in enumerate(self._make_averaging_matrices(env, saved)):
             dx = multiply_along_dim(env.xp, dx, d + 2, turned)
-        return kernels.cast_float(env.xp, dx, dy.dtype), ()
+        return kernels.cast_float_to_dtype(env.xp, dx, dy.dtype), ()
 
     def _get_local_result_index(self, env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
         """Return the index that selects this rank's outputs from an array of all outputs."""

@@ -17,9 +17,9 @@ from fsdpx.ext.fields.conv import ConvWindow, Sizes, expand_to_dims, make_conv_s
 from fsdpx.ext.fields.halo import (
     FieldLayer,
     HaloSpec,
+    compute_output_bounds_of_ranks,
     get_local_range,
     get_rank_along,
-    make_output_cuts,
     require_field_shape,
 )  # fmt: skip
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
@@ -117,7 +117,7 @@ class ConvTranspose(FieldLayer):
         for d, cuts in enumerate(parts.cuts):
             s, p = self.window.stride[d], self.window.low[d]
             total = max((cuts[-1] - 1) * s - 2 * p + self.window.spans[d] + self.more[d], 0)
-            made.append(make_output_cuts(cuts, [cut * s for cut in cuts], total))
+            made.append(compute_output_bounds_of_ranks(cuts, [cut * s for cut in cuts], total))
         return parts.with_cuts(tuple(made))
 
     def _find_halos(self, parts: FieldPartition, outputs: FieldPartition) -> tuple[HaloSpec, ...]:
@@ -212,7 +212,7 @@ class Upsample(FieldLayer):
         y = kernels.to_float32(env.xp, exchange_halo(env, x, halos))
         for d, table in enumerate(tables):
             y = multiply_along_dim(env.xp, y, d + 2, table)
-        y = kernels.cast_float(env.xp, y, x.dtype)
+        y = kernels.cast_float_to_dtype(env.xp, y, x.dtype)
         return y, (turned, halos)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -220,7 +220,7 @@ class Upsample(FieldLayer):
         dtype, dy = dy.dtype, kernels.to_float32(env.xp, dy)
         for d, table in reversed(list(enumerate(turned))):
             dy = multiply_along_dim(env.xp, dy, d + 2, table)
-        dy = kernels.cast_float(env.xp, dy, dtype)
+        dy = kernels.cast_float_to_dtype(env.xp, dy, dtype)
         return exchange_halo_backward(env, dy, halos), ()
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
@@ -237,7 +237,7 @@ class Upsample(FieldLayer):
         """
         made = []
         for cuts, (total, _) in zip(parts.cuts, self._find_sizes_and_ratios(parts.shape), strict=True):
-            made.append(make_output_cuts(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
+            made.append(compute_output_bounds_of_ranks(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
         return parts.with_cuts(tuple(made))
 
     def _find_sizes_and_ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:

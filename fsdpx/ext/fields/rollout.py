@@ -177,7 +177,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         first, *others = x if self.n_inputs != 1 else (x,)
         walls = self._require_fitting_boundary_values(first, others.pop()) if self.boundary else None
-        states, constants = self._split_first_input(first)
+        states, constants = self._split_states_and_constant_channels(first)
         if self._adds_noise(env):
             states = [self._add_noise(env, state, i) for i, state in enumerate(states)]
         last, ghosts, dim, found = states[-1], self._ghost_partition, self._stack_dim, list[Array]()
@@ -327,7 +327,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         Scalars, (samples, n), are stacked along their last dim."""
         return min(self._stack_dim, other.ndim - 1)
 
-    def _split_first_input(self, x: Array) -> tuple[list[Array], Array | None]:
+    def _split_states_and_constant_channels(self, x: Array) -> tuple[list[Array], Array | None]:
         """Split the first input into the states, oldest first, and the constant channels (None if there are none)."""
         dim = self._stack_dim
         channels, rest = divmod(x.shape[dim] - self.constants, self.inputs) if x.ndim > dim else (0, 0)

@@ -9,10 +9,10 @@ from typing import Any
 from fsdpx.core.comm.mesh import Mesh, SampleGroups
 from fsdpx.errors import MeshError
 
-__all__ = ["make_sample_groups"]
+__all__ = ["group_ranks_sharing_samples"]
 
 
-def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> SampleGroups:
+def group_ranks_sharing_samples(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> SampleGroups:
     """Given the grids of all ranks, return the groups of ranks that share samples on the data axis of `rank`.
 
     Parameters

@@ -105,7 +105,7 @@ class SpectralConv(FieldLayer):
         )
         found = _multiply_complex(env.xp, mine, self._select_weights_of_own_modes(env, p["weight"]))
         y = _transform_to_cells(env.xp, self._all_gather_modes(env, found), [t[1] for t in tables])
-        y = kernels.cast_float(env.xp, y, x.dtype)
+        y = kernels.cast_float_to_dtype(env.xp, y, x.dtype)
         if self.bias:
             y = y + p["bias"].reshape(-1, *(1,) * len(self.modes))
         return y, (mine, tables)
@@ -122,7 +122,7 @@ class SpectralConv(FieldLayer):
         )
         found = xp.stack(xp.split(parts, 2, axis=1), axis=-1)
         dx = _transform_to_cells(xp, self._all_gather_modes(env, found), [to.T for to, _ in tables])
-        return kernels.cast_float(xp, dx, dy.dtype), (mine, dmodes, dy)
+        return kernels.cast_float_to_dtype(xp, dx, dy.dtype), (mine, dmodes, dy)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         mine, dmodes, dy = kept
@@ -397,7 +397,7 @@ def _transform_to_modes(xp: Any, x: Array, tables: list[Array]) -> Array:
     starting with the last dim."""
     y = x[..., None]
     for d in reversed(range(len(tables))):
-        y = _multiply_dim_by_matrix(xp, y, 2 + d, tables[d], 2)
+        y = _multiply_complex_dim_by_matrix(xp, y, 2 + d, tables[d], 2)
     return y
 
 
@@ -405,11 +405,11 @@ def _transform_to_cells(xp: Any, modes: Array, tables: list[Array]) -> Array:
     """Transform Fourier modes (samples, channels, *modes, 2) to cells (samples, channels, *cells)."""
     y = modes
     for d, table in enumerate(tables):
-        y = _multiply_dim_by_matrix(xp, y, 2 + d, table, 1 if d == len(tables) - 1 else 2)
+        y = _multiply_complex_dim_by_matrix(xp, y, 2 + d, table, 1 if d == len(tables) - 1 else 2)
     return y[..., 0]
 
 
-def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_parts: int) -> Array:
+def _multiply_complex_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_parts: int) -> Array:
     """Multiply y by `matrix` along dim `dim` and the last dim, which are flattened into one. The last dim holds real
     and imaginary parts. Its size in the result is `result_parts`: 1 for real results, and 2 for complex ones."""
     turned = xp.moveaxis(y, dim, -2)

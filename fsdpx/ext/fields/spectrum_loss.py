@@ -76,7 +76,7 @@ class SpectrumRMSE(FieldLoss):
             mass = xp.broadcast_to(w, y.shape).sum(axis=dims, dtype=np.float64)
         modes = transform_cells_to_modes(env, both, parts, "SpectrumRMSE")
         shells = self._get_shells(env, parts)
-        squares = _sum_over_shells(env, modes, shells)
+        squares = _sum_power_over_shells(env, modes, shells)
         sums = [mass[..., None], squares[:, :channels], squares[:, channels:]]
         sums = all_reduce_over_parts(env, xp.concatenate(sums, axis=2), "SpectrumRMSE")
         mass, found = sums[..., 0], xp.sqrt(sums[..., 1:])
@@ -149,7 +149,7 @@ def _make_shells(env: LayerContext, shape: Sequence[int], ranges: Sequence[tuple
     return _Shells(round(longest) + 1, env.xp.asarray(index), env.xp.asarray(many))
 
 
-def _sum_over_shells(env: LayerContext, modes: Array, shells: _Shells) -> Array:
+def _sum_power_over_shells(env: LayerContext, modes: Array, shells: _Shells) -> Array:
     """Return the float64 sum of |mode|^2 for each wavenumber: (samples, channels, *modes) -> (samples, channels,
     wavenumbers)."""
     xp, count = env.xp, shells.total

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from fsdpx.ext.fields.halo import make_output_cuts
+from fsdpx.ext.fields.halo import compute_output_bounds_of_ranks
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, GhostWidths
 
 __all__ = ["compute_ghost_widths_of_faces", "find_face_cuts", "list_cell_and_face_partitions"]
@@ -14,7 +14,7 @@ __all__ = ["compute_ghost_widths_of_faces", "find_face_cuts", "list_cell_and_fac
 def find_face_cuts(cuts: Cuts) -> Cuts:
     """Return the cuts of the n + 1 faces across a dim of n cells. Each rank owns the low faces of its cells, and the
     last rank that has cells also owns the last face."""
-    return make_output_cuts(cuts, cuts, cuts[-1] + 1)
+    return compute_output_bounds_of_ranks(cuts, cuts, cuts[-1] + 1)
 
 
 def compute_ghost_widths_of_faces(cuts: Cuts, faces: Cuts, sides: Sequence[GhostWidths]) -> tuple[GhostWidths, ...]:

@@ -262,12 +262,12 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
         raise LaunchError(f"RANK={rank} is not below WORLD_SIZE={size}: ranks are numbered from 0")
     secret, since, timeout = environment.read_secret(), time.monotonic(), settings.start_timeout
     if not secret and rank == 0:
-        print(f"fsdpx: {_format_warning_without_secret(location)}", file=sys.stderr, flush=True)
+        print(f"fsdpx: {_format_missing_secret_warning(location)}", file=sys.stderr, flush=True)
     store = _open_store(dist, location, rank, size, timeout, bool(secret))
     return Rendezvous(store, rank, size, timeout, location, secret, launcher.local_rank, since)
 
 
-def _format_warning_without_secret(location: RendezvousStore) -> str:
+def _format_missing_secret_warning(location: RendezvousStore) -> str:
     """Return a warning that the job has no secret. The warning explains what an attacker could do and how to set a
     secret."""
     who = "whoever reaches that address, other users of this host too,"

@@ -33,7 +33,7 @@ class GraphMemory:
     def __init__(self) -> None:
         xp = import_cupy()
         cuda = xp.cuda
-        cuda.set_pinned_memory_allocator(_allocate_pinned_outside_captures)
+        cuda.set_pinned_memory_allocator(_allocate_pinned_or_raise_in_capture)
         # graphs use the work memory of FFT plans, so the plans must stay cached
         xp.fft.config.get_plan_cache().set_size(-1)
         self.pool = cuda.MemoryPool(self._allocate)
@@ -126,7 +126,7 @@ class Capture:
         self._graph.launch()
 
 
-def _allocate_pinned_outside_captures(nbytes: int) -> Any:
+def _allocate_pinned_or_raise_in_capture(nbytes: int) -> Any:
     """Allocate pinned memory from CuPy's pool, as CuPy does by default. Raise RuntimeError while a graph is recorded,
     because CuPy would copy a host array through this memory, and later launches would read other values from it."""
     if get_active_capture() is not None:

@@ -136,7 +136,7 @@ class UnitPart(NamedTuple):
     nodes: slice
 
     @property
-    def input_numbers(self) -> set[int]:
+    def input_activation_numbers(self) -> set[int]:
         """IDs of the activations that the part reads but does not compute."""
         made: set[int] = set()
         needed: set[int] = set()

@@ -143,7 +143,7 @@ class CudaGraphObserver(Observer):
         if self._now is not None and action.op in COMPUTE_OPS:
             self._now.seen += 1
 
-    def _get_parts(self, unit: Unit) -> list[UnitPart]:
+    def _get_unit_parts(self, unit: Unit) -> list[UnitPart]:
         """Return the parts that a unit is split into for recording. If the unit is not split, return the unit itself as
         one part."""
         now = self._now
@@ -156,9 +156,9 @@ class CudaGraphObserver(Observer):
         self, run: Any, unit: Unit, envs: Any, params: Any, values: Arrays, keep: bool, constant: Any = (),
         released: Any = (),
     ) -> list[Any]:  # fmt: skip
-        parts, found = self._get_parts(unit), []
+        parts, found = self._get_unit_parts(unit), []
         for part in parts:
-            at, inputs = part.nodes, part.input_numbers if len(parts) > 1 else set()
+            at, inputs = part.nodes, part.input_activation_numbers if len(parts) > 1 else set()
             inner = {v: values[v] for v in inputs} if len(parts) > 1 else values
             function = partial(_run_forward, run, part.unit, envs[at], params[at], inner, keep, constant, released[at])
             found.append(self._run_call(UnitCall(function, part.unit, inner, params[at]), part))
@@ -197,7 +197,7 @@ class CudaGraphObserver(Observer):
     ) -> Iterator[tuple[UnitPart, Any, Arrays]]:
         """Yield each part of a unit, last part first, with its saved values and the gradients that it needs. After each
         part, put the gradients that the part computed into `dvalues`."""
-        parts = self._get_parts(unit)
+        parts = self._get_unit_parts(unit)
         if len(parts) == 1:
             yield parts[0], saved, dvalues
             return
@@ -211,7 +211,7 @@ class CudaGraphObserver(Observer):
         now = self._now
         assert now is not None
         if now.runs == 0:
-            return self._compute_and_watch(now, call, part)
+            return self._run_call_and_note_communication(now, call, part)
         recorded = now.calls.get((self._words, part.number))
         if recorded is not None:
             why = recorded.find_mismatch(call)
@@ -224,7 +224,7 @@ class CudaGraphObserver(Observer):
             return self._record_call(now, call, part)
         return call.function(call.saved)
 
-    def _compute_and_watch(self, now: Recording, call: UnitCall, part: UnitPart) -> Any:
+    def _run_call_and_note_communication(self, now: Recording, call: UnitCall, part: UnitPart) -> Any:
         """Run a call as usual, and find out whether its layers communicate."""
         counters = self._engine.placement.axes.counters
         before = counters.total

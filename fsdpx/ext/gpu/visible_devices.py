@@ -28,9 +28,9 @@ __all__ = [
     "RankGpu",
     "agree_on_gpu_awareness",
     "assign_and_select_gpus",
-    "find_mpi_library_path",
+    "find_loaded_mpi_library_path",
     "find_ranks_sharing_gpus",
-    "gather_rank_gpus",
+    "gather_gpu_assignments",
     "list_gpu_awareness_claims",
     "probe_gpu_awareness",
     "probe_gpu_transfer_in_child",
@@ -91,7 +91,7 @@ def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
     answer is yes, text)."""
     from mpi4py import MPI
 
-    found, path = list[tuple[bool, str]](), find_mpi_library_path()
+    found, path = list[tuple[bool, str]](), find_loaded_mpi_library_path()
     if path is not None:
         library = ctypes.CDLL(path)  # reopened because mpi4py loads MPI without global symbols
         if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
@@ -106,7 +106,7 @@ def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
     return found
 
 
-def find_mpi_library_path() -> str | None:
+def find_loaded_mpi_library_path() -> str | None:
     """Return the path of the MPI library that this process has loaded, or None if it is unknown."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -179,13 +179,13 @@ def assign_and_select_gpus(world: Communicator, device_map: DeviceMap = None) ->
     `world` has only some of the ranks, the launcher's local ranks are used instead. Ranks that run as threads of a
     process share its GPU. This function also decides how arrays are passed to MPI. Raises ConfigError on all ranks if
     any rank has no GPU."""
-    found = gather_rank_gpus(world, device_map)
+    found = gather_gpu_assignments(world, device_map)
     devices.select_gpu(found[world.rank].gpu)
     agree_on_gpu_awareness(world)
     return found
 
 
-def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
+def gather_gpu_assignments(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
     """Return the GPUs that `assign_and_select_gpus` would assign to all ranks, without selecting any. Collective."""
     here, process = platform.node(), os.getpid()
     try:

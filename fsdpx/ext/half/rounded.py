@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fsdpx.core.array.kernels.half import add_widened, cast_float, round_randomly, store
+from fsdpx.core.array.kernels.half import add_widened, cast_float_to_dtype, round_randomly, store
 from fsdpx.core.array.random import NumberRange
 from fsdpx.core.base.dataclass import dataclass
 from fsdpx.optim.optimizer import (
@@ -65,18 +65,18 @@ class RoundedOptimizer(WrappedOptimizer):
     def _update_block(
         self, xp: Any, p: Any, g: Any, slots: Slots, part: ShardSegments, *, step: int, **rates: Any
     ) -> None:
-        x = cast_float(xp, p, g.dtype)
+        x = cast_float_to_dtype(xp, p, g.dtype)
         if self.kahan:
             add_widened(xp, slots["lost"], x)
         narrow = [name for name, kept in self.slot_formats.items() if kept == SlotFormat()]
-        wide = {name: cast_float(xp, slots[name], g.dtype) for name in narrow}
+        wide = {name: cast_float_to_dtype(xp, slots[name], g.dtype) for name in narrow}
         own = {name: slots[name] for name in self.inner.slots}
         update_parameters(self.inner, xp, x, g, own | wide, step=step, segments=part, **rates)
         for name, array in wide.items():
             _round_block_stochastically_into(xp, array, slots[name], f"{name}@{step}", part)
         if self.kahan:
             store(xp, x, p)
-            x -= cast_float(xp, p, x.dtype)
+            x -= cast_float_to_dtype(xp, p, x.dtype)
             store(xp, x, slots["lost"])
         else:
             _round_block_stochastically_into(xp, x, p, f"@{step}", part)

@@ -324,7 +324,7 @@ def _convert_padding(call: FunctionCall) -> FieldValue:
     return call.apply(nn.Pad(tuple(pairs[:dims][::-1]), side) if any(map(any, pairs)) else None)
 
 
-def _convert_crop(call: FunctionCall) -> FieldValue:
+def _convert_indexing(call: FunctionCall) -> FieldValue:
     """Convert an index such as `x[:, :2, 1:-1]`, which keeps a range of channels and the cells in a box, or
     `s[:, :, None, None]`, which appends dims of size 1."""
     value, last = call.steps.get_value(call.x), call.x.ndim - 1
@@ -450,7 +450,7 @@ _CONVERTERS: dict[Callable[[FunctionCall], FieldValue], str] = {
     _convert_avg_pool: "avg_pool1d avg_pool2d avg_pool3d",
     _convert_arithmetic: "add sub rsub mul div true_divide rtruediv rdiv subtract multiply",
     _convert_concatenation: "cat concat concatenate",
-    _convert_crop: "getitem",
+    _convert_indexing: "getitem",
     _convert_dropout: "dropout dropout1d dropout2d dropout3d",
     _convert_interpolation: "interpolate",
     _convert_expand: "expand expand_as",

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.interop.field_functions import FieldValue, FunctionCall, convert_function
-from fsdpx.ext.interop.field_twins import LISTED, NoTwinError, find_remedy, has_twin, make_twin
+from fsdpx.ext.interop.field_twins import LISTED, NoTwinError, convert_to_equivalent_layer, find_remedy, has_twin
 from fsdpx.ext.interop.initial_values import InitialValues
 from fsdpx.ext.interop.module import copy_to_meta_device, make_initial_values_from_tensors
 from fsdpx.ext.interop.module_splitting import SplitModule, find_tied_names
@@ -185,7 +185,7 @@ class _FieldTrace(TorchFunctionMode):
         if not isinstance(tensors, tuple | list) or not all(isinstance(one, torch.Tensor) for one in tensors):
             raise ConfigError(f"{kind}: forward returns {type(result).__name__}; return a tensor or a tuple of tensors")
         try:
-            self._refuse_written(tensors)
+            self._replace_written_by_errors(tensors)
             values = [self.get_value(tensor) for tensor in tensors]
             for tensor in self._read_parameters[:]:
                 self.find_parameter(tensor)
@@ -199,7 +199,7 @@ class _FieldTrace(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._is_inside_layer:
-            self._refuse_written(tree_leaves((args, kwargs)))
+            self._replace_written_by_errors(tree_leaves((args, kwargs)))
             if function in (torch.Tensor.data.__get__, torch.Tensor.data.__set__):
                 self._versions[id(args[0])] = -1  # PyTorch's counter does not include writes through `.data`
         result = function(*args, **kwargs)
@@ -256,7 +256,7 @@ class _FieldTrace(TorchFunctionMode):
         self._alive.append(tensor)
         self._values[id(tensor)], self._versions[id(tensor)] = value, tensor._version
 
-    def _refuse_written(self, leaves: Sequence[Any]) -> None:
+    def _replace_written_by_errors(self, leaves: Sequence[Any]) -> None:
         """If a tensor has changed since its value was recorded, replace the value with an error that is raised if the
         tensor is read."""
         for leaf in leaves:
@@ -266,7 +266,7 @@ class _FieldTrace(TorchFunctionMode):
     def _on_call(self, path: str, module: torch.nn.Module, args: Any) -> None:
         self._stack.append((path, module))
         if not self._is_inside_layer:
-            self._refuse_written(args)
+            self._replace_written_by_errors(args)
         self._is_inside_layer = self._is_inside_layer or has_twin(module)
 
     def _on_return(self, module: torch.nn.Module, args: Any, result: Any) -> None:
@@ -282,7 +282,7 @@ class _FieldTrace(TorchFunctionMode):
             value = self.get_value(x)
             if value.unit_cells:
                 raise NoTwinError("its input has one value per channel; reshape it to (samples, n), and use Linear")
-            layer = make_twin(module, x, y, value.channels_last)
+            layer = convert_to_equivalent_layer(module, x, y, value.channels_last)
             own = dict(module.named_parameters()) | dict(module.named_buffers())
             for tensor in module.parameters():
                 self.find_parameter(tensor)

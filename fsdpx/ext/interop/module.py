@@ -25,7 +25,7 @@ from fsdpx.core.base.dataclass import dataclass
 from fsdpx.errors import ConfigError, page_hint
 from fsdpx.ext.interop.initial_values import InitialValues
 from fsdpx.ext.interop.tensors import to_array, to_tensor
-from fsdpx.ext.interop.torch_context import GlobalNorm, torch_module_context
+from fsdpx.ext.interop.torch_context import GlobalNorm, drawing_torch_numbers_from_context
 from fsdpx.nn.gradient_accumulation import claim_gradient, has_integer_dtype
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
@@ -113,7 +113,10 @@ class AutogradLayer(Layer):
         self, env: LayerContext, read: tuple[Array, ...], p: Params, trained: frozenset[str]
     ) -> RecordedForward:
         run, bare = self._make_forward_function(env), getattr(env.xp, "holds_no_data", False)
-        with torch_module_context(env, read[0].shape[0], self.draws), self._explaining_dtype_errors(read, p):
+        with (
+            drawing_torch_numbers_from_context(env, read[0].shape[0], self.draws),
+            self._explaining_dtype_errors(read, p),
+        ):
             if self.device == "cpu" or not bare:
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
             try:
@@ -268,7 +271,7 @@ class _BareModule:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
-        held = _collect_tensors(module)
+        held = _collect_parameters_and_buffers(module)
         self.trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.counts = [name for name, t in held.items() if not t.is_floating_point()]
         floats = {name: t for name, t in held.items() if t.is_floating_point()}
@@ -310,7 +313,7 @@ def is_norm(module: torch.nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
-def _collect_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _collect_parameters_and_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters of a module and the buffers that it saves, by name. Raises ConfigError for a parameter
     that is not a float on the CPU."""
     saved = module.state_dict(keep_vars=True)

@@ -63,7 +63,7 @@ __all__ = [
     "find_tied_names",
     "load_layout",
     "run_in_child_or_here",
-    "split_module",
+    "split_module_into_layers",
 ]  # fmt: skip
 
 INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
@@ -383,7 +383,7 @@ class SplitModule(Container):
         return parts
 
 
-def split_module(
+def split_module_into_layers(
     module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
 ) -> SplitModule:
     """Split a PyTorch module into layers by exporting it; see `fsdpx.ext.interop.torch.from_torch`."""
@@ -527,7 +527,7 @@ class _ExportPlan:
         made.output(at[segment.result])
         number = {node: OperationNumber(i) for i, node in enumerate(made.nodes)}
         return convert_to_operation_graph(
-            list(made.nodes), number, partial(_choose_replacement, segment.name), self._program.graph_module
+            list(made.nodes), number, partial(_choose_function_for_operation, segment.name), self._program.graph_module
         )
 
     def _list_nodes_with_dependencies(self, segment: _ExportSegment) -> list[fx.Node]:
@@ -730,7 +730,7 @@ def _make_size_node(
     return None if found is None else graph.call_function(torch.ops.aten.sym_size.int, (copies[found[0]], found[1]))
 
 
-def _choose_replacement(unit: str, node: fx.Node) -> Any:
+def _choose_function_for_operation(unit: str, node: fx.Node) -> Any:
     """Return the function to call for an exported operation: its replacement, or the operation itself if there is none.
     Raise ConfigError if the operation is not supported."""
     if node.target not in REPLACED_OPERATIONS and any(word in str(node.target) for word in ("batch_norm", "dropout")):

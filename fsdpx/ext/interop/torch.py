@@ -13,7 +13,7 @@ import torch
 
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.interop.module import TorchModule
-from fsdpx.ext.interop.module_splitting import find_tied_names, split_module
+from fsdpx.ext.interop.module_splitting import find_tied_names, split_module_into_layers
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.nn.container import Sequential
 from fsdpx.nn.layer import Array, Layer, LayerContext, join_path
@@ -91,7 +91,7 @@ def from_torch(
 
         return convert_to_field_layers(module, example, domain)
     if example:
-        return split_module(module, example, units, output)
+        return split_module_into_layers(module, example, units, output)
     if units is not None:
         raise ConfigError("from_torch(units=...) needs an example of the inputs: from_torch(module, x, units=...)")
     if output is not None:

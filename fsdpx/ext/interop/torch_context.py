@@ -18,14 +18,14 @@ from fsdpx.ext.interop.aten_kernels import NATIVE_KERNELS, run_aten_attention_wi
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.nn.layer import LayerContext
 
-__all__ = ["REPLACED_OPERATIONS", "GlobalNorm", "may_draw_random_numbers", "torch_module_context"]
+__all__ = ["REPLACED_OPERATIONS", "GlobalNorm", "drawing_torch_numbers_from_context", "may_draw_random_numbers"]
 
 _now = threading.local()
 aten: Any = torch.ops.aten
 
 
 @contextmanager
-def torch_module_context(env: LayerContext, samples: int, intercept: bool) -> Iterator[None]:
+def drawing_torch_numbers_from_context(env: LayerContext, samples: int, intercept: bool) -> Iterator[None]:
     """Context manager that makes this thread's PyTorch modules draw random numbers from `env`, for `samples` samples.
 
     `intercept` states whether to intercept operations that draw random numbers. It is False if there are none. Raises
@@ -164,7 +164,7 @@ def _apply_native_dropout(x: torch.Tensor, p: float, train: bool) -> tuple[torch
     return _apply_dropout(x, p, train), None
 
 
-def _apply_attention(
+def _scaled_dot_product_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
@@ -181,7 +181,7 @@ def _call_with_grad_mode(enabled: bool, function: Callable[..., Any], *arguments
 REPLACED_OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: _apply_dropout,
     aten.native_dropout.default: _apply_native_dropout,
-    aten.scaled_dot_product_attention.default: _apply_attention,
+    aten.scaled_dot_product_attention.default: _scaled_dot_product_attention,
     torch._higher_order_ops.wrap_with_set_grad_enabled: _call_with_grad_mode,
     **NATIVE_KERNELS,
 }
@@ -189,7 +189,7 @@ REPLACED_OPERATIONS: dict[Any, Callable[..., Any]] = {
 layer is in training mode."""
 
 
-DROPOUT_ARGUMENT = {_apply_dropout: 1, _apply_native_dropout: 1, _apply_attention: 4}
+DROPOUT_ARGUMENT = {_apply_dropout: 1, _apply_native_dropout: 1, _scaled_dot_product_attention: 4}
 """Operation with dropout -> position of the dropout probability among its arguments."""
 
 

@@ -48,7 +48,7 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
     """
     adapted = _find_adapted_layers(trainer, "save_adapter")
     path = agree_on_path(trainer.call_runner.world, "save_adapter", folder)
-    theirs, turned = _map_file_names_and_layout(trainer, adapted)
+    theirs, turned = _get_peft_names_and_is_transposed(trainer, adapted)
     arrays = trainer.parameters(names=_list_adapter_parameters(adapted))
     tensors = {f"{PEFT_PREFIX}{theirs[name]}": array for name, array in arrays.items()}
     run_on_rank0(
@@ -73,7 +73,7 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
     adapted = _find_adapted_layers(trainer, "load_adapter")
     world = trainer.call_runner.world
     path = agree_on_path(world, "load_adapter", folder)
-    theirs, _ = _map_file_names_and_layout(trainer, adapted)
+    theirs, _ = _get_peft_names_and_is_transposed(trainer, adapted)
     run_on_rank0(world, f"load_adapter {path}", lambda: _require_same_adapter(path, adapted, theirs))
     rename = {f"{PEFT_PREFIX}{other}": name for name, other in theirs.items()}
     trainer.load_parameters(path / WEIGHTS, strict=False, rename=rename, convert=convert)
@@ -133,7 +133,7 @@ def _list_adapter_parameters(adapted: dict[str, LoRALinear]) -> list[str]:
     return [join_path(name, low) for name in adapted for low in ADAPTER_NAMES]
 
 
-def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
+def _get_peft_names_and_is_transposed(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
     """Return {name of an adapter matrix: its name in PEFT's files}, and whether adapted weights are transposed in the
     files of the model."""
     found: dict[str, str] = {}

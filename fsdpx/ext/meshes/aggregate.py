@@ -74,7 +74,7 @@ class EdgeFeatures(GraphLayer):
             )
         if has_no_data(env):
             return env.xp.empty((x.shape[0], graph.edges, found), dtype=x.dtype), ()
-        one = graph.get_on_device(env, "edge_features", x.dtype)
+        one = graph.get_attribute_on_device(env, "edge_features", x.dtype)
         return env.xp.ascontiguousarray(env.xp.broadcast_to(one, (x.shape[0], *one.shape))), ()
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
@@ -108,13 +108,13 @@ class Aggregate(GraphLayer):
         require_node_features(self, x, graph.edges)
         if has_no_data(env) or self.how == "sum":
             return graph.sum_at_receivers(env, x), ()
-        offsets = graph.get_on_device(env, "offsets")
+        offsets = graph.get_attribute_on_device(env, "offsets")
         if self.how == "mean":
             return graph.sum_at_receivers(env, x) * graph.compute_inverse_in_degrees(env, x.dtype), ()
         if self.how == "max":
             return segment_max(env.xp, x, offsets, graph.max_in_degree)
         weights = segment_softmax(
-            env.xp, x * self.temperature, offsets, graph.get_on_device(env, "receivers"), graph.max_in_degree
+            env.xp, x * self.temperature, offsets, graph.get_attribute_on_device(env, "receivers"), graph.max_in_degree
         ).astype(x.dtype, copy=False)
         return graph.sum_at_receivers(env, weights * x), (x, weights)
 
@@ -126,10 +126,10 @@ class Aggregate(GraphLayer):
             return graph.gather_receivers(env, dy * graph.compute_inverse_in_degrees(env, dy.dtype)), ()
         spread = graph.gather_receivers(env, dy)
         if self.how == "max":
-            winner = xp.take(saved, graph.get_on_device(env, "receivers"), axis=1)
+            winner = xp.take(saved, graph.get_attribute_on_device(env, "receivers"), axis=1)
             return xp.where(winner == xp.arange(graph.edges)[None, :, None], spread, 0).astype(dy.dtype), ()
         x, weights = saved
-        index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
+        index = graph.get_attribute_on_device(env, "offsets"), graph.get_attribute_on_device(env, "receivers")
         slope = segment_softmax_backward(xp, weights, spread * x, *index, graph.max_in_degree)
         return (weights * spread + slope * self.temperature).astype(dy.dtype, copy=False), ()
 

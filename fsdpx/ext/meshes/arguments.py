@@ -16,8 +16,15 @@ from fsdpx.ext.meshes.graph_building import GraphArguments, raise_first_error
 from fsdpx.ext.meshes.splitting import assign_parts
 
 __all__ = [
-    "as_integer_array", "parse_count", "parse_graph", "parse_or_raise_on_all_ranks", "parse_owned_mask",
-    "parse_whole_graph", "require_same_argument_kinds", "require_same_graph", "to_array",
+    "agree_on_argument_kinds",
+    "as_integer_array",
+    "parse_count",
+    "parse_graph",
+    "parse_or_raise_on_all_ranks",
+    "parse_owned_mask",
+    "parse_whole_graph",
+    "require_same_graph",
+    "to_array",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -129,7 +136,7 @@ def parse_whole_graph(
     return given, chosen
 
 
-def require_same_argument_kinds(comm: Any, given: GraphArguments) -> GraphArguments:
+def agree_on_argument_kinds(comm: Any, given: GraphArguments) -> GraphArguments:
     """Check that all ranks pass the same optional arguments, with the same numbers of columns. If they do not, raise
     ConfigError on all ranks. Return this rank's arguments; its empty arrays get as many columns as the arrays of the
     other ranks. Collective."""

@@ -88,12 +88,14 @@ class EdgeLinear(_SplitWeight, GraphLayer):
         of_senders = linear_forward(env.xp, as_rows(nodes), self.split_weight(p["weight"])[1], None)
         of_senders = of_senders.reshape(*nodes.shape[:2], self.out_features)
         if self.has_ghosts:
-            return self._add_products(env, *self._multiply_own(env, p, nodes, edges), of_senders), x
+            return self._add_products(env, *self._multiply_edges_and_own_nodes(env, p, nodes, edges), of_senders), x
         finish = start_appending_ghosts(env, graph, self, of_senders)
-        own = self._multiply_own(env, p, nodes, edges)  # computed while the messages are in flight
+        own = self._multiply_edges_and_own_nodes(env, p, nodes, edges)  # computed while the messages are in flight
         return self._add_products(env, *own, finish()), x
 
-    def _multiply_own(self, env: LayerContext, p: Params, nodes: Array, edges: Array) -> tuple[Array, Array]:
+    def _multiply_edges_and_own_nodes(
+        self, env: LayerContext, p: Params, nodes: Array, edges: Array
+    ) -> tuple[Array, Array]:
         """Return the products of the weight with the edge features and with the features of this rank's nodes as
         receivers."""
         graph, samples, out = self.graph, edges.shape[0], self.out_features
@@ -107,7 +109,7 @@ class EdgeLinear(_SplitWeight, GraphLayer):
         edge's receiver and sender. May overwrite `y`."""
         if has_no_data(env):
             return y
-        senders, receivers = (self.graph.get_on_device(env, name) for name in ("senders", "receivers"))
+        senders, receivers = (self.graph.get_attribute_on_device(env, name) for name in ("senders", "receivers"))
         summed: Array = add_indexed_rows(env.xp, y, of_senders, senders, of_receivers, receivers)
         return summed
 

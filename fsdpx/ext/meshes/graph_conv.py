@@ -106,7 +106,7 @@ class GATConv(GraphLayer):
         scores = xp.where(positive, scores, scores * self.negative_slope).astype(x.dtype, copy=False)
         weights = scores
         if not has_no_data(env):
-            index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
+            index = graph.get_attribute_on_device(env, "offsets"), graph.get_attribute_on_device(env, "receivers")
             weights = segment_softmax(xp, scores, *index, graph.max_in_degree)
         values = graph.gather_senders(env, wide).reshape(samples, graph.edges, self.heads, self.out_channels)
         y = graph.sum_at_receivers(env, (weights[..., None] * values).reshape(samples, graph.edges, wide.shape[2]))
@@ -127,7 +127,7 @@ class GATConv(GraphLayer):
         values = graph.gather_senders(env, wide).reshape(of_edges.shape)
         slope = (of_edges * values).sum(axis=-1)
         if not has_no_data(env):
-            index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
+            index = graph.get_attribute_on_device(env, "offsets"), graph.get_attribute_on_device(env, "receivers")
             slope = segment_softmax_backward(xp, weights, slope, *index, graph.max_in_degree)
         slope = xp.where(positive, slope, slope * self.negative_slope).astype(dy.dtype, copy=False)
         at_senders, at_receivers = graph.sum_at_senders(env, slope), graph.sum_at_receivers(env, slope)

@@ -87,7 +87,7 @@ class LocalGraph:
     replacement_count: int = 0
 
     @classmethod
-    def with_sizes_only(cls, part: PartSizes, edge_features: int) -> LocalGraph:
+    def from_part_sizes(cls, part: PartSizes, edge_features: int) -> LocalGraph:
         """Return a graph that has only sizes and no data, for computing shapes."""
         none, starts = np.zeros(0, np.int64), np.cumsum([0, *(rows for _, rows in part.receives)]).tolist()
         sends = tuple((rank, np.broadcast_to(np.int64(0), rows)) for rank, rows in part.sends)
@@ -146,39 +146,43 @@ class LocalGraph:
         features)."""
         if has_no_data(env):
             return env.xp.empty((values.shape[0], self.nodes, *values.shape[2:]), dtype=values.dtype)
-        return segment_sum(env.xp, values, self.get_on_device(env, "offsets"), None, self.max_in_degree)
+        return segment_sum(env.xp, values, self.get_attribute_on_device(env, "offsets"), None, self.max_in_degree)
 
     def sum_at_senders(self, env: LayerContext, values: Array) -> Array:
         """Sum edge values (samples, edges, features) over each row's outgoing edges, and return (samples, rows,
         features)."""
         if has_no_data(env):
             return env.xp.empty((values.shape[0], self.row_count, *values.shape[2:]), dtype=values.dtype)
-        order = self.get_on_device(env, "sender_order")
-        return segment_sum(env.xp, values, self.get_on_device(env, "sender_offsets"), order, self.max_out_degree)
+        order = self.get_attribute_on_device(env, "sender_order")
+        return segment_sum(
+            env.xp, values, self.get_attribute_on_device(env, "sender_offsets"), order, self.max_out_degree
+        )
 
     def sum_features_of_senders(self, env: LayerContext, x: Array) -> Array:
         """Return the sum of x (samples, rows, features) over the senders of each node's incoming edges."""
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.nodes, x.shape[2]), dtype=x.dtype)
-        senders = self.get_on_device(env, "senders")
-        return segment_sum(env.xp, x, self.get_on_device(env, "offsets"), senders, self.max_in_degree)
+        senders = self.get_attribute_on_device(env, "senders")
+        return segment_sum(env.xp, x, self.get_attribute_on_device(env, "offsets"), senders, self.max_in_degree)
 
     def sum_receiver_values_per_sender(self, env: LayerContext, x: Array) -> Array:
         """Return the sum of x (samples, nodes, features) over the receivers of each row's outgoing edges. This is the
         adjoint of `sum_features_of_senders`."""
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.row_count, x.shape[2]), dtype=x.dtype)
-        offsets = self.get_on_device(env, "sender_offsets")
-        return segment_sum(env.xp, x, offsets, self.get_on_device(env, "sorted_receivers"), self.max_out_degree)
+        offsets = self.get_attribute_on_device(env, "sender_offsets")
+        return segment_sum(
+            env.xp, x, offsets, self.get_attribute_on_device(env, "sorted_receivers"), self.max_out_degree
+        )
 
     def compute_inverse_in_degrees(self, env: LayerContext, dtype: Any) -> Array:
         """Return 1 / (number of incoming edges) for each node, or 0 for a node without incoming edges. The result has
         shape (nodes, 1)."""
-        offsets = self.get_on_device(env, "offsets")
+        offsets = self.get_attribute_on_device(env, "offsets")
         count = (offsets[1:] - offsets[:-1])[:, None]
         return env.xp.where(count > 0, 1.0 / env.xp.maximum(count, 1), 0.0).astype(dtype)
 
-    def get_on_device(self, env: LayerContext, name: str, dtype: Any = None) -> Array:
+    def get_attribute_on_device(self, env: LayerContext, name: str, dtype: Any = None) -> Array:
         """Return the array attribute `name`, copied to the device of `env` and cast to `dtype` if given. Copies are
         cached."""
         array = getattr(self, name)
@@ -192,10 +196,10 @@ class LocalGraph:
     def _gather(self, env: LayerContext, x: Array, name: str) -> Array:
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.edges, *x.shape[2:]), dtype=x.dtype)
-        return env.xp.take(x, self.get_on_device(env, name), axis=1)
+        return env.xp.take(x, self.get_attribute_on_device(env, name), axis=1)
 
 
-NO_GRAPH = LocalGraph.with_sizes_only(PartSizes(0, 0, 0), 0)
+NO_GRAPH = LocalGraph.from_part_sizes(PartSizes(0, 0, 0), 0)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class MeshLevel:
         given = parse_or_raise_on_all_ranks(comm, parse)
         self.fine, self.coarse = fine, coarse
         link = _build_link(comm, rank, size, coarse, fine, given)
-        self.shares = 1.0 / np.maximum(_exchange_fine_node_counts(comm, size, link), 1)
+        self.shares = 1.0 / np.maximum(_exchange_fine_node_counts_per_coarse(comm, size, link), 1)
         self._sizes = [PartSizes(*sizes) for sizes in all_gather_plain_data(comm, tuple(link.sizes))]
         self._links = [LevelLink(link, fine.partition, coarse.partition)]
 
@@ -84,7 +84,7 @@ class MeshLevel:
             ranks = range(len(self._sizes))
             rank = next((r for r in ranks if self._sizes[r].edges == kind.graph.nodes), 0)
             coarse, sizes = self.coarse.as_rank(rank).partition, self._sizes[rank]
-        made = LevelLink(LocalGraph.with_sizes_only(sizes, 0), kind, coarse)
+        made = LevelLink(LocalGraph.from_part_sizes(sizes, 0), kind, coarse)
         self._links = [self._links[0], *self._links[1:][-MAX_DRY_LINKS:], made]
         return made
 
@@ -111,7 +111,7 @@ def _build_link(comm: Any, rank: int, size: int, coarse: Partition, fine: Partit
     )  # fmt: skip
 
 
-def _exchange_fine_node_counts(comm: Any, size: int, link: LocalGraph) -> np.ndarray:
+def _exchange_fine_node_counts_per_coarse(comm: Any, size: int, link: LocalGraph) -> np.ndarray:
     """Return the number of fine nodes that belong to each coarse node of this rank, as an array (nodes,).
     Collective."""
     here = np.diff(link.sender_offsets)

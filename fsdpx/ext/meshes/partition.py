@@ -20,15 +20,15 @@ from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
 from fsdpx.ext.fields.local_arrays import iterate_layers_with_rollout_nets, require_arrays_fit_local_part
-from fsdpx.ext.fields.sample_groups import make_sample_groups
+from fsdpx.ext.fields.sample_groups import group_ranks_sharing_samples
 from fsdpx.ext.meshes.arguments import (
+    agree_on_argument_kinds,
     as_integer_array,
     parse_count,
     parse_graph,
     parse_or_raise_on_all_ranks,
     parse_owned_mask,
     parse_whole_graph,
-    require_same_argument_kinds,
     require_same_graph,
     to_array,
 )
@@ -340,7 +340,7 @@ class Partition(Domain):
         sizes = count_part_sizes(count, chosen, given.edges, bool(undirected))
         features = 0 if given.edge_features is None else given.edge_features.shape[1]
         features += 0 if given.positions is None else given.positions.shape[1] + 1
-        return cls._with_sizes_only(sizes, rank % count, features)
+        return cls._from_part_sizes(sizes, rank % count, features)
 
     @classmethod
     def from_sizes(
@@ -370,7 +370,7 @@ class Partition(Domain):
             PartSizes(n, g, e, [((r - 1) % ranks, columns[2][r - 1])], [((r + 1) % ranks, g)])
             for r, (n, e, g) in enumerate(zip(*columns, strict=True))
         ]
-        return cls._with_sizes_only(sizes, rank % ranks, parse_count("edge_features", edge_features, "edge features"))
+        return cls._from_part_sizes(sizes, rank % ranks, parse_count("edge_features", edge_features, "edge features"))
 
     @classmethod
     def _make(cls, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> Partition:
@@ -384,7 +384,7 @@ class Partition(Domain):
         The caller's arrays have only the first `rows` rows of these arguments. If `rows` is None, the arrays have all
         rows."""
         rank, size = get_rank_and_size(comm)
-        given = require_same_argument_kinds(comm, parse_or_raise_on_all_ranks(comm, parse))
+        given = agree_on_argument_kinds(comm, parse_or_raise_on_all_ranks(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
         self._set_part(built.parts, rank, built.graph)
         self._routes, self._passed_edges = built.routes, -1 if given.undirected else given.edges.shape[1]
@@ -404,7 +404,7 @@ class Partition(Domain):
 
     def _make_joined_graph(self) -> LocalGraph:
         """Return the whole graph as a single process would hold it. Only its sizes are known."""
-        return LocalGraph.with_sizes_only(PartSizes(self.total_nodes, 0, self.total_edges), self.edge_feature_count)
+        return LocalGraph.from_part_sizes(PartSizes(self.total_nodes, 0, self.total_edges), self.edge_feature_count)
 
     def replace_edges(
         self, edges: Any, *, positions: Any = None, edge_features: Any = None, undirected: bool | None = None
@@ -433,7 +433,7 @@ class Partition(Domain):
             rows, mask = find_rows(numbers, table), np.arange(numbers.size) < own.size
             return parse_graph(numbers, mask, rows, positions, edge_features, undirected)
 
-        given = require_same_argument_kinds(comm, parse_or_raise_on_all_ranks(comm, parse))
+        given = agree_on_argument_kinds(comm, parse_or_raise_on_all_ranks(comm, parse))
         built = build_local_graph(comm, self.rank, self.dims[0], given)
         self.graph.copy_attributes_from(built.graph)
         self._parts, self.total_edges = built.parts, sum(part.edges for part in built.parts)
@@ -526,9 +526,9 @@ class Partition(Domain):
         if mesh.domain not in ((), self.dims):
             raise ConfigError(f"Mesh(domain={mesh.domain}): the partition has {self.dims[0]} ranks; omit one of them")
         if self._comm is None:  # a dry run assumes that consecutive data ranks hold one mesh together
-            return make_sample_groups(mesh, world.rank, self.dims, [None] * world.size)
+            return group_ranks_sharing_samples(mesh, world.rank, self.dims, [None] * world.size)
         mine = [int(r) for r in all_gather_plain_data(self.comm, world.rank)]
-        return make_sample_groups(mesh, world.rank, self.dims, world.all_gather_data(mine))
+        return group_ranks_sharing_samples(mesh, world.rank, self.dims, world.all_gather_data(mine))
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
@@ -548,13 +548,13 @@ class Partition(Domain):
         -------
         Partition
         """
-        return self._with_sizes_only(self._parts, rank % self.dims[0], self.edge_feature_count)
+        return self._from_part_sizes(self._parts, rank % self.dims[0], self.edge_feature_count)
 
     @classmethod
-    def _with_sizes_only(cls, parts: Sequence[PartSizes], rank: int, edge_features: int) -> Partition:
+    def _from_part_sizes(cls, parts: Sequence[PartSizes], rank: int, edge_features: int) -> Partition:
         """Return the partition that the hypothetical rank `rank` would see. Arrays have rows for the owned nodes,
         followed by rows for the ghosts."""
-        made, graph = cls.__new__(cls), LocalGraph.with_sizes_only(parts[rank], edge_features)
+        made, graph = cls.__new__(cls), LocalGraph.from_part_sizes(parts[rank], edge_features)
         made._set_part(parts, rank, graph)
         made._owned_rows, made._local_rows, made._comm, made._free = np.arange(graph.nodes), graph.row_count, None, None
         return made

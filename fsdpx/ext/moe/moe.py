@@ -118,7 +118,7 @@ class MoE(Layer):
             request.mark is None and (context or isinstance(kind, ShardedBatch))
         ):
             kind = request.require_unsharded_features(self)
-            request.require_one_per_rank(
+            request.require_at_least_one_per_rank(
                 self.experts, "experts", "" if context else "a tensor_plan that leaves them whole"
             )
             size = (self.d_model, self.d_hidden, self.experts, self.active, self.balance)
@@ -336,7 +336,7 @@ class ShardedMoE(Layer):
         require_valid_input(self, x, self.d_model, self.balance)
         xp, own = env.xp, self._select_rows_of_rank(env, as_rows(x))
         chosen = route_rows(xp, own, p["router"], self.active)
-        routing = self._all_gather_routing(env, chosen.experts)
+        routing = self._all_gather_row_counts_and_make_routing(env, chosen.experts)
         arrived = self._all_to_all_to_experts(env, routing, own[routing.order // self.active], "rows for experts")
         weights = self._all_to_all_to_experts(
             env, routing, chosen.weights.reshape(-1)[routing.order], "weights of experts"
@@ -400,7 +400,7 @@ class ShardedMoE(Layer):
         """Return how many of `rows` rows each expert gets if they are distributed evenly."""
         return [stop - start for start, stop in (shard_bounds(rows, e, self.experts) for e in range(self.experts))]
 
-    def _all_gather_routing(self, env: LayerContext, chosen: Array) -> _RowRouting:
+    def _all_gather_row_counts_and_make_routing(self, env: LayerContext, chosen: Array) -> _RowRouting:
         """All-gather the number of rows that each rank sends to each expert, and return the routing between ranks.
         Collective.
 

@@ -36,7 +36,7 @@ from fsdpx.ext.native.code_cache import (
     write_with_digest,
 )
 
-__all__ = ["compile_dispatcher", "compile_to_machine_code", "enable_disk_cache", "link_code"]
+__all__ = ["compile_dispatcher", "compile_to_machine_code", "enable_disk_cache", "try_link_function"]
 
 ALLOCATED, PROGRAM, SYMBOLS, RELOCATIONS = 0x2, 1, 2, 4
 """Constants of ELF: the section flag SHF_ALLOC, and the section types SHT_PROGBITS, SHT_SYMTAB and SHT_RELA. See
@@ -76,13 +76,13 @@ class _Relocation(NamedTuple):
     added: int
 
 
-def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
+def try_link_function(objects: Sequence[bytes], start: str) -> MachineCode | None:
     """Link the function `start` with everything that it calls, or return None if a relocation cannot be resolved."""
     data = bytearray()
     symbols: dict[str, _Symbol] = {}
     places: list[_Relocation] = []
     for one in objects:
-        _append_object_file(one, data, symbols, places)
+        _merge_object_file_sections(one, data, symbols, places)
     functions = [s for s in symbols.values() if s.kind == FUNCTION and s.at is not None]
 
     def find_function_at(offset: int) -> str:
@@ -119,7 +119,7 @@ def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
     return MachineCode(bytes(data), at, tuple(sorted(inside)), tuple(sorted(outside)))
 
 
-def _append_object_file(
+def _merge_object_file_sections(
     content: bytes, data: bytearray, symbols: dict[str, _Symbol], relocations: list[_Relocation]
 ) -> None:
     """Append the sections, symbols and relocations of an object file to those of earlier files. If two functions have
@@ -365,7 +365,7 @@ def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineC
     module.verify()
     machine = found.library.codegen._tm
     loaded = getattr(dispatcher._cache, "objects", {}).get(arguments)
-    return link_code([loaded or found.library._get_compiled_object(), machine.emit_object(module)], "entry")
+    return try_link_function([loaded or found.library._get_compiled_object(), machine.emit_object(module)], "entry")
 
 
 def compile_dispatcher(dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:

@@ -86,13 +86,13 @@ def list_action_events(record: ProgramRecord, place: TraceGroups) -> list[Action
     found = []
     for one in record.actions:
         times[one.action] += 1
-        start, end = _find_action_span(one, flights[one.action])
+        start, end = _find_input_ready_and_last_transfer_end(one, flights[one.action])
         key = place.make_transfer_key(record, one.action, times[one.action])
         found.append(ActionEvent(place.rank, one.action, start, end, one.nbytes, key))
     return found
 
 
-def _find_action_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple[float, float]:
+def _find_input_ready_and_last_transfer_end(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple[float, float]:
     """Return when the inputs of an action were available, and when the last transfer that the action issued was
     complete.
 
@@ -356,13 +356,13 @@ def read_traces(folder: Path) -> list[RankTrace]:
         numbers = ", ".join(str(n) for n in range(min(ranks, len(there) + MAX_NAMED_FILES)) if n not in there)
         raise ConfigError(f"{folder}: of {found[0].header.ranks} ranks the files of {numbers} are missing")
     try:
-        delays = _find_clock_delays(found)
+        delays = _compute_clock_corrections(found)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: its content is not what fsdpx writes: {error!r}") from error
     return [replace(one, delay=delay) for one, delay in zip(found, delays, strict=True)]
 
 
-def _find_clock_delays(ranks: Sequence[RankTrace]) -> list[float]:
+def _compute_clock_corrections(ranks: Sequence[RankTrace]) -> list[float]:
     """Return the smallest delay, in seconds, that must be added to each rank's times so that no message arrives before
     it is sent.
 

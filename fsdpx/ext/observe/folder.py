@@ -21,9 +21,9 @@ from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.base.version import __version__, get_package_version
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.errors import ConfigError, FsdpxError
-from fsdpx.ext.observe.plots import draw_training_curves, explain_missing_matplotlib
+from fsdpx.ext.observe.plots import draw_training_curves, explain_if_matplotlib_is_missing
 
-__all__ = ["RUNS", "RunFolder", "agree_on_run_folder", "iterate_json_lines", "reporting_unreadable_files"]
+__all__ = ["RUNS", "RunFolder", "agree_on_run_folder", "iterate_json_lines", "naming_folder_in_errors"]
 
 RUNS = Path("runs")
 MAX_FILE_BYTES = 100_000_000
@@ -207,14 +207,14 @@ class RunFolder:
     def draw_curve(self) -> bool:
         """Plot losses and throughput over steps, and save the plot as curve.png. Returns False if Matplotlib is
         missing. Call this on one rank."""
-        if explain_missing_matplotlib():
+        if explain_if_matplotlib_is_missing():
             return False
         draw_training_curves(self.read_metrics()).savefig(self.curve_path, dpi=120)
         return True
 
 
 @contextmanager
-def reporting_unreadable_files(path: Path) -> Iterator[None]:
+def naming_folder_in_errors(path: Path) -> Iterator[None]:
     """Context manager that turns errors caused by unexpected file contents into a ConfigError that names the folder."""
     try:
         yield

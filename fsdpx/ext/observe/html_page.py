@@ -18,7 +18,7 @@ from fsdpx.core.program import VERBS, ActionEvent, compute_idle_share, parse_act
 from fsdpx.errors import ConfigError, escape_control
 from fsdpx.ext.observe import plots
 from fsdpx.ext.observe.chrome import LAYER, MICROSECONDS_PER_SECOND, RankTrace, read_traces
-from fsdpx.ext.observe.folder import MAX_FILE_BYTES, RunFolder, reporting_unreadable_files
+from fsdpx.ext.observe.folder import MAX_FILE_BYTES, RunFolder, naming_folder_in_errors
 
 __all__ = ["RankSpans", "WaitMatrix", "compute_wait_matrix", "iterate_page_sections", "write_report_page"]
 
@@ -127,11 +127,11 @@ def write_report_page(folder: RunFolder) -> str:
 
     Raises ConfigError if the folder is neither of these. Without Matplotlib, the page has no plots."""
     traces = read_traces(folder.trace_folder) if folder.trace_folder.exists() else []
-    with reporting_unreadable_files(folder.path):
+    with naming_folder_in_errors(folder.path):
         texts, name = dict(iterate_page_sections(folder, traces)), escape(folder.path.resolve().name)
         drawn = (
             []
-            if plots.explain_missing_matplotlib()
+            if plots.explain_if_matplotlib_is_missing()
             else [_embed_image(figure) for figure in _iterate_figures(folder, traces)]
         )
     blocks = [f"<h2>{escape(title)}</h2><pre>{escape(text)}</pre>" for title, text in texts.items()]
@@ -198,7 +198,7 @@ def _iterate_figures(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator
         title = "one step: measured, and simulated with messages that take no time"
         alive = [[(1e3 * at, nbytes) for at, nbytes in one.header.alive] for one in traces]
         held = [row for points in alive for row in ({"activations": points} if points else {}, {})]
-        yield plots.make_figure([plots.StepLanes(title, [*measured, *simulated], names, held, second=1e3)])
+        yield plots.make_step_figure([plots.StepLanes(title, [*measured, *simulated], names, held, second=1e3)])
 
 
 def _embed_image(figure: Any) -> str:

@@ -21,9 +21,9 @@ __all__ = [
     "draw_scaling",
     "draw_steps",
     "draw_training_curves",
-    "explain_missing_matplotlib",
+    "explain_if_matplotlib_is_missing",
     "get_color",
-    "make_figure",
+    "make_step_figure",
     "save_figure",
 ]
 
@@ -56,7 +56,7 @@ MIN_GAP_SHARE = 0.004
 
 @dataclass(frozen=True)
 class StepLanes:
-    """One panel of `make_figure`: the timeline of a step, with one row per rank.
+    """One panel of `make_step_figure`: the timeline of a step, with one row per rank.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def _is_compute(event: ActionEvent) -> bool:
     return VERBS[event.action.op].lane == "compute" and event.end > event.start
 
 
-def explain_missing_matplotlib() -> str:
+def explain_if_matplotlib_is_missing() -> str:
     """Return a message that explains why plots cannot be drawn and how to install Matplotlib, or "" if it is installed.
     """
     try:
@@ -144,7 +144,7 @@ def require_writable_picture(option: str, path: str | Path) -> None:
     Checks that Matplotlib is installed, that the file format is supported, and that the folder exists and is writable.
     `option` is the name of the command-line option, for the message."""
     path = expanduser(path)
-    if why := explain_missing_matplotlib():
+    if why := explain_if_matplotlib_is_missing():
         raise ConfigError(f"{option} {path}: {why}")
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -183,7 +183,7 @@ def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "")
     if not shown:
         raise ConfigError("draw: there is no event that takes time")
     names = [f"rank {rank}" for rank in range(max(event.rank for event in shown) + 1)]
-    return Path(save_figure(make_figure([StepLanes(title, shown, names)]), expanduser(path)))
+    return Path(save_figure(make_step_figure([StepLanes(title, shown, names)]), expanduser(path)))
 
 
 def save_figure(drawn: Any, path: Any) -> Any:
@@ -192,13 +192,13 @@ def save_figure(drawn: Any, path: Any) -> Any:
     return path
 
 
-def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
+def make_step_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
     """Return a Matplotlib figure with one panel per step, stacked vertically, all with the same time axis and memory
     scale.
 
     Each row shows computations, the transfers below them, and memory by kind. Where a rank waited, an arrow leads from
     the transfer that ended the wait to the end of the wait. Raises ConfigError without Matplotlib."""
-    if why := explain_missing_matplotlib():
+    if why := explain_if_matplotlib_is_missing():
         raise ConfigError(f"draw: {why}")
     heights = [TITLE + sum(map(panel.compute_row_height, range(len(panel.names)))) for panel in panels]
     legend = LEGEND * (
@@ -323,7 +323,7 @@ class _PanelDrawing:
             self.draw_row(row, top)
         self.crossed: list[float] = []
         for row, _, end in _iterate_idle_gaps(panel):
-            self.draw_arrow(row, end, tops)
+            self.draw_wait_arrow(row, end, tops)
         for row, held in list(enumerate(panel.held))[-1 if panel.has_equal_rows else 0 :]:
             if held:
                 self.draw_memory(held, tops[row] - panel.compute_row_height(row) + GAP)
@@ -371,7 +371,7 @@ class _PanelDrawing:
             middle = event.start + span[1] / 2
             self.draw_text(middle, top - height / 2 - 0.005, str(number), ha="center", color="white", fontsize=size)
 
-    def draw_arrow(self, row: int, end: float, tops: Sequence[float]) -> None:
+    def draw_wait_arrow(self, row: int, end: float, tops: Sequence[float]) -> None:
         """Draw an arrow from the transfer that ended a wait to the end of the wait at time `end`.
 
         The transfer is one of this row's transfers, or a message from another rank."""

@@ -29,7 +29,7 @@ class TraceWriter(Observer):
 
     def __init__(self, engine: Engine, trace: TraceConfig) -> None:
         self.folder, self._state, self._axes = expanduser(trace.folder), engine.state, engine.placement.axes
-        self._run_on_all_ranks(self._make_folder)
+        self._run_on_all_ranks(self._make_and_test_writable_folder)
         self._begun = measure_clock_offset(self._axes.uncounted_world)
         self._recording = TimelineRecorder(trace.steps)
         engine.add_observer(self._recording)
@@ -48,7 +48,7 @@ class TraceWriter(Observer):
         )
         self._recording.written = True
 
-    def _make_folder(self) -> None:
+    def _make_and_test_writable_folder(self) -> None:
         """Make the trace folder and test that it is writable, so that errors appear before training rather than after
         it."""
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -195,7 +195,7 @@ class DiskFile:
 
     def _write_piece(self, offset: int, data: Any) -> None:
         if self.direct and (data.ctypes.data % ALIGN_BYTES or len(data) % ALIGN_BYTES):
-            data = self._copy_aligned(data)
+            data = self._make_aligned_copy(data)
         self._transfer_all(lambda view, offset: os.pwrite(self._fd, view, offset), offset, data, "written")
 
     def _transfer_all(
@@ -213,7 +213,7 @@ class DiskFile:
             why = error if isinstance(error, OffloadError) else error.strerror
             raise OffloadError(f"{self.folder}: offloaded state cannot be {participle}: {why}") from error
 
-    def _copy_aligned(self, data: Any) -> Any:
+    def _make_aligned_copy(self, data: Any) -> Any:
         """Return a copy of `data` that is aligned for direct I/O. It is valid until this thread makes the next copy."""
         if not hasattr(self._own, "memory"):
             memory = np.empty(PIECE_BYTES + ALIGN_BYTES, np.uint8)

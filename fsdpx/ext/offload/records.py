@@ -6,11 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot, Stage, expand_action_slots
+from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot, Stage, list_action_slots
 from fsdpx.core.program.passes import select_entries_to_prefetch
 from fsdpx.core.state.storage import StoredSlots
 
-__all__ = ["SPILLED", "get_record_of_action", "insert_record_transfers", "list_records", "pair_with_stored_slots"]
+__all__ = [
+    "SPILLED",
+    "get_record_of_action",
+    "insert_disk_transfers_of_records",
+    "list_records",
+    "pair_with_stored_slots",
+]
 
 Actions = list[Action]
 SPILLED = ("saved", "held")
@@ -35,7 +41,7 @@ def get_record_of_action(stage: Stage, action: Action) -> Slot:
     return stage.stored_slots[action.unit][0]._replace(mb=action.mb)
 
 
-def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Actions:
+def insert_disk_transfers_of_records(actions: Actions, request: ProgramRequest) -> Actions:
     """Insert the actions that read records from disk (FETCH), write them (STORE) and free their memory (EVICT).
 
     Records of each kind (such as activations) are handled separately. When an action runs, the records that it needs
@@ -45,7 +51,7 @@ def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Action
     records = list_records(stage)
     for kind in dict.fromkeys(record.kind for record in records):
         numbers = {record.at: n for n, record in enumerate(records) if record.kind == kind}
-        slots = [expand_action_slots(action, stage, request.microbatches) for action in actions]
+        slots = [list_action_slots(action, stage, request.microbatches) for action in actions]
         actions = _RecordCache(kind, numbers, request.ahead).insert_transfer_actions(actions, slots)
     return actions
 
@@ -84,7 +90,7 @@ class _RecordCache:
         )
         for i, action in enumerate(actions):
             if needs[i] or i == first:
-                self._evict_and_fetch_for_prefetch_window(
+                self._insert_evicts_and_fetches_for_window(
                     i, select_entries_to_prefetch(needs[i], wanted[i + 1 :], self.ahead)
                 )
             self.result.append(action)
@@ -98,7 +104,7 @@ class _RecordCache:
     def _select_record_slots(self, slots: Sequence[Slot]) -> list[Slot]:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
-    def _evict_and_fetch_for_prefetch_window(self, action_index: int, window: dict[Slot, None]) -> None:
+    def _insert_evicts_and_fetches_for_window(self, action_index: int, window: dict[Slot, None]) -> None:
         """Evict the records outside `window`, and fetch those records in it that are not in memory. `window` contains
         the records that this action and the next actions need.
         """

@@ -14,7 +14,7 @@ from fsdpx.core.program import PASSES, SLOTS, VERBS, Action, Slot, SlotKind, Ver
 from fsdpx.core.program.pipeline import INDEX_RANGES, SPECIAL_WORDS
 from fsdpx.core.state.placement import Placement
 from fsdpx.ext.offload.disk import DiskStorage, extract_large_arrays
-from fsdpx.ext.offload.records import SPILLED, get_record_of_action, insert_record_transfers, list_records
+from fsdpx.ext.offload.records import SPILLED, get_record_of_action, insert_disk_transfers_of_records, list_records
 
 __all__ = ["fetch_record", "write_record_to_disk"]
 
@@ -39,7 +39,7 @@ INDEX_RANGES.update(
         ],
     }
 )
-PASSES.append(insert_record_transfers)
+PASSES.append(insert_disk_transfers_of_records)
 
 
 def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:

@@ -158,7 +158,7 @@ def find_awaited_ended_rank(
         return None
     flights = [flight for flight in map(_read_record_head, other_records) if flight is not None]
     for flight in filter(has_rank_ended, flights):
-        never = flight.calls < own_record.calls or _is_in_action(flight, other_records)
+        never = flight.calls < own_record.calls or _has_unfinished_action(flight, other_records)
         if never or (
             all_ranks_local
             and waited_seconds >= LATE_SECONDS
@@ -201,7 +201,7 @@ def _has_waited_long(flight: FlightRecord) -> bool:
     return 0 < flight.since < time.time() - LATE_SECONDS + EARLY_SECONDS
 
 
-def _is_in_action(flight: FlightRecord, record_paths: Collection[Path]) -> bool:
+def _has_unfinished_action(flight: FlightRecord, record_paths: Collection[Path]) -> bool:
     """Return whether the last action that a rank recorded has not ended."""
     for place in record_paths:
         whole = read_record(place)

@@ -11,8 +11,13 @@ from fsdpx.ext.watch.flight_recorder import FlightRecord
 from fsdpx.ext.watch.rank_exits import get_process_state
 
 __all__ = [
-    "FIRST_REPORT_SECONDS", "HUNG_STATUS", "describe_lost_rank", "format_hang_report", "format_rank_ranges",
-    "format_wait_report", "is_wait_report_due",
+    "FIRST_REPORT_SECONDS",
+    "HUNG_STATUS",
+    "describe_lost_rank",
+    "format_hang_report",
+    "format_long_wait_report",
+    "format_rank_ranges",
+    "is_wait_report_due",
 ]  # fmt: skip
 
 HUNG_STATUS = 124
@@ -30,7 +35,7 @@ def is_wait_report_due(flights: Collection[FlightRecord], last: float, now: floa
     return last < begun <= now - FIRST_REPORT_SECONDS
 
 
-def format_wait_report(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
+def format_long_wait_report(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
     """Return a report on a long wait: which ranks are waiting for which tensor in which call, and where the other
     ranks are.
 
@@ -48,7 +53,7 @@ def format_wait_report(flights: dict[int, FlightRecord], ranks: int, timeout: fl
                 f", in call {flight.calls}, {flight.call}" if flight.calls else ""
             )
         else:
-            text = _describe_position(flight, now)
+            text = _describe_action_and_script_line(flight, now)
         alike.setdefault(text, []).append(rank)
     head = f"fsdpx watchdog: still waiting after {FIRST_REPORT_SECONDS:g} s; "
     head += "the job goes on, and ends if nothing moves for "
@@ -92,7 +97,7 @@ def format_hang_report(
     return "\n".join(lines) + "\n"
 
 
-def _describe_position(flight: FlightRecord, now: float) -> str:
+def _describe_action_and_script_line(flight: FlightRecord, now: float) -> str:
     """Return a description of what a rank that is not waiting is doing: its action, if any, and the line of its script.
     """
     line = flight.what.partition("\n")[0]

@@ -243,20 +243,20 @@ class Watchdog:
         `last`). Print nothing if another watchdog of this process knows more about the wait and reports it. Return the
         time of the newest report."""
         now, first = time.time(), report.FIRST_REPORT_SECONDS
-        better = [one for one in self._list_better_informed() if one.rank == 0 and first < one.timeout]
+        better = [one for one in self._list_better_informed_watchdogs() if one.rank == 0 and first < one.timeout]
         grace = 2 * self._poll_seconds if better else 0.0  # time for better informed watchdogs to poll and report
         if not self._is_wait_overdue(last, now - grace) or any(one._is_wait_overdue(0.0, now) for one in better):
             return last
         comm, flights = self._comm(), read_all_records(self.folder)
         ranks = len(flights) if comm is None else comm.size
-        flush_and_write_stderr(report.format_wait_report(flights, ranks, self.timeout, now, self.host))
+        flush_and_write_stderr(report.format_long_wait_report(flights, ranks, self.timeout, now, self.host))
         return now
 
     def _is_wait_overdue(self, last: float, now: float) -> bool:
         heads = [read_record(place, whole=False) for place in self._local_record_paths]
         return report.is_wait_report_due([flight for flight in heads if flight is not None], last, now)
 
-    def _list_better_informed(self) -> list[Watchdog]:
+    def _list_better_informed_watchdogs(self) -> list[Watchdog]:
         """Return the other watchdogs of this process whose communicators the watched thread has used more recently than
         this watchdog's communicator. Those watchdogs know more about the thread's current wait, so they report the
         wait."""
@@ -292,7 +292,7 @@ class Watchdog:
         self._hung_since = min(self._hung_since, now)
         lower = sum(f.rank < self.rank and f.since > 0 and not self._is_watchdog_silent(f) for f in flights.values())
         turn = UNHEARD_SECONDS * min(lower if gone or calls else lower + self._host_number, 4)
-        if better := self._list_better_informed():
+        if better := self._list_better_informed_watchdogs():
             turn += 2 * self._poll_seconds if all(one._hung_since == math.inf for one in better) else UNHEARD_SECONDS
         if now - self._hung_since < turn:
             return

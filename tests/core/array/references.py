@@ -240,7 +240,9 @@ def casts(x, dy, dtype) -> Cases:
     return {
         "to_float32": [Case(kernels.to_float32, (x,), x, 0 * x)],
         "store": [Case(store, (x,), x, 0 * x)],
-        "cast_float": [Case(lambda xp, a: kernels.cast_float(xp, a, dtype), (total,), total.astype("f8"), 0 * x)],
+        "cast_float_to_dtype": [
+            Case(lambda xp, a: kernels.cast_float_to_dtype(xp, a, dtype), (total,), total.astype("f8"), 0 * x)
+        ],
         "add_widened": [Case(add_widened, (x, dy.astype(wide(dtype))), x + dy, np.abs(x) + np.abs(dy))],
         "round_randomly": [Case(by_chance, (single,), rounded, 0 * x, np.abs(rounded) + 2.0**-126)],
     }

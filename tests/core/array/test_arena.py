@@ -86,7 +86,7 @@ def test_a_closed_arena_holds_no_block() -> None:
 PROGRAM = """
 import resource
 import numpy as np
-from fsdpx.core.array.arena import keep_freed_memory
+from fsdpx.core.array.arena import make_malloc_keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -94,7 +94,7 @@ def faults():
         np.ones(1 << 20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-assert keep_freed_memory()
+assert make_malloc_keep_freed_memory()
 faults()
 print(faults())
 """

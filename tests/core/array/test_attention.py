@@ -178,7 +178,9 @@ def test_shared_keys_in_16_bits(window, apart) -> None:
     arrays, (segments, *_) = everything(1, 4, 2, 70, 8, window, apart)
     results = []
     for kind in ("bf16", "float32"):
-        q, k, v, do = (kernels.cast_float(np, a, parse_dtype("bf16")).astype(parse_dtype(kind)) for a in arrays)
+        q, k, v, do = (
+            kernels.cast_float_to_dtype(np, a, parse_dtype("bf16")).astype(parse_dtype(kind)) for a in arrays
+        )
         o, lse = kernels.attention(np, q, k, v, True, 0.3, window, segments)
         d = kernels.attention_backward(np, q, k, v, o, lse, do, True, 0.3, window, segments)
         assert o.dtype == d[1].dtype == q.dtype

@@ -201,7 +201,7 @@ def test_choice() -> None:
     with pytest.raises(ConfigError, match="choose one of"):
         blas.select_library("atlas")
     before = blas.get_selected_library()
-    rates = blas.measure_library_gflops()
+    rates = blas.measure_gflops_of_each_library()
     assert list(rates) == list(blas.list_available_libraries())
     assert all(rate > 0 for rate in rates.values())
     assert blas.get_selected_library() == before

@@ -159,13 +159,13 @@ def test_unknown_gelu(mode):
 
 
 def test_sorted_sum_of_embedding_gradients_matches():
-    from fsdpx.core.array.kernels.loss import _scatter_add_sorted_rows
+    from fsdpx.core.array.kernels.loss import _sort_and_scatter_add_rows
 
     rng = np.random.default_rng(0)
     for n in (0, 1, 2, 57):
         index, dy = rng.integers(0, 5, n), rng.normal(size=(n, 3))
         got, want = np.zeros((5, 3)), np.zeros((5, 3))
-        _scatter_add_sorted_rows(np, got, index, dy)
+        _sort_and_scatter_add_rows(np, got, index, dy)
         np.add.at(want, index, dy)
         np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-14)
 

@@ -20,7 +20,7 @@ from fsdpx.core.array import shapes as xp
 from fsdpx.core.array.kernels import attention, embedding_backward
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes import shape_cache as known_of
-from fsdpx.core.array.shapes.array import measuring_memory
+from fsdpx.core.array.shapes.array import measuring_shape_only_memory
 from fsdpx.core.array.shapes.flop_counter import counting_work
 from fsdpx.core.array.shapes.shape_cache import call_cached
 
@@ -292,7 +292,7 @@ def test_what_is_written_is_counted(write):
 
 def test_views_and_what_is_an_array_already_cost_nothing():
     x = ShapeArray((4, 6), "float32")
-    with counting_work() as work, measuring_memory() as meter:
+    with counting_work() as work, measuring_shape_only_memory() as meter:
         views = [*xp.split(x, 2), xp.asarray(x), xp.flip(x), xp.diagonal(x), xp.einsum("ij->ji", x), x[1:, None]]
     assert (work.nbytes, meter.peak) == (0, 0)
     assert all(one.root is x.root for one in views)
@@ -315,7 +315,7 @@ def test_einsum_names_what_is_wrong():
 x, w, h = noise(6, 4), noise(4), noise(2, 3, 2, 4)
 ALL: dict[str, list[tuple[Any, ...]]] = CALLS | {
     "channels_last": [(h,)],
-    "to_float32": [(x,)], "cast_float": [(x, np.dtype("float16"))], "store": [(x, x)], "add_widened": [(x, x)],
+    "to_float32": [(x,)], "cast_float_to_dtype": [(x, np.dtype("float16"))], "store": [(x, x)], "add_widened": [(x, x)],
     "silu": [(x,)], "silu_backward": [(x, x)], "sigmoid": [(x,)], "gated": [(x, x)],
     "leaky_relu": [(x, 0.1)], "leaky_relu_backward": [(x, x, 0.1)], "elu": [(x, 1.0)], "elu_backward": [(x, x, 1.0)],
     "softplus": [(x, 1.0, 20.0)], "softplus_backward": [(x, x, 1.0, 20.0)], "sigmoid_backward": [(x, x)],
@@ -350,7 +350,7 @@ def test_same_shapes_and_dtypes(name, dtype):
 def test_what_is_remembered_takes_the_same_memory(name):
     def call():
         ghosts = [each(ghost, a) for a in arguments_of(name, ALL[name][0], "float32")]
-        with measuring_memory() as meter:
+        with measuring_shape_only_memory() as meter:
             results = kernel_of(name)(shapes, *ghosts)
             roots = [getattr(r, "root", None) for r in (results if isinstance(results, tuple) else (results,))]
             others = [getattr(g, "root", None) for g in ghosts]
@@ -365,7 +365,7 @@ def test_threads_that_count_memory_do_not_see_each_other():
     inside, counted = threading.Barrier(2), [0, 0]
 
     def count(thread):
-        with measuring_memory() as meter:
+        with measuring_shape_only_memory() as meter:
             inside.wait()
             array = shapes.zeros(10 * (thread + 1), "u1")
             inside.wait()

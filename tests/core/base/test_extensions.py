@@ -18,7 +18,7 @@ from reading import count_code_lines
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.base import extensions
-from fsdpx.core.base.extensions import EXTENSIONS, find_extension, list_extensions, load_extension
+from fsdpx.core.base.extensions import EXTENSIONS, import_extension, import_extension_if_declared, list_extensions
 from fsdpx.core.comm import Communicator, open_world, spawn
 from fsdpx.errors import ConfigError
 
@@ -95,7 +95,7 @@ def test_the_codec_of_an_installed_package_is_found_by_its_name() -> None:
 @needs("compression")
 @pytest.mark.usefixtures("installed")
 def test_a_package_does_not_replace_what_is_ours() -> None:
-    assert load_extension("codec", "int8") is fsdpx.Int8
+    assert import_extension("codec", "int8") is fsdpx.Int8
 
 
 @pytest.mark.usefixtures("installed")
@@ -133,7 +133,7 @@ def test_missing_files_are_named(module: str, monkeypatch: pytest.MonkeyPatch) -
     missing = "fsdpx.ext.gone" if ".ext.gone" in module else module
     said = f"codec .gone. is an extension whose files are missing: there is no {missing};"
     with pytest.raises(ConfigError, match=said):
-        find_extension("codec", "gone")
+        import_extension_if_declared("codec", "gone")
 
 
 def test_what_an_extension_lacks_is_not_said_to_be_the_extension(
@@ -143,7 +143,7 @@ def test_what_an_extension_lacks_is_not_said_to_be_the_extension(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(EXTENSIONS["codec"], "needing", "needs_more:Codec")
     with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
-        find_extension("codec", "needing")
+        import_extension_if_declared("codec", "needing")
 
 
 def test_an_extension_that_another_one_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +152,12 @@ def test_an_extension_that_another_one_needs_is_named(tmp_path: Path, monkeypatc
     monkeypatch.setitem(EXTENSIONS["codec"], "needing", "needs_ours:Codec")
     for optional in (False, True):
         with pytest.raises(ConfigError, match=r"codec 'needing' is .* missing: there is no fsdpx\.ext\.gone;"):
-            find_extension("codec", "needing", optional)
+            import_extension_if_declared("codec", "needing", optional)
 
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown ranks 'elastc': choose one of elastic"):
-        load_extension("ranks", "elastc")
+        import_extension("ranks", "elastc")
 
 
 NAMES = "asynchronous compression coupling elastic fields gloo interop lora meshes moe observe offload watch"

@@ -314,10 +314,10 @@ def test_tasks_run_beside_their_owner_in_order() -> None:
         go.set()
         for n in range(3):
             hand.begin_task(lambda n=n: done.append(n))
-        hand.wait_for_task()
+        hand.wait_for_task_end()
         assert hand.is_free
         assert done == [0, 1, 2]
-        hand.wait_for_task()  # nothing to wait for
+        hand.wait_for_task_end()  # nothing to wait for
 
 
 @pytest.mark.parametrize("by", ["begin", "end"])
@@ -328,9 +328,9 @@ def test_errors_come_out_once_at_the_next_call(by: str) -> None:
     with Worker("test") as hand:
         hand.begin_task(fail)
         with pytest.raises(OSError, match="No space left on device"):
-            hand.begin_task(fail) if by == "begin" else hand.wait_for_task()
+            hand.begin_task(fail) if by == "begin" else hand.wait_for_task_end()
         assert hand.is_free
-        hand.wait_for_task()
+        hand.wait_for_task_end()
 
 
 def test_leaving_waits_for_the_task() -> None:

@@ -21,7 +21,7 @@ from threads import on_ranks
 
 from fsdpx import spawn
 from fsdpx.core.array.arena import get_data_pointer
-from fsdpx.core.array.kernels import cast_float, store
+from fsdpx.core.array.kernels import cast_float_to_dtype, store
 from fsdpx.core.comm import Communicator, RankDied
 from fsdpx.core.comm.node import atomics
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
@@ -43,14 +43,14 @@ def _row(sources, outs, divisor=1, stream=False):
 
 def _wanted(sources, divisor, wire=None, written=1):
     with np.errstate(all="ignore"):
-        sources = [source if wire is None else cast_float(np, source, np.dtype(wire)) for source in sources]
+        sources = [source if wire is None else cast_float_to_dtype(np, source, np.dtype(wire)) for source in sources]
         total = sources[0].astype(sources[0].dtype if wire is None else np.float32)
         for source in sources[1:]:
             total += source.astype(total.dtype)
         if divisor != 1:
             total /= divisor
         if wire is not None and written > 1:
-            total = cast_float(np, total, np.dtype(wire)).astype(np.float32)
+            total = cast_float_to_dtype(np, total, np.dtype(wire)).astype(np.float32)
     return total
 
 
@@ -100,7 +100,7 @@ def test_every_kind_of_number_is_rounded_as_casts_round_it(wire):
     row = _row([x], [out])
     ADD["float32", wire](get_data_pointer(row))
     want = np.empty_like(x)
-    store(np, cast_float(np, x, np.dtype(wire)), want)
+    store(np, cast_float_to_dtype(np, x, np.dtype(wire)), want)
     np.testing.assert_array_equal(out.view(np.uint32), want.view(np.uint32))
 
 

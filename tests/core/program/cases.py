@@ -9,19 +9,23 @@ from present import is_present
 
 from fsdpx.core.program import Program, ProgramRequest, Slot, Stage, compile, make_schedule, make_stages
 
-CHAIN = Stage.from_units([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
+CHAIN = Stage.single_stage_from_units([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
 """Four units in a row, one page each."""
 
-TIED = Stage.from_units([((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2, 0), (2,), (3,))], [True] * 3, [0], [3])
+TIED = Stage.single_stage_from_units(
+    [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2, 0), (2,), (3,))], [True] * 3, [0], [3]
+)
 """The last unit uses the first one's page as well, like a GPT with tied embeddings."""
 
-SKIP = Stage.from_units([((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (1, 2), (3,))], [True, True, True], [0], [3])
+SKIP = Stage.single_stage_from_units(
+    [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (1, 2), (3,))], [True, True, True], [0], [3]
+)
 """A value that is read by two units."""
 
-FROZEN = Stage.from_units([((0, 1), (0,), (1,)), ((2,), (1,), (2,))], [True, False, True], [0], [2])
+FROZEN = Stage.single_stage_from_units([((0, 1), (0,), (1,)), ((2,), (1,), (2,))], [True, False, True], [0], [2])
 """The first unit has a page that is not trained."""
 
-TRUNK = Stage.from_units([((u,), (u,), (u + 1,)) for u in range(4)], [False, False, True, False], [0], [4])
+TRUNK = Stage.single_stage_from_units([((u,), (u,), (u + 1,)) for u in range(4)], [False, False, True, False], [0], [4])
 """Four units in a row, of which the third one is trained."""
 
 RECORDS = (*(Slot("slots", p) for p in range(3)), *(Slot("shard", p) for p in range(3)))

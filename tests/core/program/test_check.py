@@ -26,9 +26,9 @@ from fsdpx.core.program import (
     check,
     compile,
     count_traffic,
-    expand_action_slots,
     find_lifetimes,
     get_buffer_slot,
+    list_action_slots,
     make_stages,
     parse_actions,
 )
@@ -104,7 +104,7 @@ def stages(draw: st.DrawFn) -> Stage:
         pages += len(own)
         skip = draw(st.sets(st.integers(1, u - 1), max_size=1)) if u > 1 else set()
         rows.append(((*own, *sorted(tied)), tuple(dict.fromkeys((u, *sorted(skip)))), (u + 1,)))
-    return Stage.from_units(rows, trainable, [0], [units])
+    return Stage.single_stage_from_units(rows, trainable, [0], [units])
 
 
 @given(stages(), st.integers(1, 3), st.sampled_from(list(PLACEMENTS)), st.integers(0, 4))
@@ -150,7 +150,7 @@ def test_programs_of_accumulation_follow_each_other(name: str) -> None:
 
 
 ROWS = [((0,), (0,), (1,)), ((1, 2), (1,), (2,)), ((3,), (2,), (3,))]
-STAGE = Stage.from_units(
+STAGE = Stage.single_stage_from_units(
     ROWS, [True, False, True, True], [0], [3], units_with_statistics=[1], pages_with_codec_memory=[1, 2]
 )
 
@@ -180,19 +180,19 @@ def test_every_kind_of_the_table_is_a_kind_of_slot() -> None:
 
 
 def test_a_forward_moves_statistics_and_a_backward_reads_them() -> None:
-    forward, backward = (expand_action_slots(Action(op, 1, 0), STAGE, 1) for op in "FB")
+    forward, backward = (list_action_slots(Action(op, 1, 0), STAGE, 1) for op in "FB")
     assert texts(forward.gives) == ["act2.0", "saved1.0"]
     assert texts(forward.adds) == ["stats1"]
     assert texts(backward.reads) == ["full1", "full2", "stats1"]
     assert texts(backward.adds) == ["grad2", "dact1.0"]
-    assert expand_action_slots(Action("F", 0, 0), STAGE, 1).adds == ()
-    assert texts(expand_action_slots(Action("E", 1, 0), STAGE, 1).reads) == ["full1", "full2", "stats1"]
+    assert list_action_slots(Action("F", 0, 0), STAGE, 1).adds == ()
+    assert texts(list_action_slots(Action("E", 1, 0), STAGE, 1).reads) == ["full1", "full2", "stats1"]
 
 
 def test_a_reduce_touches_the_part_and_the_memory_of_its_codec() -> None:
-    assert texts(expand_action_slots(Action("REDUCE", 2), STAGE, 1).adds) == ["part2", "memory2"]
-    assert texts(expand_action_slots(Action("REDUCE", 0), STAGE, 1).adds) == ["part0"]
-    assert texts(expand_action_slots(Action("UPDATE", 2), STAGE, 1).adds) == ["shard2", "slots2"]
+    assert texts(list_action_slots(Action("REDUCE", 2), STAGE, 1).adds) == ["part2", "memory2"]
+    assert texts(list_action_slots(Action("REDUCE", 0), STAGE, 1).adds) == ["part0"]
+    assert texts(list_action_slots(Action("UPDATE", 2), STAGE, 1).adds) == ["shard2", "slots2"]
 
 
 @pytest.mark.parametrize("kind", ["step", "local", "update", "predict", "backward"])

@@ -23,8 +23,8 @@ from fsdpx.core.program import (
     check_pipe,
     compile,
     count_traffic,
-    expand_action_slots,
     find_lifetimes,
+    list_action_slots,
     make_schedule,
     simulate_programs,
 )
@@ -83,12 +83,12 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Program:
     monkeypatch.setitem(VERBS, "DROP", DROP)
     monkeypatch.setitem(SLOTS, "copy", SlotKind("copy", "copies", in_slab=True))
     monkeypatch.setitem(SLOTS, "staging", SlotKind("staging", "scratch", in_slab=True))
-    program = compile(requests("step", Stage.from_units(TWINS, [True] * 5, [0], [4]), 1, "fsdp"))
+    program = compile(requests("step", Stage.single_stage_from_units(TWINS, [True] * 5, [0], [4]), 1, "fsdp"))
     return replace(program, actions=(Action("COPY", 0), *program.actions[:-1], Action("DROP", 0), program.actions[-1]))
 
 
 def test_a_verb_is_a_row(copying: Program) -> None:
-    assert expand_action_slots(COPY_0, copying.stage, 1).gives == (Slot("copy", 0),)
+    assert list_action_slots(COPY_0, copying.stage, 1).gives == (Slot("copy", 0),)
     check(copying)
     for action in (COPY_0, Action("DROP", 0)):
         with pytest.raises(ProgramError, match="copy0"):

@@ -15,9 +15,9 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.core.array.shapes.array import ShapeArray, call_without_metering_temporaries, measuring_memory
+from fsdpx.core.array.shapes.array import ShapeArray, call_without_metering_temporaries, measuring_shape_only_memory
 from fsdpx.core.base.messages import format_bytes
-from fsdpx.core.checkpoint.local_shards import iterate_local_shards, iterate_shards_to_write
+from fsdpx.core.checkpoint.local_shards import iterate_local_state_shards, iterate_shards_to_write
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.state import footprint as module_of_footprint
@@ -153,7 +153,7 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
     def save(comm: Communicator) -> int:
         trainer = make(comm, average=fsdpx.EMA())
         step(trainer)
-        for part in iterate_local_shards(trainer.inspect.engine.state):
+        for part in iterate_local_state_shards(trainer.inspect.engine.state):
             if part.name.startswith("average/"):
                 part.array[...] = np.arange(part.start, part.start + part.array.size)
         assert {part.name for part in iterate_shards_to_write(trainer.inspect.engine.state)} >= {"average/0.weight"}
@@ -166,7 +166,9 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
         trainer = make(comm, mesh=Mesh(shard=2), average=fsdpx.EMA())
         trainer.load(tmp_path / "a")
         found = [
-            part for part in iterate_local_shards(trainer.inspect.engine.state) if part.name.startswith("average/")
+            part
+            for part in iterate_local_state_shards(trainer.inspect.engine.state)
+            if part.name.startswith("average/")
         ]
         assert found
         for part in found:
@@ -236,9 +238,9 @@ def test_a_kernel_counts_by_what_it_leaves():
         a = ShapeArray(1000, np.uint8) + ShapeArray(1000, np.uint8)
         return ShapeArray(10, np.uint8), a.sum()
 
-    with measuring_memory() as plain:
+    with measuring_shape_only_memory() as plain:
         kernel()
-    with measuring_memory() as compiled:
+    with measuring_shape_only_memory() as compiled:
         kept = call_without_metering_temporaries(kernel)
     assert plain.peak > 2000
     assert kept[0].nbytes == 10

@@ -46,7 +46,7 @@ def _trainer(**options):
 @in_full
 def test_measured_once_then_read_from_disk(cache, monkeypatch):
     first = agree_on_tuning(_single(), True, np)
-    monkeypatch.setattr(blas, "measure_library_gflops", lambda count: pytest.fail("it was measured again"))
+    monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: pytest.fail("it was measured again"))
     assert agree_on_tuning(_single(), True, np) == first
     assert load_blas_measurement().value["library"] == first.blas in load_blas_measurement().value["rates"]
 
@@ -89,7 +89,7 @@ def rates(monkeypatch):
         taken.append(found.pop(0) if found else 50.0)
         return dict.fromkeys(blas.list_available_libraries(), taken[-1])
 
-    monkeypatch.setattr(blas, "measure_library_gflops", measure)
+    monkeypatch.setattr(blas, "measure_gflops_of_each_library", measure)
     monkeypatch.setattr(tuning, "_remeasured", set())
     return found, taken
 
@@ -111,7 +111,7 @@ def test_again_measures_anew_once_in_a_process(monkeypatch, rates):
 @in_full
 @needs("plan")
 def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
-    monkeypatch.setattr(blas, "measure_library_gflops", lambda count: pytest.fail("it was measured"))
+    monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: pytest.fail("it was measured"))
     batch = ((4, 32), "float32")
 
     def units(**options):
@@ -137,7 +137,7 @@ def test_another_library_is_taken_only_if_clearly_faster(monkeypatch, faster, ta
     usual = blas.get_selected_library()
     other = next(name for name in blas.list_available_libraries() if name != usual)
     rates = dict.fromkeys(blas.list_available_libraries(), 1.0) | {usual: 50.0, other: 50.0 * faster}
-    monkeypatch.setattr(blas, "measure_library_gflops", lambda count: rates)
+    monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: rates)
     assert (agree_on_tuning(_single(), True, np).blas == other) == taken
     assert (blas.get_selected_library() == other) == taken
 
@@ -153,13 +153,13 @@ def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
     )
     monkeypatch.setattr(
         blas,
-        "measure_library_gflops",
+        "measure_gflops_of_each_library",
         lambda count: {**dict.fromkeys(blas.list_available_libraries(), 1.0), other: 2.0},
     )
     assert agree_on_tuning(_single(), True, np).blas == other
     monkeypatch.setattr(
         blas,
-        "measure_library_gflops",
+        "measure_gflops_of_each_library",
         lambda count: {**dict.fromkeys(blas.list_available_libraries(), 1.0), usual: 2.0},
     )
     assert agree_on_tuning(_single(), True, np).blas == other
@@ -169,7 +169,7 @@ def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
 
 
 def test_not_wanted_means_not_measured(cache, monkeypatch):
-    monkeypatch.setattr(blas, "measure_library_gflops", lambda count: pytest.fail("it was measured"))
+    monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: pytest.fail("it was measured"))
     assert agree_on_tuning(_single(), False, np).group_bytes == 1 << 20
     _trainer(tune=False)
     monkeypatch.setenv("FSDPX_TUNE", "0")
@@ -180,7 +180,7 @@ def test_not_wanted_means_not_measured(cache, monkeypatch):
 def test_thread_ranks_have_nothing_to_measure(monkeypatch):
     from fsdpx import spawn
 
-    monkeypatch.setattr(blas, "measure_library_gflops", lambda count: pytest.fail("it was measured"))
+    monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: pytest.fail("it was measured"))
     assert spawn(lambda comm: agree_on_tuning(comm, True, np).group_bytes, 2) == [1 << 20] * 2
 
 
@@ -204,7 +204,7 @@ def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
     counted = []
     monkeypatch.setattr(
         blas,
-        "measure_library_gflops",
+        "measure_gflops_of_each_library",
         lambda count: counted.append(1) or dict.fromkeys(blas.list_available_libraries(), 1.0),
     )
     agree_on_tuning(_single(), True, np)

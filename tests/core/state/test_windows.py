@@ -172,7 +172,7 @@ def test_ranks_that_measure_differently_choose_the_same(
     monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
     monkeypatch.setattr(
         tuning.blas,
-        "measure_library_gflops",
+        "measure_gflops_of_each_library",
         lambda count: dict.fromkeys(tuning.blas.list_available_libraries(), 50.0 + world.rank),
     )
     found = tuning.agree_on_tuning(world, True, np)

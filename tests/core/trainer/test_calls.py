@@ -202,7 +202,7 @@ def test_names_of_files_that_nothing_has_are_an_error_with_the_nearest() -> None
 
 def spared(trainer: Any) -> set[str]:
     """The parameters without weight decay, by the optimizer's own groups."""
-    held = trainer.inspect.placement.shard_segments_by_page.values()
+    held = trainer.inspect.placement.segments_of_own_shard_by_page.values()
     groups = trainer.inspect.placement.optimizer.groups
     every = [
         (s, run) for part in held for s, run in zip(part.items, part.hyperparameters_per_segment(groups), strict=True)

@@ -15,7 +15,7 @@ from threads import on_ranks
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.array.sums import EXPANSION_PARTS
-from fsdpx.core.checkpoint.local_shards import iterate_local_shards
+from fsdpx.core.checkpoint.local_shards import iterate_local_state_shards
 from fsdpx.core.checkpoint.scalars import collect_checkpoint_scalars, restore_scalars
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import Traffic
@@ -130,8 +130,8 @@ def test_a_state_is_re_cut_in_memory(name: str) -> None:
         new = None if group is None else make(group, name, seed=9)
         recut(
             comm,
-            list(iterate_local_shards(old.inspect.engine.state)),
-            [] if new is None else list(iterate_local_shards(new.inspect.engine.state)),
+            list(iterate_local_state_shards(old.inspect.engine.state)),
+            [] if new is None else list(iterate_local_state_shards(new.inspect.engine.state)),
         )
         if new is None:
             return ""
@@ -148,9 +148,9 @@ def test_frozen_parameters_keep_their_state(comm: Communicator, name: str) -> No
     trainer = make(comm, name)
     train(trainer, 1)
     trainer.freeze("2.*")
-    before = {one.name: one.array.copy() for one in iterate_local_shards(trainer.inspect.engine.state)}
+    before = {one.name: one.array.copy() for one in iterate_local_state_shards(trainer.inspect.engine.state)}
     train(trainer, 1)
-    for one in iterate_local_shards(trainer.inspect.engine.state):
+    for one in iterate_local_state_shards(trainer.inspect.engine.state):
         assert np.array_equal(one.array, before[one.name]) == ("2." in one.name), one.name
 
 

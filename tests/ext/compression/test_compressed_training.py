@@ -17,7 +17,7 @@ from threads import on_ranks
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.base.messages import format_bytes
-from fsdpx.core.checkpoint.local_shards import iterate_local_shards
+from fsdpx.core.checkpoint.local_shards import iterate_local_state_shards
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.examples.digits import draw_digits
@@ -193,7 +193,9 @@ def on_mesh(comm: Communicator, axes: str, codec: Any) -> Any:
             losses.append(trainer.step(x[mine], y[mine]))
     if codec != "plain":  # else pages hold both kinds, and are cut elsewhere
         state = trainer.inspect.engine.state
-        alike = {(p.name, p.start): np.asarray(p.array) for p in iterate_local_shards(state) if p.spec.cut is None}
+        alike = {
+            (p.name, p.start): np.asarray(p.array) for p in iterate_local_state_shards(state) if p.spec.cut is None
+        }
         for theirs in trainer.inspect.placement.axes.tensor.all_gather_object(alike):
             np.testing.assert_equal(theirs, alike)
     return losses, bits(trainer)

@@ -18,7 +18,7 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Trainer
-from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_local_shards
+from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_local_state_shards
 from fsdpx.core.checkpoint.scalars import collect_checkpoint_scalars
 from fsdpx.core.comm import Communicator
 from fsdpx.core.state.ledger import list_checkpoint_tensors
@@ -132,7 +132,7 @@ def move(parts: list[list[LocalShard]], to: str, case: str) -> list[list[LocalSh
         group = comm.split(0 if used else None)
         have = parts[comm.rank] if comm.rank < len(parts) else []
         want = (
-            list(iterate_local_shards(build(group, TO[to], case, seed=99).inspect.engine.state))
+            list(iterate_local_state_shards(build(group, TO[to], case, seed=99).inspect.engine.state))
             if group is not None
             else []
         )
@@ -349,7 +349,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
         left = comm.shrink()
         new = build(left, TO["fsdp 3"], "mlp", seed=99)
         (found,) = kept.list_complete_snapshots()
-        want = list(iterate_local_shards(new.inspect.engine.state))
+        want = list(iterate_local_state_shards(new.inspect.engine.state))
         reshard_arrays(left, found.parts, want)
         return then, want
 

@@ -25,7 +25,7 @@ from fsdpx.ext.elastic.reshard import (
     MAX_MESSAGES_IN_FLIGHT,
     describe_missing_elements,
     describe_shard,
-    find_element_runs,
+    find_element_runs_of_shard,
     reshard_arrays,
 )
 from fsdpx.nn.layer import ParameterSpec
@@ -123,7 +123,7 @@ def test_runs_and_words_are_those_of_elements_one_by_one(case: Case) -> None:
     known = defaultdict(set)
     shapes = {part.name: part.spec for have in case.have for part in have}
     for part in (part for have in case.have for part in have):
-        found = find_element_runs(describe_shard(part))
+        found = find_element_runs_of_shard(describe_shard(part))
         mine = [e for a, b in zip(found.start.tolist(), found.stop.tolist(), strict=True) for e in range(a, b)]
         assert mine == elements(part).tolist()
         at = np.cumsum([0, *(found.stop - found.start)])[: found.at.size]
@@ -241,11 +241,11 @@ def test_little_memory_is_needed_beside_the_arrays() -> None:
 
 
 def test_the_whole_of_a_trainer_is_what_its_ranks_hold() -> None:
-    from fsdpx.core.checkpoint.local_shards import iterate_local_shards
+    from fsdpx.core.checkpoint.local_shards import iterate_local_state_shards
     from fsdpx.core.state.ledger import list_checkpoint_tensors
 
     trainer = fsdpx.spawn(lambda comm: make(comm, "norms", "fsdp", mesh=Mesh(shard=1), frozen=["0.bias"]), 1)[0]
-    found = assembled(iterate_local_shards(trainer.inspect.engine.state))
+    found = assembled(iterate_local_state_shards(trainer.inspect.engine.state))
     wanted = list_checkpoint_tensors(trainer.inspect.placement)
     assert {name: values.size for name, values in found.items()} == {name: s.size for name, s in wanted.items()}
     assert "1.running_mean" in wanted

@@ -15,7 +15,7 @@ from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import Mesh, connect_axes, make_single_rank_axes
 from fsdpx.ext.fields.over_parts import partition_model
-from fsdpx.ext.fields.sample_groups import make_sample_groups
+from fsdpx.ext.fields.sample_groups import group_ranks_sharing_samples
 from fsdpx.nn import Container, Layer, LayerContext, Loss
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
@@ -90,7 +90,7 @@ def env_of(comm: Communicator | None, dims: Sequence[int] = (), training: bool =
     if comm is not None:
         mesh = Mesh(shard=comm.size).resolve_open_axis(comm.size)
         axes = connect_axes(
-            mesh, comm, check=True, samples=make_sample_groups(mesh, comm.rank, dims, [None] * comm.size)
+            mesh, comm, check=True, samples=group_ranks_sharing_samples(mesh, comm.rank, dims, [None] * comm.size)
         )
     return LayerContext(np, axes, Random(5, "layer", 3), training)
 

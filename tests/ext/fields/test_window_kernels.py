@@ -241,7 +241,7 @@ def test_fields_in_16_bits_lie_as_those_in_32_do(dtype: str) -> None:
     """Rounded in one pass, and read by the next layer without a copy in another order."""
     kind, x = parse_dtype(dtype), np.random.default_rng(5).normal(size=(2, 6, 4, 5)).astype(np.float32)
     for wide in (turned(x), turned(x)[:, 1:4], x[..., 0], x):
-        half = kernels.cast_float(np, wide, kind)
+        half = kernels.cast_float_to_dtype(np, wide, kind)
         np.testing.assert_array_equal(half, wide.astype(kind))
         assert [2 * n for n in half.strides] == [*np.empty_like(wide).strides]
         assert kernels.to_float32(np, half).strides == np.empty_like(wide).strides

@@ -20,7 +20,7 @@ from fsdpx.core.comm.calls import COMPLETED, Call, Handle
 from fsdpx.errors import ConfigError, DataError, DesyncError
 from fsdpx.ext.gpu import cupy_devices, device, visible_devices
 from fsdpx.ext.gpu.cupy_devices import choose_gpu_number, list_gpu_pci_addresses
-from fsdpx.ext.gpu.visible_devices import RankGpu, find_ranks_sharing_gpus, gather_rank_gpus
+from fsdpx.ext.gpu.visible_devices import RankGpu, find_ranks_sharing_gpus, gather_gpu_assignments
 
 X, Y = np.ones((4, 6)), np.array([0, 1, 2, 0])
 
@@ -84,7 +84,7 @@ class Hosts:
 
 
 def numbers(*given: Any) -> list[int]:
-    return [seat.gpu for seat in gather_rank_gpus(Hosts(*given))]  # type: ignore[arg-type]
+    return [seat.gpu for seat in gather_gpu_assignments(Hosts(*given))]  # type: ignore[arg-type]
 
 
 def test_ranks_are_numbered_on_their_host_by_mpi_or_by_the_launcher(cupy: Cupy) -> None:

@@ -170,9 +170,9 @@ def test_sums_of_squares_have_the_bits_of_the_host(cupy: Cupy, dtype: str) -> No
 def test_parameters_with_other_counts_have_the_bits_of_the_host(cupy: Cupy, optimizer: Any) -> None:
     """A launch for each stretch of equal counts, wherever it begins."""
     cuts = (0, 7, 100, 101, 1000)
-    held = ShardSegments(tuple(ShardSegment(str(a), a, b, 0, b - a) for a, b in pairwise(cuts))).with_missed_updates(
-        {"7": 3, "100": 5}
-    )
+    held = ShardSegments(
+        tuple(ShardSegment(str(a), a, b, 0, b - a) for a, b in pairwise(cuts))
+    ).with_missed_update_counts({"7": 3, "100": 5})
     host = [abs(noise(1000, seed=n)) for n in range(4)]
     there = [cupy.asarray(a) for a in host]
     for xp, (p, g, m, v) in ((np, host), (cupy, there)):

@@ -376,7 +376,7 @@ def test_numbers_around_every_tie_are_rounded_to_even(mode, half):
     ties = ((exact[1:] + exact[:-1]) / 2).astype(np.float32)  # 1 bit more than 16-bit floats have: exact
     x = np.concatenate([ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
     with np.errstate(all="ignore"):
-        same(kernels.cast_float(np, x, half), x.astype(half))
+        same(kernels.cast_float_to_dtype(np, x, half), x.astype(half))
 
 
 @both
@@ -384,14 +384,14 @@ def test_ends(mode, half):
     tiny = np.finfo(np.float32).smallest_subnormal
     x = np.array([0.0, -0.0, np.inf, -np.inf, tiny, -tiny, 1e-38, 65519.9, 65520, 65536, 3.4e38, -3.4e38], np.float32)
     with np.errstate(all="ignore"):
-        same(kernels.cast_float(np, x, half), x.astype(half))
+        same(kernels.cast_float_to_dtype(np, x, half), x.astype(half))
 
 
 @both
 def test_nan_stays_nan_whatever_its_bits(mode, half):
     x = np.array([0x7F800001, 0x7FC00000, 0xFF800001, 0x7FFFFFFF, 0x7F80FFFF], np.uint32).view(np.float32)
     with np.errstate(invalid="ignore"):
-        assert np.isnan(kernels.cast_float(np, x, half).astype(np.float32)).all()
+        assert np.isnan(kernels.cast_float_to_dtype(np, x, half).astype(np.float32)).all()
 
 
 @both
@@ -400,7 +400,7 @@ def test_nan_stays_nan_whatever_its_bits(mode, half):
 def test_any_bits_are_rounded_as_ml_dtypes_and_numpy_round(half, bits, mode):
     x = np.array(bits, np.uint32).view(np.float32)
     with np.errstate(all="ignore"), kernels.use_mode(mode):
-        same(kernels.cast_float(np, x, half), x.astype(half))
+        same(kernels.cast_float_to_dtype(np, x, half), x.astype(half))
 
 
 @both

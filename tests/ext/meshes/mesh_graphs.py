@@ -14,7 +14,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import Mesh, connect_axes
-from fsdpx.ext.fields.sample_groups import make_sample_groups
+from fsdpx.ext.fields.sample_groups import group_ranks_sharing_samples
 from fsdpx.nn import Layer, LayerContext
 from fsdpx.nn.layer import iterate_layers
 
@@ -95,7 +95,7 @@ def make_partition(comm: Communicator, graph: Graph, way: str, **more: Any) -> A
 
 def env_of(comm: Communicator, training: bool = True) -> LayerContext:
     mesh = Mesh(shard=comm.size).resolve_open_axis(comm.size)
-    groups = make_sample_groups(mesh, comm.rank, (comm.size,), [None] * comm.size)
+    groups = group_ranks_sharing_samples(mesh, comm.rank, (comm.size,), [None] * comm.size)
     return LayerContext(np, connect_axes(mesh, comm, check=True, samples=groups), Random(5, "layer", 3), training)
 
 

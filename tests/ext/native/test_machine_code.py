@@ -296,7 +296,7 @@ def test_code_is_of_all_that_a_function_reaches(monkeypatch):
     """Loops have constants and functions of other files compiled in: code that was kept must not outlive them."""
 
     def found(step=1.0):
-        lazy_numba._describe_function_and_callees.cache_clear()
+        lazy_numba._describe_function_and_list_callees.cache_clear()
         return lazy_numba.hash_function(_outer(step).function)
 
     before, here = found(), sys.modules[__name__]
@@ -310,7 +310,7 @@ def test_code_is_of_all_that_a_function_reaches(monkeypatch):
     monkeypatch.setattr(here, "LIMIT", object())  # of which nobody knows what it is in another process
     with pytest.raises(TypeError, match="compiled code uses <object"):
         found()
-    lazy_numba._describe_function_and_callees.cache_clear()
+    lazy_numba._describe_function_and_list_callees.cache_clear()
 
 
 def test_the_same_package_elsewhere_takes_the_same_code():

@@ -27,7 +27,7 @@ from fsdpx.ext.observe.chrome import RankTrace, TraceHeader
 from fsdpx.ext.observe.folder import RunFolder
 from fsdpx.ext.observe.html_page import compute_wait_matrix
 from fsdpx.ext.observe.measure import ClockReading
-from fsdpx.ext.observe.plots import DARKER, THEMES, StepLanes, draw_steps, make_figure
+from fsdpx.ext.observe.plots import DARKER, THEMES, StepLanes, draw_steps, make_step_figure
 
 
 def trained(path: Path, size: int = 2, **options: Any) -> RunFolder:
@@ -304,7 +304,7 @@ def test_a_picture_has_both_themes_memory_by_kind_and_arrows(tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     held = [{"activations": [(0.0, 3 << 20), (6.0, 1 << 20)], "parameters": [(0.0, 4 << 20)], "odd": [(5.0, 1 << 20)]}]
     panel = StepLanes("name: about", STEP, ["rank 0"], held, "unit", second=2.0)
-    both = [make_figure([panel, panel], theme) for theme in THEMES]
+    both = [make_step_figure([panel, panel], theme) for theme in THEMES]
     assert [one.get_facecolor()[0] > 0.5 for one in both] == [True, False]
     words = [text.get_text() for text in both[0].axes[1].texts]
     for word in ("name", "about", "rank 0", "parameters", "activations", "8 MiB", "5 s", "memory"):  # at 5.0 in all
@@ -325,7 +325,7 @@ def test_an_arrow_comes_from_the_message_of_the_same_line() -> None:
         for action in parse_actions(words)
         for start, end in [times[str(action)]]
     ]
-    (axes,) = make_figure([StepLanes("pipe: two lines", events, ["a", "b", "c", "d"])]).axes
+    (axes,) = make_step_figure([StepLanes("pipe: two lines", events, ["a", "b", "c", "d"])]).axes
     arrows = [text for text in axes.texts if hasattr(text, "xyann") and not text.get_text()]
     assert [(arrow.xyann[0], arrow.xy[0]) for arrow in arrows] == [(2, 3), (3, 4)]  # from SEND to F, of each line
 

@@ -48,7 +48,7 @@ def train(folder: Path, ranks: int, planned: tuple[Fault, ...], strategy: str = 
         return trainer.inspect.compute_fingerprint(), len(actions)
 
     results, last = run_until_survived(lambda start: spawn(body, ranks, start))
-    ledger.check_and_find_last_starts(STEPS)
+    ledger.check_and_get_last_start_of_each_step(STEPS)
     assert len({fingerprint for fingerprint, _ in results}) == 1
     return (*results[0], last)
 
@@ -71,7 +71,7 @@ def test_a_kill_costs_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
     _, actions, _ = train(tmp_path / "calm", 2, ())
     each = actions // STEPS
     train(tmp_path, 2, (Fault("kill", 1, 3 * each + 2),))
-    assert StepLog(tmp_path / "ledger").check_and_find_last_starts(STEPS) == [0, 0, 1, 1, 1, 1]
+    assert StepLog(tmp_path / "ledger").check_and_get_last_start_of_each_step(STEPS) == [0, 0, 1, 1, 1, 1]
 
 
 @given(st.integers(0, 2**64), st.integers(1, 9), st.integers(1, 99), st.integers(1, 3), st.integers(0, 4))
@@ -106,7 +106,7 @@ def test_a_history_that_is_wrong(tmp_path: Path, lines: dict[tuple[int, int], li
         for step in steps:
             ledger.record_step(start, rank, abs(step), float(step))
     with pytest.raises(AssertionError, match=re.escape(wrong)):
-        ledger.check_and_find_last_starts(6)
+        ledger.check_and_get_last_start_of_each_step(6)
 
 
 PROCESS = """
@@ -147,6 +147,6 @@ def fingerprint_of_a_run(folder: Path, planned: str) -> str:
 def test_processes_that_are_killed_and_stopped(tmp_path: Path) -> None:
     wanted = fingerprint_of_a_run(tmp_path / "calm", "")
     assert fingerprint_of_a_run(tmp_path / "wild", "kill 1@50 in 0, stop 2@20 in 1") == wanted
-    history = StepLog(tmp_path / "wild" / "ledger").check_and_find_last_starts(6)
+    history = StepLog(tmp_path / "wild" / "ledger").check_and_get_last_start_of_each_step(6)
     assert history == sorted(history)
     assert history[-1] == 2

@@ -23,7 +23,7 @@ from fsdpx.ext.watch.flight_recorder import (
     read_all_records,
     read_record,
 )
-from fsdpx.ext.watch.report import format_hang_report, format_wait_report, is_wait_report_due
+from fsdpx.ext.watch.report import format_hang_report, format_long_wait_report, is_wait_report_due
 from fsdpx.ext.watch.watchdog import describe_script_line
 
 
@@ -101,7 +101,7 @@ def test_the_first_word_names_who_waits_and_where_the_others_stand(tmp_path: Pat
     assert is_wait_report_due(flights.values(), 0.0, began + 60)
     assert not is_wait_report_due(flights.values(), began + 60, began + 900)  # once for each wait
     assert not is_wait_report_due([flights[0], flights[4], flights[5]], 0.0, began + 900)  # none waits: one has ended
-    assert format_wait_report(flights, 6, 1800.0, began + 60, "host") == (
+    assert format_long_wait_report(flights, 6, 1800.0, began + 60, "host") == (
         "fsdpx watchdog: still waiting after 60 s; the job goes on, and ends if nothing moves for 1800 s\n"
         f"  ranks 0, 5: {elsewhere}\n"
         "  ranks 1-2: waiting outside any action for all_gather, in call 1, step\n"

@@ -20,7 +20,7 @@ from trials import ENDLESS, MPIEXEC, ROOT, STEPS, TRAINER, asked_to_stop, enviro
 
 from fsdpx.__main__ import main
 from fsdpx.ext.watch.preempt import PREEMPTED_STATUS, Preemption
-from fsdpx.launch.elastic_join import _find_rank_handling_save_signal
+from fsdpx.launch.elastic_join import _find_process_handling_save_signal
 from fsdpx.launch.exit_status import Evidence, JobEnding, RestartPlan, record_and_decide_restart
 from fsdpx.launch.rank import RankStatusWriter, _patch_signal_to_record_handlers
 from fsdpx.launch.rank_status import RankStatus, read_rank_statuses
@@ -183,7 +183,7 @@ def test_a_script_that_saves_nothing_ends_at_once(tmp_path: Path) -> None:
         time.sleep(0.02)
     (notes,) = (path.parent for path in (tmp_path / "tmp").glob("fsdpx-run-*/start-0/rank-00000.json"))
     assert {path.name for path in tmp_path.glob("ready-*")} == {f"ready-{rank} {rank} {rank} 2" for rank in range(2)}
-    assert _find_rank_handling_save_signal(notes) is None
+    assert _find_process_handling_save_signal(notes) is None
     os.kill(job.pid, signal.SIGTERM)
     _, err = job.communicate(timeout=60)
     assert job.returncode, err
@@ -196,9 +196,9 @@ def test_a_note_says_whether_the_script_listens(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(signal, "signal", signal.signal)  # put back at the end
     _patch_signal_to_record_handlers(RankStatusWriter(begun, tmp_path))
     with Preemption():
-        assert _find_rank_handling_save_signal(tmp_path) == os.getpid()
+        assert _find_process_handling_save_signal(tmp_path) == os.getpid()
     assert read_rank_statuses(tmp_path) == {0: begun}
-    assert _find_rank_handling_save_signal(tmp_path) is None
+    assert _find_process_handling_save_signal(tmp_path) is None
     assert signal.getsignal(signal.SIGUSR1) == before
 
 

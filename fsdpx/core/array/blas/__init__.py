@@ -12,19 +12,19 @@ from fsdpx.core.array.blas.libraries import (
     get_product_threads,
     set_product_threads,
 )
-from fsdpx.core.array.blas.measure import measure_library_gflops
+from fsdpx.core.array.blas.measure import measure_gflops_of_each_library
 from fsdpx.core.array.blas.pools import set_thread_limit, limit_threads
 from fsdpx.core.array.blas.products import linear_forward, gemm, linear_backward, linear_backward_params
-from fsdpx.core.base.extensions import load_extension
+from fsdpx.core.base.extensions import import_extension
 
 __all__ = [
     "describe_library_files", "gemm", "get_gemm_address", "get_product_threads", "get_selected_library",
     "limit_threads", "linear_backward", "linear_backward_params", "linear_forward", "list_available_libraries",
-    "load_half_matmul", "measure_library_gflops", "select_library", "set_product_threads", "set_thread_limit",
+    "load_half_matmul", "measure_gflops_of_each_library", "select_library", "set_product_threads", "set_thread_limit",
 ]  # fmt: skip
 
 
 @cache
 def load_half_matmul() -> Any:
     """Return the extension module that multiplies 16-bit matrices."""
-    return load_extension("half", "matmul")
+    return import_extension("half", "matmul")

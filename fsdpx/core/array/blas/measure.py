@@ -10,16 +10,16 @@ from fsdpx.core.array.blas.pools import limit_threads
 from fsdpx.core.array.blas.products import gemm
 from fsdpx.core.base.messages import ProgressCallback
 
-__all__ = ["measure_library_gflops"]
+__all__ = ["measure_gflops_of_each_library"]
 
 SHAPES = ((512, 1024, 256), (512, 256, 1024), (64, 256, 64), (64, 32, 32))
 """(rows, columns, inner) of the measured matrix products: two from a transformer, one from a tile of its attention, and
 one from a small layer."""
-BUDGET_SECONDS = 0.1  # approximate time in seconds that `measure_library_gflops` takes
+BUDGET_SECONDS = 0.1  # approximate time in seconds that `measure_gflops_of_each_library` takes
 ROUNDS = 5
 
 
-def measure_library_gflops(count: ProgressCallback = lambda done, total: None) -> dict[str, float]:
+def measure_gflops_of_each_library(count: ProgressCallback = lambda done, total: None) -> dict[str, float]:
     """Measure the speed of each BLAS library on one thread, in GFLOP/s. This takes a few tenths of a second.
 
     The libraries take turns. Only the fastest call for each product counts, since other processes may slow down some

@@ -15,7 +15,7 @@ from fsdpx.core.array.blas import libraries
 from fsdpx.core.array.blas.libraries import ADDRESSES
 from fsdpx.core.array.kernels import activation
 from fsdpx.core.array.kernels.choice import has_numba
-from fsdpx.core.array.kernels.half import cast_float, to_float32
+from fsdpx.core.array.kernels.half import cast_float_to_dtype, to_float32
 
 __all__ = [
     "add_bias_and_round_total_into", "gemm", "linear_backward", "linear_backward_params", "linear_forward",
@@ -54,7 +54,7 @@ def add_bias_and_round_total_into(out: Array, total: Array, accumulate: bool, bi
         total += to_float32(np, bias)
     if accumulate:
         total += to_float32(np, out)
-    out[...] = total if out.dtype == np.float32 else cast_float(np, total, out.dtype)
+    out[...] = total if out.dtype == np.float32 else cast_float_to_dtype(np, total, out.dtype)
 
 
 def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> None:

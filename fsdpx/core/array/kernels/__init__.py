@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         drop as drop, drop_backward as drop_backward,
     )  # fmt: skip
     from fsdpx.core.array.kernels.half import (
-        add_widened as add_widened, cast_float as cast_float, round_randomly as round_randomly, store as store,
-        to_float32 as to_float32,
+        add_widened as add_widened, cast_float_to_dtype as cast_float_to_dtype, round_randomly as round_randomly,
+        store as store, to_float32 as to_float32,
     )  # fmt: skip
     from fsdpx.core.array.kernels.loss import (
         binary_entropy as binary_entropy, binary_entropy_backward as binary_entropy_backward,

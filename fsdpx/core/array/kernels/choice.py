@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from fsdpx.core.array.devices import get_device_of_namespace
-from fsdpx.core.base.extensions import find_extension, list_extensions
+from fsdpx.core.base.extensions import import_extension_if_declared, list_extensions
 from fsdpx.errors import ConfigError, warn
 
 __all__ = [
@@ -65,7 +65,7 @@ def register_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "")
 def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
     """Import all kernel files, and return the compiled implementations, keyed by kernel name."""
     core_kernels = importlib.import_module("fsdpx.core.array.kernels")
-    others = (find_extension("kernels", name, optional=True) for name in list_extensions("kernels"))
+    others = (import_extension_if_declared("kernels", name, optional=True) for name in list_extensions("kernels"))
     for package in filter(None, (core_kernels, *others)):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")

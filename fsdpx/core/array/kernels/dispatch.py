@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.kernels.choice import find_compiled_kernel, find_device_kernel
-from fsdpx.core.array.kernels.half import cast_float, to_float32
+from fsdpx.core.array.kernels.half import cast_float_to_dtype, to_float32
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes.shape_cache import call_cached
 
@@ -105,8 +105,8 @@ def _wrap_to_compute_in_float32(body: Callable[..., Any], kept: set[int], narrow
         dtype = arguments[0].dtype
         result = body(xp, *(a if n in kept else to_float32(xp, a) for n, a in enumerate(arguments)), **options)
         if not isinstance(result, tuple):
-            return cast_float(xp, result, dtype) if narrow else result
-        return tuple(cast_float(xp, r, dtype) if n < narrow else r for n, r in enumerate(result))
+            return cast_float_to_dtype(xp, result, dtype) if narrow else result
+        return tuple(cast_float_to_dtype(xp, r, dtype) if n < narrow else r for n, r in enumerate(result))
 
     return run_widened
 

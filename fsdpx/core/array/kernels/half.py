@@ -8,7 +8,7 @@ from fsdpx.core.array.kernels.choice import find_compiled_kernel, find_device_ke
 from fsdpx.core.array.random import NumberRange
 from fsdpx.core.array.shapes.flop_counter import record_traffic
 
-__all__ = ["add_widened", "cast_float", "round_randomly", "store", "to_float32"]
+__all__ = ["add_widened", "cast_float_to_dtype", "round_randomly", "store", "to_float32"]
 
 HALF_FORMATS = ("float16", "bfloat16")
 
@@ -55,7 +55,7 @@ def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
         body(x, out, numbers)
         return
     chance = xp.asarray(numbers.make_16bit_numbers())
-    bits, nearest = x.view(np.uint32), cast_float(xp, x, out.dtype).view(np.uint16)
+    bits, nearest = x.view(np.uint32), cast_float_to_dtype(xp, x, out.dtype).view(np.uint16)
     special = (bits & 0x7F800000) == 0x7F800000
     out.view(np.uint16)[...] = xp.where(special, nearest, ((bits + chance) >> 16).astype(np.uint16))
 
@@ -65,10 +65,10 @@ def to_float32(xp: Any, x: Any) -> Any:
     dtype = getattr(x, "dtype", None)
     if dtype is None or dtype.itemsize != 2 or dtype.kind not in "fV":
         return x
-    return cast_float(xp, x, np.float32)
+    return cast_float_to_dtype(xp, x, np.float32)
 
 
-def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
+def cast_float_to_dtype(xp: Any, x: Any, dtype: Any) -> Any:
     """Return x rounded to `dtype` (16-bit or float32), in the memory order of x. If x already has this dtype, return x
     itself."""
     if x.dtype == dtype:

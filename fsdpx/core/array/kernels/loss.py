@@ -23,14 +23,14 @@ def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     wide = xp.zeros(gw.shape, dtype=np.float32) if gw.dtype.itemsize == 2 else gw
     if xp.__name__ == "cupy":
         # CuPy's `add.at` adds in a random order, so its results would not be reproducible
-        _scatter_add_sorted_rows(xp, wide, index, dy)
+        _sort_and_scatter_add_rows(xp, wide, index, dy)
     else:
         xp.add.at(wide, index, _convert_dtype(dy, wide.dtype))
     if wide is not gw:
         gw += wide
 
 
-def _scatter_add_sorted_rows(xp: Any, gw: Any, index: Any, dy: Any) -> None:
+def _sort_and_scatter_add_rows(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     """Add row i of dy to row index[i] of gw in a fixed order: sort rows by index, sum runs of equal indices in doubling
     steps (Hillis and Steele 1986), and add the last row of each run to gw."""
     order = xp.argsort(index, kind="stable")

@@ -15,8 +15,8 @@ import numpy as np
 
 from fsdpx.core.array.shapes.array import (
     ShapeArray,
-    make_broadcast_result_shape,
-    matmul_shapes,
+    make_shape_only_broadcast_result,
+    matmul_shape_only,
     make_shape_only_reduction,
     make_shape_only_view_function,
 )
@@ -73,10 +73,10 @@ not_equal, less, less_equal, greater = np.not_equal, np.less, np.less_equal, np.
 greater_equal, logical_and, logical_or = np.greater_equal, np.logical_and, np.logical_or
 logical_not, bitwise_and, bitwise_or, bitwise_xor = np.logical_not, np.bitwise_and, np.bitwise_or, np.bitwise_xor
 abs = absolute
-clip = partial(make_broadcast_result_shape, np.clip)
+clip = partial(make_shape_only_broadcast_result, np.clip)
 sum, mean, max, min, prod = map(make_shape_only_reduction, ("sum", "mean", "max", "min", "prod"))
 any, all, argmax, argmin, var, std = map(make_shape_only_reduction, ("any", "all", "argmax", "argmin", "var", "std"))
-matmul = matmul_shapes
+matmul = matmul_shape_only
 
 
 zeros = empty = ones = ShapeArray
@@ -93,7 +93,7 @@ def where(condition: Any, *values: Any) -> ShapeArray:
     passed, because the size of the result would then depend on data."""
     if len(values) != 2:
         raise TypeError("where(condition) has a result whose size depends on data: pass both values")
-    return make_broadcast_result_shape(np.where, condition, *values)
+    return make_shape_only_broadcast_result(np.where, condition, *values)
 
 
 def full(shape: int | Sequence[int], fill_value: Any, dtype: Any = None) -> ShapeArray:

@@ -16,8 +16,8 @@ from fsdpx.core.array.shapes.flop_counter import record_copy, record_product, re
 
 __all__ = [
     "MemoryMeter", "ShapeArray", "call_without_metering_temporaries", "find_result_dtype", "get_indexed_shape",
-    "make_broadcast_result_shape", "make_shape_only_reduction", "make_shape_only_view_function", "matmul_shapes",
-    "measuring_memory",
+    "make_shape_only_broadcast_result", "make_shape_only_reduction", "make_shape_only_view_function",
+    "matmul_shape_only", "measuring_shape_only_memory",
 ]  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
 def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
     """Expand an index: replace `...` and missing dims with full slices. The result has one entry for each dim of the
     array, and one for each None."""
-    parts = [_to_index_part(part) for part in index]
+    parts = [_to_valid_index_entry(part) for part in index]
     used = sum(part is not None and part is not Ellipsis for part in parts)
     dots = [n for n, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1:
@@ -69,7 +69,7 @@ def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
     return [*parts[:ellipsis_index], *[slice(None)] * (ndim - used), *parts[ellipsis_index + len(dots) :]]
 
 
-def _to_index_part(part: Any) -> Any:
+def _to_valid_index_entry(part: Any) -> Any:
     """Validate one entry of an index, and convert a list to an array. Raise TypeError or IndexError for an invalid
     entry."""
     if isinstance(part, list):
@@ -124,7 +124,7 @@ _meters = _Meters()
 
 
 @contextmanager
-def measuring_memory() -> Iterator[MemoryMeter]:
+def measuring_shape_only_memory() -> Iterator[MemoryMeter]:
     """Return a context manager that measures the memory of all shape-only arrays created inside it. An array counts
     until it is freed."""
     _meters.open.append(MemoryMeter())
@@ -310,12 +310,12 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         if method != "__call__" or ufunc.nout > 1:
             return NotImplemented
         if ufunc is np.matmul:
-            return matmul_shapes(operands[0], operands[1], out[0])
-        return make_broadcast_result_shape(ufunc, *operands, out=out[0], **options)
+            return matmul_shape_only(operands[0], operands[1], out[0])
+        return make_shape_only_broadcast_result(ufunc, *operands, out=out[0], **options)
 
     def __pow__(self, power: Any) -> Any:
         # operator.pow, not np.power: for small exponents, `**` calls np.square and other functions
-        return make_broadcast_result_shape(operator.pow, self, power)
+        return make_shape_only_broadcast_result(operator.pow, self, power)
 
 
 def find_result_dtype(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
@@ -337,7 +337,7 @@ def _find_dtype(function: Callable[..., Any], *kinds: Any, **options: Any) -> np
     return np.asarray(function(*empty, **options)).dtype
 
 
-def make_broadcast_result_shape(
+def make_shape_only_broadcast_result(
     function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any
 ) -> ShapeArray:
     """Return the shape-only result of a NumPy function that broadcasts its operands, and count its memory traffic."""
@@ -363,7 +363,7 @@ def require_valid_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:
     return out
 
 
-def matmul_shapes(a: Any, b: Any, out: Any = None) -> ShapeArray:
+def matmul_shape_only(a: Any, b: Any, out: Any = None) -> ShapeArray:
     """Return the shape-only matrix product of two matrices or stacks of matrices, and count its FLOPs and traffic."""
     left, right = (x.shape if hasattr(x, "shape") else np.shape(x) for x in (a, b))
     if not left or not right:

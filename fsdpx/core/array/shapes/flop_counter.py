@@ -13,9 +13,19 @@ from typing import Any, NamedTuple, TypeVar
 from fsdpx.core.base.dataclass import dataclass, field
 
 __all__ = [
-    "INNER_KERNEL", "KernelPass", "ProductCount", "WorkCount", "counting_as_one_kernel", "counting_as_one_matmul",
-    "counting_work", "iterate_first_and_count_all", "record_copy", "record_flops", "record_product", "record_traffic",
-    "record_work",
+    "INNER_KERNEL",
+    "KernelPass",
+    "ProductCount",
+    "WorkCount",
+    "add_counted_work",
+    "counting_as_one_kernel",
+    "counting_as_one_matmul",
+    "counting_work",
+    "iterate_first_and_count_all",
+    "record_copy",
+    "record_flops",
+    "record_product",
+    "record_traffic",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -227,7 +237,7 @@ def counting_as_one_kernel() -> Iterator[WorkCount]:
             _now.skip_passes -= 1
 
 
-def record_work(work: WorkCount) -> None:
+def add_counted_work(work: WorkCount) -> None:
     """Add previously counted work to this thread's current count."""
     if _now.open is not None and not _now.skip_all:
         if _now.skip_passes:

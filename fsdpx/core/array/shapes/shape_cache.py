@@ -16,8 +16,8 @@ from fsdpx.core.array.shapes.flop_counter import (
     KernelPass,
     ProductCount,
     WorkCount,
+    add_counted_work,
     counting_as_one_kernel,
-    record_work,
 )
 
 __all__ = ["call_cached", "make_value_template", "rebuild_cached_value"]
@@ -41,7 +41,7 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
         return _run_and_count_as_one_kernel(call, arrays, xp, *arguments, **options)[0]
     if result is not None:
         plan, work = result
-        record_work(work)
+        add_counted_work(work)
         return rebuild_cached_value(plan, [a.root for a in arrays], arrays)
     cached, work = _run_and_count_as_one_kernel(call, arrays, xp, *arguments, **options)
     with suppress(TypeError):
@@ -72,7 +72,7 @@ def _run_and_count_as_one_kernel(
     given = result if isinstance(result, tuple) else (result,)
     nbytes = sum(a.nbytes for a in (*arrays, *given) if isinstance(a, ShapeArray))
     work.passes = Counter({KernelPass(kernel, itemsize, nbytes): 1})
-    record_work(work)
+    add_counted_work(work)
     return result, work
 
 

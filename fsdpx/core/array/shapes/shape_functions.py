@@ -13,9 +13,9 @@ import numpy as np
 from fsdpx.core.array.shapes.array import (
     ShapeArray,
     find_result_dtype,
-    make_broadcast_result_shape,
+    make_shape_only_broadcast_result,
     make_shape_only_reduction,
-    matmul_shapes,
+    matmul_shape_only,
 )
 from fsdpx.core.array.shapes.flop_counter import record_flops, record_product, record_traffic
 
@@ -250,8 +250,8 @@ def tensordot(a: Array, b: Array, axes: Any = 2) -> ShapeArray:
 
 def dot(a: Array, b: Array) -> Any:
     if min(len(_get_shape(a)), len(_get_shape(b))) == 0:
-        return make_broadcast_result_shape(np.multiply, a, b)
-    return matmul_shapes(a, b) if max(a.ndim, b.ndim) <= 2 else tensordot(a, b, ([-1], [max(b.ndim - 2, 0)]))
+        return make_shape_only_broadcast_result(np.multiply, a, b)
+    return matmul_shape_only(a, b) if max(a.ndim, b.ndim) <= 2 else tensordot(a, b, ([-1], [max(b.ndim - 2, 0)]))
 
 
 def _iterate_fft_functions() -> Iterator[tuple[str, Callable[..., ShapeArray]]]:
@@ -263,7 +263,7 @@ def _iterate_fft_functions() -> Iterator[tuple[str, Callable[..., ShapeArray]]]:
 
 def _make_fft_function(name: str) -> Callable[..., ShapeArray]:
     def transform_shape(x: Array, n: int | None = None, axis: int = -1, norm: str | None = None) -> ShapeArray:
-        return _fft_shape(name, x, None if n is None else (n,), (axis,))
+        return _make_shape_only_fft_result(name, x, None if n is None else (n,), (axis,))
 
     return transform_shape
 
@@ -271,12 +271,12 @@ def _make_fft_function(name: str) -> Callable[..., ShapeArray]:
 def _make_nd_fft_function(name: str, usual: tuple[int, ...] | None) -> Callable[..., ShapeArray]:
     def transform_shape(x: Array, s: Any = None, axes: Any = usual, norm: str | None = None) -> ShapeArray:
         dims = axes if axes is not None else range(-len(s), 0) if s is not None else range(x.ndim)
-        return _fft_shape(name, x, s, tuple(dims))
+        return _make_shape_only_fft_result(name, x, s, tuple(dims))
 
     return transform_shape
 
 
-def _fft_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
+def _make_shape_only_fft_result(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
     """Return the shape-only result of the fast Fourier transform `name`, and count its FLOPs: `5 * N * log2(N)` for N
     complex numbers (Cooley and Tukey 1965), and half as many for real numbers.
 
@@ -349,7 +349,7 @@ def _find_inverse_dtype(given: np.dtype) -> np.dtype:
     return np.linalg.inv(np.eye(1, dtype=given)).dtype
 
 
-def _solve_shape_only(a: Array, b: Array) -> ShapeArray:
+def _linalg_solve_shape_only(a: Array, b: Array) -> ShapeArray:
     _require_square("solve", a)
     n, single = a.shape[-1], b.ndim == 1
     columns = 1 if single else b.shape[-1]
@@ -371,6 +371,6 @@ def _norm_shape(x: Array, ord: Any = None, axis: Any = None, keepdims: bool = Fa
 linalg = NestedNamespace(
     np.linalg, inv=_make_shape_only_matrix_function("inv", lambda n: 2 * n**3),
     det=_make_shape_only_matrix_function("det", lambda n: 2 * n**3 / 3, drops=True),
-    cholesky=_make_shape_only_matrix_function("cholesky", lambda n: n**3 / 3), solve=_solve_shape_only,
+    cholesky=_make_shape_only_matrix_function("cholesky", lambda n: n**3 / 3), solve=_linalg_solve_shape_only,
     norm=_norm_shape, LinAlgError=np.linalg.LinAlgError,
 )  # fmt: skip

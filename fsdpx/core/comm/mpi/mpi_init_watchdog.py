@@ -117,7 +117,7 @@ def _format_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
+def wait_and_list_unstarted_ranks(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
     """Wait for `seconds` seconds, and return the ranks that are still waiting. Return {} early if MPI has been
     initialized or no rank is waiting any longer."""
     due, listens = time.monotonic() + seconds, [0]
@@ -154,7 +154,7 @@ def _send_signal_if_alive(owner: str, number: signal.Signals) -> None:
 def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, keep: str) -> None:
     """Watch the initialization of MPI until it succeeds or times out. If `keep` is "keep", leave the marker files for
     `fsdpx run`, which reads and removes them."""
-    missing = wait_for_start_or_timeout(folder, float(seconds))
+    missing = wait_and_list_unstarted_ranks(folder, float(seconds))
     if missing:
         sys.stderr.write(describe_missing_ranks(missing, float(seconds), int(size), int(local_size), launcher != "0"))
         sys.stderr.flush()

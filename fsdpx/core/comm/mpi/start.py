@@ -53,7 +53,7 @@ def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LE
     old = time.time() - seconds
     files_there = (path for name in LEFTOVER_PATTERNS for path in folder.glob(name) if not path.is_dir())
     stale_files = sorted(path for path in files_there if is_owned_by_user(path) and _get_write_time(path) < old)
-    used = _find_mapped_files(folder) if stale_files else set()
+    used = _find_files_mapped_by_processes(folder) if stale_files else set()
     return [path for path in stale_files if str(path) not in used]
 
 
@@ -81,7 +81,9 @@ def _has_open_mpi_session_ended(folder: Path) -> bool:
         and _get_write_time(folder) < time.time() - _SECONDS_TO_BEGIN
         and not is_process_alive(process)
     )
-    return over and not any(Path(path).is_relative_to(folder) for path in _find_mapped_files(folder.parent))
+    return over and not any(
+        Path(path).is_relative_to(folder) for path in _find_files_mapped_by_processes(folder.parent)
+    )
 
 
 def _get_write_time(path: Path) -> float:
@@ -91,7 +93,7 @@ def _get_write_time(path: Path) -> float:
     return math.inf
 
 
-def _find_mapped_files(folder: Path) -> set[str]:
+def _find_files_mapped_by_processes(folder: Path) -> set[str]:
     """Return the files in `folder` that running processes map. Processes whose memory maps this process may not read
     are ignored."""
     mapped_paths = set()

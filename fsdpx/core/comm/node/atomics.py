@@ -74,7 +74,7 @@ def fence_stores(typingctx: Any) -> Any:
 
 
 @intrinsic
-def get_byte_size(typingctx: Any, x: Any) -> Any:
+def get_type_size(typingctx: Any, x: Any) -> Any:
     """Return the size in bytes of the type of `x`."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -218,7 +218,7 @@ def _compile_rank_sum_functions(name, through, kind):
             load_acquire(row + 8 * WRITTEN),
             load_acquire(row + 8 * DIVISOR),
         )
-        itemsize = get_byte_size(zero)
+        itemsize = get_type_size(zero)
         end, index, stride = load_acquire(row + 8 * ELEMENTS) * itemsize, 0, LINES_PER_STEP * LINE_BYTES
         sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + ADDRESS_WORDS) * ranks)
         while (

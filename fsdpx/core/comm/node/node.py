@@ -155,7 +155,7 @@ class NodeCommunicator(Backend):
 
     def _free_abandoned_arrays(self) -> None:
         if not self.progress.pending:
-            self.memory.free_abandoned_windows()
+            self.memory.free_windows_of_collected_arrays()
 
     def issue(self, call: Call) -> Handle:
         known = self._find_persistent_collective(
@@ -211,7 +211,7 @@ class NodeCommunicator(Backend):
         into, source = self.memory.find_address(recv), self.memory.find_address(send)
         if into is not None and into.window in self.memory.common:
             if self.lanes is not None:
-                return GeneratorHandle(self.lanes.all_gather_into_host_buffers(call), self.progress)
+                return GeneratorHandle(self.lanes.all_gather_lane_into_host_buffer(call), self.progress)
             return self._start_all_gather_into_host_buffer(call, group, into, source)
         if self.is_single_host and source is not None:
             return self._start_all_gather_by_copying(call, group, source)
@@ -284,14 +284,17 @@ class NodeCommunicator(Backend):
         aside = is_in_place(send, recv) and group.lane > 0
         if self.persistent_code is not None and _has_compiled_sum(call) and not aside and isinstance(recv, np.ndarray):
             return self._start_and_cache_persistent(
-                call, self.persistent_code.make_persistent_sum(group, call, address, pieces), pieces
+                call, self.persistent_code.make_persistent_shared_memory_sum(group, call, address, pieces), pieces
             )
         number, own_part = group.reserve_collective_number(), pieces.get_piece(send, self.rank)
         target = own_part if aside else recv
 
         def add_pieces() -> None:
             reduce_in_rank_order_into(
-                group.view_host_slices(number, own_part, pieces.displs[self.rank]), call.op, [target], call.wire
+                group.view_slices_of_host_ranks(number, own_part, pieces.displs[self.rank]),
+                call.op,
+                [target],
+                call.wire,
             )
 
         return group.start_collective(
@@ -308,14 +311,14 @@ class NodeCommunicator(Backend):
         pieces = make_balanced_partition(buf.size, self.size)
         if self.persistent_code is not None and _has_compiled_sum(call):
             return self._start_and_cache_persistent(
-                call, self.persistent_code.make_persistent_sum(group, call, address, pieces)
+                call, self.persistent_code.make_persistent_shared_memory_sum(group, call, address, pieces)
             )
         number = group.reserve_collective_number()
 
         def add_pieces() -> None:
             """Sum this rank's slice over all ranks, and write the sum to the buffers of all ranks. No lock is needed,
             because slices do not overlap."""
-            slices = group.view_host_slices(number, pieces.get_piece(buf, self.rank), pieces.displs[self.rank])
+            slices = group.view_slices_of_host_ranks(number, pieces.get_piece(buf, self.rank), pieces.displs[self.rank])
             reduce_in_rank_order_into(slices, call.op, slices, call.wire)
 
         return group.start_collective(number, address, call, add_pieces)

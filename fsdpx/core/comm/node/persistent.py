@@ -20,7 +20,7 @@ from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, WindowAddress
 
 __all__ = [
     "MIN_STREAMED_BYTES", "PersistentCollective", "StartedCollective", "compile_collective_kernels",
-    "make_persistent_gather_or_barrier", "make_persistent_sum",
+    "make_persistent_gather_or_barrier", "make_persistent_shared_memory_sum",
 ]  # fmt: skip
 
 SPINS_PER_STEP = 512
@@ -54,7 +54,7 @@ def make_persistent_gather_or_barrier(group: NodeGroup, call: Call, own: Array |
     return PersistentCollective(group, call, atomics.poll_barrier, None, own, _make_argument_row(group, 0, 1, []))
 
 
-def make_persistent_sum(
+def make_persistent_shared_memory_sum(
     group: NodeGroup, call: Call, address: WindowAddress, pieces: FlatPartition
 ) -> PersistentCollective:
     """Return a persistent collective that adds the input arrays of all ranks (the first array of each rank's call).

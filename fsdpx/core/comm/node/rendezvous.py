@@ -185,7 +185,7 @@ class NodeGroup:
         index `index` on the host) has announced this array for collective number `number`."""
         return self.memory.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
-    def view_host_slices(self, number: int, own: Array, start: int) -> list[Array]:
+    def view_slices_of_host_ranks(self, number: int, own: Array, start: int) -> list[Array]:
         """Return one slice for each rank of this host, in rank order. Each slice is part of the array that its rank has
         announced for collective number `number`. It begins at element `start` and is as long as `own`, which is the
         slice of this rank."""
@@ -238,7 +238,7 @@ class HostLanes:
 
         yield group.start_collective(number, address, call, read_pieces)
 
-    def all_gather_into_host_buffers(self, call: Call) -> Iterator[Handle]:
+    def all_gather_lane_into_host_buffer(self, call: Call) -> Iterator[Handle]:
         """Gather into one buffer per host. Each rank of the host receives the pieces of its own lane (the ranks with
         the same index on their hosts)."""
         group, turn = self.host_group, self._reserve_lane_turn()
@@ -262,7 +262,7 @@ class HostLanes:
 
         def add_pieces() -> None:
             for i, rank in enumerate(self.lane):
-                sources = group.view_host_slices(number, pieces.get_piece(send, rank), pieces.displs[rank])
+                sources = group.view_slices_of_host_ranks(number, pieces.get_piece(send, rank), pieces.displs[rank])
                 reduce_in_rank_order_into(sources, _get_partial_op(call.op), [sums.get_piece(partial, i)])
 
         yield group.start_collective(number, address, call, add_pieces)
@@ -281,7 +281,9 @@ class HostLanes:
 
         def add_pieces() -> None:
             reduce_in_rank_order_into(
-                group.view_host_slices(first, own_part, pieces.displs[group.lane]), _get_partial_op(call.op), [own_part]
+                group.view_slices_of_host_ranks(first, own_part, pieces.displs[group.lane]),
+                _get_partial_op(call.op),
+                [own_part],
             )
 
         yield group.start_collective(first, address, call, add_pieces)

@@ -214,7 +214,7 @@ class NodeMemory:
         self._views.clear()
         window.free_memory()
 
-    def free_abandoned_windows(self) -> None:
+    def free_windows_of_collected_arrays(self) -> None:
         """Free the windows (shared memory) of arrays whose owner has been garbage-collected, unless they have already
         been freed."""
         # `pop` raises IndexError if the list is empty, for example because another thread took the last entry

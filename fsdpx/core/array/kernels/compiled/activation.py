@@ -288,7 +288,7 @@ def _add_bias_loop(y, bias):
             y[i, j] = round_to_dtype_of(y, to_float(y[i, j]) + to_float(bias[j]))
 
 
-def _make_add_bias_loop(function: Any) -> Any:
+def _make_add_bias_and_apply_loop(function: Any) -> Any:
     """Return a compiled loop that adds bias to h in place, and computes `y = function(h)`."""
 
     def bias_loop(h, y, bias):
@@ -301,7 +301,10 @@ def _make_add_bias_loop(function: Any) -> Any:
     return jit(bias_loop, name=f"biased_{function.__name__}")
 
 
-_bias_gelu_loop, _bias_gelu_tanh_loop = _make_add_bias_loop(compute_gelu), _make_add_bias_loop(compute_gelu_tanh)
+_bias_gelu_loop, _bias_gelu_tanh_loop = (
+    _make_add_bias_and_apply_loop(compute_gelu),
+    _make_add_bias_and_apply_loop(compute_gelu_tanh),
+)
 
 
 @jit

@@ -23,7 +23,7 @@ from fsdpx.core.base.processor import read_cpuinfo_field
 
 __all__ = [
     "SIZE_MULTIPLE", "attention_backward_into", "attention_forward_into", "copy_bytes", "has_bf16_dot_instruction",
-    "interleave_row_pairs", "multiply_tiles_into", "round_up_to_multiple", "transpose_number_pairs_into",
+    "interleave_row_pairs", "multiply_bfloat16_into", "round_up_to_multiple", "transpose_number_pairs_into",
 ]  # fmt: skip
 
 LANES = 16
@@ -47,7 +47,7 @@ def round_up_to_multiple(size):
 
 
 @jit
-def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
+def multiply_bfloat16_into(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
     """Compute `c = a @ b`, or `c += a @ b` if `add` is true, for bfloat16 matrices a and b and a float32 matrix c. The
     matrices are passed as addresses.
 
@@ -98,7 +98,7 @@ def copy_bytes(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
 @intrinsic
 def _multiply_tile_into(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: Any, c: Any, c_row: Any,
           words: Any, add: Any) -> Any:  # fmt: skip
-    """Compute one tile (ROWS rows by VECTORS vectors) of the result of `multiply_tiles_into`, with all sums in
+    """Compute one tile (ROWS rows by VECTORS vectors) of the result of `multiply_bfloat16_into`, with all sums in
     registers."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -239,7 +239,7 @@ def _exponentiate_row_into_and_sum(x, top, p):
 
 
 @jit
-def _softmax_backward_row_into(s, dp, scale, lse, along, p, ds, seen):
+def _compute_row_probs_and_score_gradients(s, dp, scale, lse, along, p, ds, seen):
     """Compute a row of attention probabilities, `p = exp(s * scale - lse)`, and a row of score gradients,
     `ds = p * (dp - along) * scale`. Both are 0 at index `seen` and above. `along` is the dot product of the row's
     output and the gradient of this output."""
@@ -292,14 +292,14 @@ def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
             stop = min(start + BLOCK, time)
             rows, there = stop - start, round_up_to_multiple(min(stop, full)) if causal else length
             _copy_head_rows_into(q, b, h, start, stop, block)
-            multiply_tiles_into(block.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
+            multiply_bfloat16_into(block.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
                      s.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
             for i in range(rows):
                 top = _scale_mask_and_find_row_max(s[i, :there], scale, start + i + 1 if causal else full)
                 total = _exponentiate_row_into_and_sum(s[i, :there], top, p[i, :there])
                 shares[i] = np.float32(1) / total
                 lse[b, h, start + i] = top + np.log(total)
-            multiply_tiles_into(p.ctypes.data, 2 * length, 4, values.ctypes.data, 4 * width,
+            multiply_bfloat16_into(p.ctypes.data, 2 * length, 4, values.ctypes.data, 4 * width,
                      sums.ctypes.data, 4 * width, rows, width, there // 2, False)  # fmt: skip
             _write_scaled_head_rows(o, b, h, start, stop, sums, shares[:rows], block)
 
@@ -343,16 +343,16 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
                 _copy_head_rows_into(o, b, h, start, stop, results)
                 for rest in (queries, slopes, p, ds):
                     rest[rows:even] = 0
-                multiply_tiles_into(queries.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
+                multiply_bfloat16_into(queries.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
                          s.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
-                multiply_tiles_into(slopes.ctypes.data, 2 * width, 4, values.ctypes.data, 4 * length,
+                multiply_bfloat16_into(slopes.ctypes.data, 2 * width, 4, values.ctypes.data, 4 * length,
                          dp.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
                 for i in range(rows):
                     along, seen = dot_product(slopes[i], results[i]), start + i + 1 if causal else full
-                    _softmax_backward_row_into(
+                    _compute_row_probs_and_score_gradients(
                         s[i], dp[i], scale, lse[b, h, start + i], along, p[i, :there], ds[i, :there], seen
                     )
-                multiply_tiles_into(ds.ctypes.data, 2 * length, 4, ways.ctypes.data, 4 * width,
+                multiply_bfloat16_into(ds.ctypes.data, 2 * length, 4, ways.ctypes.data, 4 * width,
                          sums_q.ctypes.data, 4 * width, rows, width, there // 2, False)  # fmt: skip
                 _write_scaled_head_rows(dq, b, h, start, stop, sums_q, ones[:rows], results)
                 more = start < end or h > g * group
@@ -361,7 +361,7 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
                         left.ctypes.data, 2 * length, even, there, seen_words[n].ctypes.data, 4 * length
                     )
                     interleave_row_pairs(right.ctypes.data, 2 * width, even, width, words[n].ctypes.data, 4 * width)
-                    multiply_tiles_into(seen_words[n].ctypes.data, 4, 4 * length, words[n].ctypes.data, 4 * width,
+                    multiply_bfloat16_into(seen_words[n].ctypes.data, 4, 4 * length, words[n].ctypes.data, 4 * width,
                              sums[n].ctypes.data, 4 * width, there, width, even // 2, more)  # fmt: skip
         _write_scaled_head_rows(dk, b, g, 0, full, sums[0], ones[:full], plain)
         _write_scaled_head_rows(dv, b, g, 0, full, sums[1], ones[:full], plain)

@@ -19,7 +19,7 @@ from fsdpx.core.array.namespace import parse_dtype
 __all__ = [
     "HALF", "INFINITY_BITS", "REAL", "REST", "SIGN", "WORD", "accumulation_dtype", "accumulation_zero",
     "as_contiguous", "assume_unit_stride", "call_plain_kernel", "dot_product", "exponentiate_in_place", "find_row_max",
-    "from_bfloat16_bits", "keep_alive", "prefetch_bytes_after", "round_to_dtype_of", "sum_row",
+    "from_bfloat16_bits", "keep_alive", "prefetch_array_size_ahead", "round_to_dtype_of", "sum_row",
     "sum_squared_deviations", "to_bfloat16_bits", "to_float", "view_bits_as_bfloat16", "widen_into",
 ]  # fmt: skip
 
@@ -148,7 +148,7 @@ def keep_alive(*arrays):
 
 
 @register_jitable
-def prefetch_bytes_after(x, ahead):
+def prefetch_array_size_ahead(x, ahead):
     """Prefetch as many bytes as x has, beginning `ahead` bytes after the start of x.
 
     The hardware stops prefetching at the end of each 4 KiB page, so without this function, a core that reads a single

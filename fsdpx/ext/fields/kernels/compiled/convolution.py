@@ -219,7 +219,7 @@ _to_weight = make_winograd_output_loop(_transpose(G), TILE, "to_weight")
 
 
 @jit
-def _multiply_planes(first, last, gemm_address, out, a, b, m, n, k, accumulate):
+def _multiply_transposed_planes_into(first, last, gemm_address, out, a, b, m, n, k, accumulate):
     """Compute `a[t].T @ b[t]` with BLAS for each plane t from `first` to `last`. Write the result to out[t], or add it
     to out[t] if `accumulate`."""
     one = out.dtype.type(1)
@@ -284,7 +284,9 @@ def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, p
         dm, v = _allocate_planes(x, (stop - start) * outer), _allocate_planes(x, (stop - start) * inner)
         parallel_for_range(_of_gradient, start, stop, dy, dm, start, 0, down, right)
         parallel_for_range(_of_input, start, stop, x, v, start, -padding, down, right)
-        parallel_for_range(_multiply_planes, 0, PLANES, gemm_address, du, dm, v, outer, inner, stop - start, start > 0)
+        parallel_for_range(
+            _multiply_transposed_planes_into, 0, PLANES, gemm_address, du, dm, v, outer, inner, stop - start, start > 0
+        )
     if x.shape[0]:
         parallel_for_range(_to_weight, 0, outer, dw, du, 0, 0, 1, 1)
     return dw
@@ -441,7 +443,7 @@ def correlate_backward_params(
     gemm_address, shape = blas.get_gemm_address(x.dtype), weight[0].shape
     algorithm = _choose_algorithm(strides, shape, x.shape, dy.shape[2:], bool(gemm_address))
     if algorithm == "winograd":
-        write_or_add_channels_first(
+        write_or_add_as_channels_first(
             weight, winograd_backward_weight(gemm_address, to_channels_last(x), as_contiguous(slope), -strides.first[0])
         )
         return
@@ -520,7 +522,7 @@ def _as_matrix(kernel: np.ndarray) -> np.ndarray:
     return kernel.reshape(kernel.shape[0], math.prod(kernel.shape[1:]))
 
 
-def write_or_add_channels_first(target: Any, cells: np.ndarray) -> None:
+def write_or_add_as_channels_first(target: Any, cells: np.ndarray) -> None:
     """Write the gradient `cells`, which has channels last, to an array with channels first, or add it to this array.
     `target` is (array, whether to add)."""
     out, add = target

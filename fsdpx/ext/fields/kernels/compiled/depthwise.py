@@ -23,9 +23,9 @@ from fsdpx.ext.fields.kernels.compiled.direct import (
     direct_backward_input,
     get_address,
     locate_line_in_runs,
+    make_direct_convolution_arguments,
     make_strip_convolution_loop,
     make_weight_gradient_loop,
-    plan_direct_convolution,
     reshape_to_three_dims,
     round_up_to_lanes,
 )
@@ -187,7 +187,9 @@ def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: Window
     if not dy.size:
         return
     slope, field = _pad_channels(dy), _repeat_channels(x, dy.shape[-1])
-    plan = plan_direct_convolution(strides, None, field.shape, field.strides, slope.shape, slope.strides, True)
+    plan = make_direct_convolution_arguments(
+        strides, None, field.shape, field.strides, slope.shape, slope.strides, True
+    )
     if plan is None:
         return
     places, sizes, _, *rest = plan
@@ -206,7 +208,11 @@ def _convolve_full_vectors(
     """Convolve each group of channels of x with its kernels in `weight` (channels, size of a group, *kernel). The other
     arguments are the same as for `convolve_direct`. The channels of x and y must fill whole vectors; weight and bias
     may have fewer channels."""
-    plan = plan_direct_convolution(strides, places, x.shape, x.strides, y.shape, y.strides, add) if y.size else None
+    plan = (
+        make_direct_convolution_arguments(strides, places, x.shape, x.strides, y.shape, y.strides, add)
+        if y.size
+        else None
+    )
     if plan is None:
         return
     found, sizes, lines, *rest = plan

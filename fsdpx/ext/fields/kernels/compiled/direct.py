@@ -26,10 +26,26 @@ from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
 __all__ = [
-    "NARROW", "NARROW_ROWS", "NEAR_BYTES", "WIDE", "WIDE_ROWS", "choose_strip_output_count", "compute_line_by_strips",
-    "convolve_direct", "direct_add_weight_gradient", "direct_backward_input", "emit_load", "emit_offset",
-    "emit_pointer_cast", "get_address", "locate_line_in_runs", "make_strip_convolution_loop",
-    "make_weight_gradient_loop", "plan_direct_convolution", "reshape_to_three_dims", "round_up_to_lanes",
+    "NARROW",
+    "NARROW_ROWS",
+    "NEAR_BYTES",
+    "WIDE",
+    "WIDE_ROWS",
+    "choose_strip_output_count",
+    "compute_line_by_strips",
+    "convolve_direct",
+    "direct_add_weight_gradient",
+    "direct_backward_input",
+    "emit_load",
+    "emit_offset",
+    "emit_pointer_cast",
+    "get_address",
+    "locate_line_in_runs",
+    "make_direct_convolution_arguments",
+    "make_strip_convolution_loop",
+    "make_weight_gradient_loop",
+    "reshape_to_three_dims",
+    "round_up_to_lanes",
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
@@ -115,7 +131,7 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
 
         three = types.UniTuple(types.int64, 3)
         signature = types.void(like, *[types.int64] * 8, three, three, three, types.int64)
-        return signature, emit_as_function(emit_ir) if depthwise else emit_ir
+        return signature, emit_as_noinline_function(emit_ir) if depthwise else emit_ir
 
     return run_strip
 
@@ -215,12 +231,12 @@ def make_weight_gradient_loop(nbytes: int, max_rows: int, depthwise: bool = Fals
             emit_switch_on_size(builder, rows, max_rows, emit_outer)
 
         two = types.UniTuple(types.int64, 2)
-        return types.void(like, *[types.int64] * 5, two, two, two), emit_as_function(emit_ir)
+        return types.void(like, *[types.int64] * 5, two, two, two), emit_as_noinline_function(emit_ir)
 
     return run_outer_product
 
 
-def emit_as_function(emit_body: Callable[..., Any]) -> Callable[..., Any]:
+def emit_as_noinline_function(emit_body: Callable[..., Any]) -> Callable[..., Any]:
     """Let an intrinsic emit its code as a function that LLVM does not inline: it compiles in half the time and runs as
     fast."""
 
@@ -551,7 +567,7 @@ def convolve_direct(
     offset, step) for each dim, and the input and output channels of the weight are swapped."""
     if not y.size:
         return
-    plan = plan_direct_convolution(strides, places, x.shape, x.strides, y.shape, y.strides, add)
+    plan = make_direct_convolution_arguments(strides, places, x.shape, x.strides, y.shape, y.strides, add)
     if plan is None:
         return
     found, sizes, lines, *rest = plan
@@ -565,7 +581,7 @@ def convolve_direct(
 
 
 @lru_cache(1 << 10)
-def plan_direct_convolution(
+def make_direct_convolution_arguments(
     strides: WindowStrides, places: Any, x: tuple[int, ...], x_strides: tuple[int, ...], y: tuple[int, ...],
     y_strides: tuple[int, ...], add: bool,
 ) -> tuple[Any, ...] | None:  # fmt: skip
@@ -577,7 +593,7 @@ def plan_direct_convolution(
     if places is None:
         places = (*((1, 0, 1),) * (3 - len(strides.kernel)), *((k, 0, 1) for k in strides.kernel))
     strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
-    runs = _find_output_runs(strides, y[1:-1], x[1:-1], add)
+    runs = _find_runs_with_equal_offsets(strides, y[1:-1], x[1:-1], add)
     if runs is None:
         return None
     met = zip(runs.met, places, strict=True)
@@ -597,7 +613,7 @@ def direct_backward_input(
     use the same weights, but their outputs are shifted by one. Therefore, dx is computed one phase at a time. A phase
     is a set of cells spaced one stride apart, and its gradient is a convolution of dy with stride 1, which `convolve`
     computes."""
-    for into, places, reverse in _plan_phases(strides):
+    for into, places, reverse in _plan_stride_phases(strides):
         part = dx[into]
         if all(many for many, *_ in places):
             convolve(dy, weight, bias, reverse, part, False, places)
@@ -606,7 +622,9 @@ def direct_backward_input(
 
 
 @lru_cache(1 << 10)
-def _plan_phases(strides: WindowStrides) -> list[tuple[tuple[slice, ...], tuple[tuple[int, ...], ...], WindowStrides]]:
+def _plan_stride_phases(
+    strides: WindowStrides,
+) -> list[tuple[tuple[slice, ...], tuple[tuple[int, ...], ...], WindowStrides]]:
     """Return (cells, places, strides) for each phase. A phase is a set of cells spaced one stride apart. `cells` is the
     index of the cells. `places` and `strides` are the arguments for `convolve_direct` to compute the gradient at these
     cells."""
@@ -634,7 +652,7 @@ def direct_add_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStr
     if outputs < lanes:
         dy, narrow = np.zeros((*dy.shape[:-1], lanes), dy.dtype), dy
         dy[..., :outputs] = narrow
-    plan = plan_direct_convolution(strides, None, x.shape, x.strides, dy.shape, dy.strides, True)
+    plan = make_direct_convolution_arguments(strides, None, x.shape, x.strides, dy.shape, dy.strides, True)
     if plan is None:
         return
     places, sizes, _, *rest = plan
@@ -682,7 +700,7 @@ class _OutputRuns(NamedTuple):
     lines: int
 
 
-def _find_output_runs(
+def _find_runs_with_equal_offsets(
     strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool
 ) -> _OutputRuns | None:
     """Find the runs of outputs that have the same window offsets inside the field. Return None if there are no outputs.

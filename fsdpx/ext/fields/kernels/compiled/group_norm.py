@@ -49,7 +49,7 @@ _sum_block_moments = make_column_loop(_emit_moments, False)
 
 
 @jit
-def _merge_moments_of_blocks(start, stop, x, out):
+def _compute_column_moments(start, stop, x, out):
     """Compute the mean of columns `start` to `stop` of x in out[0], and their sum of squared deviations in out[1]."""
     zero = accumulation_zero(x)
     centre, along, squares = np.full(stop - start, zero), np.full(stop - start, zero), np.full(stop - start, zero)
@@ -70,7 +70,7 @@ def _merge_moments_of_blocks(start, stop, x, out):
 @jit
 def _moments_loop(x, out):
     for n in range(x.shape[0]):
-        _merge_moments_of_blocks(0, x.shape[2], x[n], out[n])
+        _compute_column_moments(0, x.shape[2], x[n], out[n])
 
 
 @jit
@@ -138,7 +138,7 @@ def _normalize_samples_loop(x, y, mean, rstd, groups, eps, weight, bias):
     moments, values = np.empty((2, x.shape[2])), np.empty((3, x.shape[2]), mean.dtype)
     for n in range(x.shape[0]):
         moments[:] = 0
-        _merge_moments_of_blocks(0, x.shape[2], x[n], moments)
+        _compute_column_moments(0, x.shape[2], x[n], moments)
         _finish_statistics(moments, x.shape[1], groups, eps, weight, bias, mean[n], rstd[n], values)
         affine_loop(x[n], y[n], values[0], values[1], values[2])
 
@@ -180,7 +180,7 @@ def _backward_input_of_samples_loop(x, dy, dx, mean, rstd, sums, groups, weight)
 
 
 @lru_cache(1 << 10)
-def _find_row_shape(shape: tuple[int, ...]) -> tuple[int, tuple[int, int, int]]:
+def _find_loop_row_size_and_shape(shape: tuple[int, ...]) -> tuple[int, tuple[int, int, int]]:
     """Return the number of neighboring cells of a field (samples, *cells, channels) that the loops read as one row, and
     the shape (samples, rows, elements) of the field divided into such rows."""
     cells, channels = math.prod(shape[1:-1]), shape[-1]
@@ -196,7 +196,7 @@ def _repeat_for_row(a: np.ndarray, x: np.ndarray, per_row: int) -> np.ndarray:
     return values if per_row == 1 else np.tile(values, (1, per_row))
 
 
-def _run_over_samples(
+def _run_loop_over_samples_in_threads(
     loop: Callable[..., Any], of_sample: Callable[..., Any], arrays: tuple[Any, ...], *options: Any
 ) -> None:
     """Call `loop(*arrays, *options)` with the samples split over threads. If there are fewer samples than threads, call
@@ -211,10 +211,12 @@ def _run_over_samples(
 @register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3),))
 def channel_means_and_square_deviations(xp: Any, x: np.ndarray) -> np.ndarray:
     field = to_channels_last(x)
-    per_row, shape = _find_row_shape(field.shape)
+    per_row, shape = _find_loop_row_size_and_shape(field.shape)
     rows = field.reshape(shape)
     out = np.zeros((rows.shape[0], 2, rows.shape[2]))
-    _run_over_samples(_moments_loop, lambda s: parallel.parallel_for_columns(_merge_moments_of_blocks, *s), (rows, out))
+    _run_loop_over_samples_in_threads(
+        _moments_loop, lambda s: parallel.parallel_for_columns(_compute_column_moments, *s), (rows, out)
+    )
     moments = out.transpose(1, 0, 2)
     if per_row == 1:
         return moments
@@ -227,10 +229,10 @@ def channel_means_and_square_deviations(xp: Any, x: np.ndarray) -> np.ndarray:
 @register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3), *(np.zeros((2, 1), s.dtype),) * 3))
 def group_norm_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any) -> np.ndarray:
     field = to_channels_last(x)
-    per_row, shape = _find_row_shape(field.shape)
+    per_row, shape = _find_loop_row_size_and_shape(field.shape)
     rows, y = field.reshape(shape), np.empty_like(field)
     values = [_repeat_for_row(a, x, per_row) for a in (mean, scale, shift)]
-    _run_over_samples(
+    _run_loop_over_samples_in_threads(
         _affine_of_samples_loop,
         lambda s: parallel.parallel_for_rows(affine_loop, s[:2], *s[2:]),
         (rows, y.reshape(shape), *values),
@@ -241,10 +243,10 @@ def group_norm_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any)
 @register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3), x.reshape(2, 1, 3), *(np.zeros((2, 1), s.dtype),) * 2))
 def group_norm_gradient_sums(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any) -> np.ndarray:
     field, slope = to_channels_last(x), to_channels_last(dy)
-    per_row, shape = _find_row_shape(field.shape)
+    per_row, shape = _find_loop_row_size_and_shape(field.shape)
     rows, values = field.reshape(shape), [_repeat_for_row(a, x, per_row) for a in (mean, rstd)]
     out = np.zeros((rows.shape[0], 2, rows.shape[2]))
-    _run_over_samples(
+    _run_loop_over_samples_in_threads(
         _gradient_sums_loop,
         lambda s: parallel.parallel_for_columns(add_channel_gradient_sums, *s),
         (rows, slope.reshape(shape), *values, out),
@@ -257,10 +259,10 @@ def group_norm_backward(
     xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, scale: Any, along: Any, across: Any
 ) -> np.ndarray:
     field, slope = to_channels_last(x), to_channels_last(dy)
-    per_row, shape = _find_row_shape(field.shape)
+    per_row, shape = _find_loop_row_size_and_shape(field.shape)
     rows, dx = field.reshape(shape), np.empty_like(field)
     values = [_repeat_for_row(a, x, per_row) for a in (mean, scale, along, across)]
-    _run_over_samples(
+    _run_loop_over_samples_in_threads(
         _backward_of_samples_loop,
         lambda s: parallel.parallel_for_rows(_backward_loop, s[:3], *s[3:]),
         (rows, slope.reshape(shape), dx.reshape(shape), *values),
@@ -280,7 +282,7 @@ def _convert_or_fill(values: np.ndarray | None, default: float, x: np.ndarray) -
 @register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3), np.ones(1, s.dtype), None, 1, 1e-5))
 def group_norm(xp: Any, x: np.ndarray, weight: Any, bias: Any, groups: int, eps: float) -> tuple[np.ndarray, ...]:
     field = to_channels_last(x)
-    shape, y = _find_row_shape(field.shape)[1], np.empty_like(field)
+    shape, y = _find_loop_row_size_and_shape(field.shape)[1], np.empty_like(field)
     statistics = np.empty((2, *x.shape[:2]), accumulation_dtype(x.dtype))
     arrays = field.reshape(shape), y.reshape(shape), *statistics
     options = groups, float(eps), _convert_or_fill(weight, 1.0, x), _convert_or_fill(bias, 0.0, x)
@@ -288,11 +290,11 @@ def group_norm(xp: Any, x: np.ndarray, weight: Any, bias: Any, groups: int, eps:
     def normalize_sample(sample: tuple[np.ndarray, ...]) -> None:
         rows, out, mean, rstd = sample
         moments, values = np.zeros((2, rows.shape[1])), np.empty((3, rows.shape[1]), mean.dtype)
-        parallel.parallel_for_columns(_merge_moments_of_blocks, rows, moments)
+        parallel.parallel_for_columns(_compute_column_moments, rows, moments)
         _finish_statistics(moments, rows.shape[0], *options, mean, rstd, values)
         parallel.parallel_for_rows(affine_loop, (rows, out), *values)
 
-    _run_over_samples(_normalize_samples_loop, normalize_sample, arrays, *options)
+    _run_loop_over_samples_in_threads(_normalize_samples_loop, normalize_sample, arrays, *options)
     return view_channels_first(y), *statistics
 
 
@@ -303,7 +305,7 @@ def group_norm_backward_input(
     xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any, weight: Any, groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
     field, slope = to_channels_last(x), to_channels_last(dy)
-    (per_row, shape), dx = _find_row_shape(field.shape), np.empty_like(field)
+    (per_row, shape), dx = _find_loop_row_size_and_shape(field.shape), np.empty_like(field)
     sums, options = np.empty((x.shape[0], 2, x.shape[1])), (groups, _convert_or_fill(weight, 1.0, x))
     arrays = *(a.reshape(shape) for a in (field, slope, dx)), as_contiguous(mean), as_contiguous(rstd), sums
 
@@ -315,5 +317,5 @@ def group_norm_backward_input(
         _finish_gradient_sums(of_columns, rows.shape[0], *options, centre, factor, into, values)
         parallel.parallel_for_rows(_backward_loop, (rows, drows, out), *values)
 
-    _run_over_samples(_backward_input_of_samples_loop, differentiate_sample, arrays, *options)
+    _run_loop_over_samples_in_threads(_backward_input_of_samples_loop, differentiate_sample, arrays, *options)
     return view_channels_first(dx), sums.transpose(1, 0, 2)
