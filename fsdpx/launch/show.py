@@ -423,7 +423,7 @@ def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: floa
 
 @contextmanager
 def converting_write_errors(path: Any) -> Iterator[None]:
-    """Context manager that converts errors that occur while `path` is written to a ConfigError."""
+    """Context manager that raises a ConfigError if `path` cannot be written."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -30,8 +30,8 @@ PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
 
 
 def make_calls_of_all_memory_bound_kernels(xp: Any, name: str, nbytes: int) -> list[Call]:
-    """Return functions that call each memory-bound kernel in the number format `name`. Each call reads and writes
-    about `nbytes` bytes."""
+    """Return one function per memory-bound kernel, which calls the kernel on arrays of dtype `name`. Each call
+    reads and writes about `nbytes` bytes."""
     kind = parse_dtype(name)
     n = max(nbytes // (3 * kind.itemsize) // 1024, 1) * 1024 // WIDTH
     a, b, c = (xp.full((n, WIDTH), 0.5, dtype=kind) for _ in range(3))

@@ -171,7 +171,7 @@ class StepTimes:
         """Return the time in seconds of the communication call `verb`, such as "all_reduce", in which this rank sends
         `nbytes` bytes. A collective takes the time of the fastest of three algorithms.
 
-        - ring: each step has the largest latency, and bytes move at the speed of the slowest link
+        - ring: each step takes the largest latency of all links, and bytes move at the speed of the slowest link
         - tree: for an all-reduce, log2(ranks) steps in each direction, each of which sends the full array; for small
           MPI messages, log2(ranks) steps that send everything received so far (Bruck et al. 1997)
         - hierarchy: one network level after another; each level transfers the bytes that remain after the levels below

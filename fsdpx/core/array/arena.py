@@ -165,7 +165,7 @@ class WindowMemory(Protocol):
 
     @property
     def xp(self) -> Any:
-        """Array module of the arrays that this memory allocates."""
+        """Array module (NumPy or CuPy) of the arrays in this memory."""
         ...
 
     def allocate_shared(self, nbytes: int) -> Any:

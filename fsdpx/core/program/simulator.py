@@ -153,7 +153,7 @@ class Deadlock:
 def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
     """Simulate the tasks of all ranks until all tasks are done or none can run. Return the events of each rank, and the
     ranks that do not finish."""
-    # for each key, the number of unfinished tasks that complete it
+    # unfinished tasks per key: a key is complete when its last task ends
     left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])
     ends, lanes, free = dict[Hashable, float](), dict[Hashable, float](), [0.0] * len(rows)
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]

@@ -256,9 +256,9 @@ def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
 
 
 def _convert_input_dtype(placement: Placement, name: str, array: Any, takes: str) -> Any:
-    """Convert an input to the dtype that the layers reading it expect. `takes` describes how these layers use the
-    input, for example as "numbers". Raise DataError if an integer is too large for the dtype in which the model
-    computes."""
+    """Convert an input to the dtype that the layers reading it expect. `takes` says what the elements of the input
+    stand for, such as "numbers" or "indices". Raise DataError if an integer is too large for the dtype in which the
+    model computes."""
     compute = placement.formats.compute
     largest = LARGEST_INTEGERS.get(compute) if takes == "numbers" and array.dtype.kind in "iu" else None
     if largest is not None and array.size and max(-int(array.min()), int(array.max())) > largest:

@@ -341,8 +341,7 @@ def _require_xy_pair(which: str, batch: Any) -> Any:
 
 
 def _has_experts(placement: Placement) -> bool:
-    """Return whether the model has a mixture-of-experts layer, whose load `trainer.inspect.gather_expert_load`
-    reports."""
+    """Return whether the model has a mixture-of-experts layer."""
     return any(layer.routes for node in placement.model.nodes for _, layer in iterate_layers(node.layer))
 
 

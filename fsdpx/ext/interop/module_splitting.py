@@ -124,7 +124,7 @@ def describe_tensor(node: fx.Node) -> TensorValue:
 
 @dataclass(frozen=True)
 class UnitShapes:
-    """Shapes and dtypes of a unit's inputs and output in PyTorch's export."""
+    """Shapes and dtypes of a unit's inputs and output, as `torch.export` reports them."""
 
     reads: Sequence[TensorValue]
     result: TensorValue

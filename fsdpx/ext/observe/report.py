@@ -110,8 +110,7 @@ class ReportSummary:
         return moved / seconds if moved and seconds else None
 
     def compute_hidden_share(self, verb: str) -> float | None:
-        """Return the hidden share of one kind of transfer: of the time when such transfers are pending, the share that
-        overlaps with computation.
+        """Return the share of the pending time of one kind of transfer that overlaps with computation.
 
         Parameters
         ----------

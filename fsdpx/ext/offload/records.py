@@ -62,8 +62,9 @@ class _RecordCache:
 
     Attributes
     ----------
-    numbers : `at` of a record (index of its page, unit or value) -> index of the record
-    there : for each slot (named value of a program) that is in memory, whether its value differs from the value on disk
+    numbers : dict from the page, unit or value of a record (`Slot.at`) to the index of the record
+    there : the slots (named values of a program) that are in memory. A slot maps to True if its value has changed since
+        it was written to disk
     leaving : slots whose values are being written to disk
     stored : activations that are stored on disk
     last : for each slot, the index of the last action that needs it
