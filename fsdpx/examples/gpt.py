@@ -20,7 +20,7 @@ from fsdpx.core.base.messages import format_count
 from fsdpx.errors import ConfigError
 from fsdpx.examples._cli import nonnegative_int, positive_int, run_main
 from fsdpx.examples.models import SIZES, make_gpt
-from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder
+from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder_and_last_arguments
 from fsdpx.launch.run_results import format_summary_line, save_and_print_results
 from fsdpx.models.generation.terminal import TerminalStream, decode_bytes
 from fsdpx.testing.chaos import inject_faults, parse_faults
@@ -163,7 +163,7 @@ def parse_arguments_and_open_run(argv: Sequence[str] | None, comm: Any) -> tuple
     args = made.parse_args(argv)
     if args.no_save:
         return args, None
-    folder, before = agree_on_run_folder("gpt", args.run, args.resume, comm)
+    folder, before = agree_on_run_folder_and_last_arguments("gpt", args.run, args.resume, comm)
     made.set_defaults(**{name: value for name, value in before.items() if name not in PASSING})
     args = made.parse_args(argv)
     if comm.rank == 0:

@@ -25,7 +25,7 @@ from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.core.base.safe_files import can_write_folder
 from fsdpx.core.comm.node.persistent import compile_collective_kernels
 from fsdpx.core.compression import make_codec
-from fsdpx.core.engine.warmup import list_kernel_names, list_warm_up_calls, run_warm_up_calls
+from fsdpx.core.engine.warmup import list_kernel_names, list_warm_up_calls, run_warm_up_calls_from_own_start
 from fsdpx.errors import ConfigError
 from fsdpx.ext.half.rounded import RoundedOptimizer
 from fsdpx.ext.native import code_cache
@@ -59,7 +59,7 @@ def compile_kernels(args: argparse.Namespace) -> str:
         calls += _make_compile_functions(list_model_and_loss_kernels(name), config.resolve_precision(args.precision))
     before, begin = set(folder.glob("*.code")), perf_counter()
     with reporting_if_slow(True, "compiling kernels") as count:
-        run_warm_up_calls(calls, count=count)
+        run_warm_up_calls_from_own_start(calls, count=count)
     what = "all models" if args.all else f"{', '.join(dict.fromkeys(args.example))} in {args.precision}"
     new = set(folder.glob("*.code")) - before
     if not code_cache.can_store_machine_code():

@@ -61,7 +61,7 @@ def main() -> None:
         error = raised
         raise
     finally:
-        note.update(**_make_exit_status_fields(error))
+        note.update(**_make_status_fields_of_exception(error))
 
 
 def escape_colon_words(program: Sequence[str]) -> list[str]:
@@ -114,7 +114,7 @@ class RankStatusWriter:
         self.update(final=True, status=status, error=error)
 
 
-def _make_exit_status_fields(error: BaseException | None) -> dict[str, Any]:
+def _make_status_fields_of_exception(error: BaseException | None) -> dict[str, Any]:
     """Return the fields of the status file for a script that ended with the exception `error`. If `error` is None, the
     script ended normally."""
     if error is None:

@@ -12,7 +12,7 @@ from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.chrome import merge_traces
-from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder, naming_folder_in_errors
+from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder_and_last_arguments, naming_folder_in_errors
 from fsdpx.ext.observe.html_page import write_report_page
 from fsdpx.ext.observe.plots import explain_if_matplotlib_is_missing
 from fsdpx.launch.builder import ModelBuilder
@@ -109,7 +109,7 @@ def train_run_file(args: argparse.Namespace) -> int:
     batches, unit = options.pop("validation_batches", None), options.get("unit", "samples")
     if not (batches is None or (isinstance(batches, int) and batches > 0)):
         raise ConfigError(f"{args.file}: [fit] validation_batches={batches!r}: a whole number, at least 1")
-    folder, _ = agree_on_run_folder(Path(args.file).stem, args.run, args.resume, comm)
+    folder, _ = agree_on_run_folder_and_last_arguments(Path(args.file).stem, args.run, args.resume, comm)
     trainer = builder.build_trainer(comm)
     train_on, held_out = builder.make_loaders(trainer)
     if held_out is not None:

@@ -179,7 +179,7 @@ class ShardSpec:
             return
         last: tuple[int, int] | None = None
         for outer in range(start // row, -(-stop // row)):
-            for first, end in self._iterate_ranges_at_positions(pieces, start - outer * row, stop - outer * row):
+            for first, end in self._slice_concatenated_ranges(pieces, start - outer * row, stop - outer * row):
                 run = (outer * whole + first, outer * whole + end)
                 if last is not None and last[1] == run[0]:
                     last = (last[0], run[1])
@@ -190,7 +190,7 @@ class ShardSpec:
         if last is not None:
             yield last
 
-    def _iterate_ranges_at_positions(
+    def _slice_concatenated_ranges(
         self, pieces: list[tuple[int, int]], start: int, stop: int
     ) -> Iterator[tuple[int, int]]:
         """Yield the parts of the ranges `pieces` that contain positions [start, stop). Positions are counted as if all

@@ -34,8 +34,8 @@ from fsdpx.plan.world_step import (
     Batch,
     WorldStep,
     get_batch_shapes_and_dtypes,
+    get_ranks_per_domain_dim,
     make_world_step,
-    parse_domain_dims,
     require_no_arrays,
     require_no_node_mesh_layers,
     require_positive_int,
@@ -143,7 +143,7 @@ def search(
     if space == ANY_GRID:
         require_no_node_mesh_layers(model, space)
     else:
-        parse_domain_dims(space)
+        get_ranks_per_domain_dim(space)
     if not isinstance(codecs, Sequence):
         raise ConfigError(f"codecs={codecs!r}: a list of codecs is needed, such as ('bf16', 'int8')")
     Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises an error if `mesh` is invalid
@@ -314,7 +314,7 @@ class _Search:
         get at least one sample. In the result, None stands for fields that are not split."""
         space = self.space
         if space is not None and space != ANY_GRID:
-            return [space] if tensor == 1 and data % prod(parse_domain_dims(space)) == 0 else []
+            return [space] if tensor == 1 and data % prod(get_ranks_per_domain_dim(space)) == 0 else []
         found: list[Any] = [None] if data <= self.sample_count else []
         if space is None or tensor > 1:
             return found
@@ -343,7 +343,7 @@ class _Search:
         """Return the width of the pipeline axis, and the number of samples per data rank (rounded up)."""
         mesh, space = chosen["mesh"] or Mesh(), chosen["domain"]
         pipe = mesh.pipe or 1
-        data = self.ranks // pipe // (mesh.tensor or 1) // prod(parse_domain_dims(space))
+        data = self.ranks // pipe // (mesh.tensor or 1) // prod(get_ranks_per_domain_dim(space))
         return pipe, -(-self.sample_count // data)
 
     def try_options(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:

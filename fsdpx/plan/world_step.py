@@ -39,9 +39,18 @@ from fsdpx.plan.peak import MemoryPeak, find_memory_peak
 from fsdpx.plan.time_model import MeshOnMachine, StepTimes
 
 __all__ = [
-    "CONTROL", "Batch", "RankClass", "RankDryRun", "WorldStep", "find_representative_action",
-    "get_batch_shapes_and_dtypes", "make_world_step", "parse_domain_dims", "require_no_arrays",
-    "require_no_node_mesh_layers", "require_positive_int",
+    "CONTROL",
+    "Batch",
+    "RankClass",
+    "RankDryRun",
+    "WorldStep",
+    "find_representative_action",
+    "get_batch_shapes_and_dtypes",
+    "get_ranks_per_domain_dim",
+    "make_world_step",
+    "require_no_arrays",
+    "require_no_node_mesh_layers",
+    "require_positive_int",
 ]  # fmt: skip
 
 LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()
@@ -343,7 +352,7 @@ def _make_domain(space: Any, model: nn.Layer, batch: Batch, mesh: Mesh) -> Domai
     """Return the domain, which says how samples are split over ranks. If `space` is the number of ranks along each dim,
     the domain is a grid that splits the first field of the batch. Raise ConfigError unless the number of ranks that
     share a sample divides the width of the data axis."""
-    if not parse_domain_dims(space):
+    if not get_ranks_per_domain_dim(space):
         return UNSHARDED
     if not isinstance(space, Domain):
         require_no_node_mesh_layers(model, space)
@@ -410,7 +419,7 @@ def require_no_arrays(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}={value!r}: no option of a plan is an array")
 
 
-def parse_domain_dims(space: Any) -> tuple[int, ...]:
+def get_ranks_per_domain_dim(space: Any) -> tuple[int, ...]:
     """Return the number of ranks along each dim of a sample for the value `space` of the option `domain`. Return () if
     samples are not split. Raise ConfigError if `space` is neither a `Domain` nor a sequence of positive integers."""
     dims = getattr(space, "dims", () if space is None else space)

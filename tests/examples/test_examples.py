@@ -18,7 +18,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import ConfigError
 from fsdpx.examples import digits, gpt, models, strategies
-from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder
+from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder_and_last_arguments
 from fsdpx.launch import catalog
 
 ROOT = Path(__file__).parents[2]
@@ -237,7 +237,7 @@ def test_all_ranks_take_the_folder_of_rank_0(tmp_path: Path, monkeypatch: pytest
     def chosen(given: str | None, resume: bool) -> set[str]:
         def take(comm: Communicator) -> str:
             try:
-                folder, arguments = agree_on_run_folder("gpt", given, resume, comm)
+                folder, arguments = agree_on_run_folder_and_last_arguments("gpt", given, resume, comm)
             except ConfigError as error:
                 return str(error)
             return f"{folder.path} {arguments}"
@@ -339,7 +339,10 @@ def test_resume_passes_over_runs_that_made_no_step(tmp_path: Path, monkeypatch: 
     for name in ("gpt-1", "gpt-2"):
         RunFolder(Path("runs", name)).write_config({"lr": 1}, 1)
     (tmp_path / "runs/gpt-1/metrics.jsonl").write_text('{"step": 1}\n')
-    assert agree_on_run_folder("gpt", None, True, make_single_rank_communicator())[0].path.name == "gpt-1"
+    assert (
+        agree_on_run_folder_and_last_arguments("gpt", None, True, make_single_rank_communicator())[0].path.name
+        == "gpt-1"
+    )
 
 
 def test_a_job_that_is_started_again_takes_up_what_it_has_begun(
@@ -354,25 +357,28 @@ def test_a_job_that_is_started_again_takes_up_what_it_has_begun(
         for name, value in variables.items():
             monkeypatch.setenv(name, value.replace("start-0", "start-1"))
         monkeypatch.setenv("FSDPX_RESTART", "1")
-        fresh, arguments = agree_on_run_folder("gpt", None, False, make_single_rank_communicator())
+        fresh, arguments = agree_on_run_folder_and_last_arguments("gpt", None, False, make_single_rank_communicator())
         assert (fresh.config_path.exists(), arguments) == (False, {})
-        assert agree_on_run_folder("gpt", "named", False, make_single_rank_communicator())[1] == {}
+        assert agree_on_run_folder_and_last_arguments("gpt", "named", False, make_single_rank_communicator())[1] == {}
         assert (
-            agree_on_run_folder("gpt", None, True, make_single_rank_communicator())[0] == old
+            agree_on_run_folder_and_last_arguments("gpt", None, True, make_single_rank_communicator())[0] == old
         )  # asked for by name of the option
         with pytest.raises(ConfigError, match=r"runs/gpt-1 holds a run: resume it with --resume"):
-            agree_on_run_folder("gpt", str(old.path), False, make_single_rank_communicator())
+            agree_on_run_folder_and_last_arguments("gpt", str(old.path), False, make_single_rank_communicator())
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         begun = RunFolder(Path("runs", "gpt-2"))
         begun.write_config({"lr": 2}, 1)
-        assert agree_on_run_folder("gpt", None, False, make_single_rank_communicator()) == agree_on_run_folder(
-            "gpt", str(begun.path), False, make_single_rank_communicator()
+        assert agree_on_run_folder_and_last_arguments(
+            "gpt", None, False, make_single_rank_communicator()
+        ) == agree_on_run_folder_and_last_arguments("gpt", str(begun.path), False, make_single_rank_communicator())
+        assert agree_on_run_folder_and_last_arguments("gpt", None, False, make_single_rank_communicator()) == (
+            begun,
+            {"lr": 2},
         )
-        assert agree_on_run_folder("gpt", None, False, make_single_rank_communicator()) == (begun, {"lr": 2})
         monkeypatch.delenv("FSDPX_RESTART")
         with pytest.raises(ConfigError, match=r"runs/gpt-2 holds a run"):
-            agree_on_run_folder("gpt", str(begun.path), False, make_single_rank_communicator())
+            agree_on_run_folder_and_last_arguments("gpt", str(begun.path), False, make_single_rank_communicator())
         for name in variables:
             monkeypatch.delenv(name)
         shutil.rmtree(begun.path)

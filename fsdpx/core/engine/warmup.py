@@ -17,7 +17,13 @@ from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.optim.optimizer import make_zero_slots
 from fsdpx.optim.segments import ShardSegment, ShardSegments
 
-__all__ = ["OTHER_WARMUPS", "list_kernel_names", "list_warm_up_calls", "run_warm_up_calls", "warm_up_kernels"]
+__all__ = [
+    "OTHER_WARMUPS",
+    "list_kernel_names",
+    "list_warm_up_calls",
+    "run_warm_up_calls_from_own_start",
+    "warm_up_kernels",
+]
 
 
 def list_warm_up_calls(
@@ -35,7 +41,7 @@ def list_warm_up_calls(
     return calls + [partial(_warm_up_optimizer, optimizer, master, gradients) for optimizer in optimizers]
 
 
-def run_warm_up_calls(
+def run_warm_up_calls_from_own_start(
     calls: Sequence[Callable[[], Any]],
     share: tuple[int, int] = (0, 1),
     count: ProgressCallback = lambda done, total: None,

@@ -19,7 +19,7 @@ from fsdpx.errors import ConfigError, ProgramError
 
 __all__ = [
     "UNIT_COSTS", "ActionEvent", "ActionTimes", "Deadlock", "PipelineSchedule", "SimulatedTask", "StageCosts", "Waits",
-    "compute_bubble", "compute_idle_share", "get_completion_key", "group_events_by_rank", "list_dependencies",
+    "compute_bubble", "compute_idle_share", "get_completion_key", "group_events_by_rank", "list_dependencies_of_action",
     "simulate", "simulate_programs", "simulate_programs_by_rank", "simulate_tasks", "simulate_until_deadlock",
 ]  # fmt: skip
 
@@ -278,7 +278,7 @@ def get_completion_key(action: Action) -> Done:
     return ("I" if action.op == "B" else action.op), action.unit, action.mb
 
 
-def list_dependencies(action: Action, stages: int) -> list[Done]:
+def list_dependencies_of_action(action: Action, stages: int) -> list[Done]:
     """Return the keys that must be complete before an action of a schedule can start."""
     _, stage, mb = get_completion_key(action)
     if action.op == "F":
@@ -322,7 +322,7 @@ def simulate_until_deadlock(
     costs.require_stage_count(schedule.stages)
 
     def make_task(rank: int, action: Action) -> SimulatedTask:
-        wanted = list_dependencies(action, schedule.stages)
+        wanted = list_dependencies_of_action(action, schedule.stages)
         waits = tuple((need, costs.communication * (schedule.home[need[1]] != rank)) for need in wanted)
         return SimulatedTask(action, get_completion_key(action), waits, costs.cost_of(action))
 

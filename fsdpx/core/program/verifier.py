@@ -15,7 +15,7 @@ from fsdpx.core.program.simulator import (
     Done,
     PipelineSchedule,
     get_completion_key,
-    list_dependencies,
+    list_dependencies_of_action,
     simulate_programs_by_rank,
     simulate_until_deadlock,
 )
@@ -227,7 +227,7 @@ def _require_complete_schedule(schedule: PipelineSchedule) -> None:
 
 def _explain_wait(schedule: PipelineSchedule, wait: Deadlock) -> Iterator[str]:
     action = schedule.ranks[wait.rank][wait.at]
-    for kind, stage, mb in list_dependencies(action, schedule.stages):
+    for kind, stage, mb in list_dependencies_of_action(action, schedule.stages):
         if (kind, stage, mb) in wait.keys:
             name = f"F{stage}.{mb}" if kind == "F" else f"B{stage}.{mb} or I{stage}.{mb}"
             yield f"rank {wait.rank} at {action} for {name} of rank {schedule.home[stage]}"

@@ -23,7 +23,7 @@ from fsdpx.core.state.gradients import (
     Reduction,
     TreeNode,
     count_max_live_partial_sums,
-    cover_chunks_with_nodes,
+    cover_chunks_with_tree_nodes,
     get_chunks_of_rank,
     has_same_address,
 )
@@ -270,7 +270,7 @@ class TreeAccumulation:
 
     def _cover_chunks_of_ranks(self, ranks: range) -> tuple[TreeNode, ...]:
         first, last = (get_chunks_of_rank(self.total, r, self.ranks) for r in (ranks[0], ranks[-1]))
-        return cover_chunks_with_nodes(self.total, range(first.start, last.stop))
+        return cover_chunks_with_tree_nodes(self.total, range(first.start, last.stop))
 
 
 Accumulation = SequentialAccumulation | TreeAccumulation

@@ -28,7 +28,7 @@ __all__ = [
     "fill_parameter_shards_by_function",
     "find_shared_memory_allocator",
     "initialize_parameters",
-    "try_allocate_rows_in_windows",
+    "try_allocate_ledger_rows_in_windows",
 ]
 
 
@@ -62,7 +62,7 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
     return len(node.ranks_on_host)
 
 
-def try_allocate_rows_in_windows(
+def try_allocate_ledger_rows_in_windows(
     placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
 ) -> bool:
     """Allocate the arrays in these rows of the ledger (table of a rank's arrays) in shared memory, and return True. If
@@ -136,11 +136,11 @@ def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[L
     rows = list(list_ledger_rows(placement, arena.memory is not None, sharers))
     if sharers:
         full = [row for row in rows if row.key.kind == "full"]
-        if not try_allocate_rows_in_windows(placement, arena, full, "full parameters", together=True):
+        if not try_allocate_ledger_rows_in_windows(placement, arena, full, "full parameters", together=True):
             rows = list(list_ledger_rows(placement, True, 0))
     gradients = [row for row in rows if row.key.kind == "grad"]
     if arena.memory is not None and placement.keeps_full_gradients and _are_rows_in_memory(placement, "grad"):
-        try_allocate_rows_in_windows(placement, arena, gradients, "gradients", together=False)
+        try_allocate_ledger_rows_in_windows(placement, arena, gradients, "gradients", together=False)
     return rows
 
 

@@ -26,7 +26,7 @@ __all__ = [
     "TreeNode",
     "count_max_live_partial_sums",
     "count_samples_of_rank",
-    "cover_chunks_with_nodes",
+    "cover_chunks_with_tree_nodes",
     "get_chunks_of_rank",
     "get_root_node",
     "has_same_address",
@@ -97,7 +97,7 @@ class PairwiseSumStack(Generic[T]):
         return node
 
 
-def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
+def cover_chunks_with_tree_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
     """Return the smallest set of tree nodes that together cover exactly the chunks (parts of the batch) in `run`. These
     nodes remain on a `PairwiseSumStack` after all these chunks have been pushed."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)

@@ -25,7 +25,7 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, connect_axes
 from fsdpx.core.compression import CodecRules
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
-from fsdpx.core.engine.warmup import list_warm_up_calls, run_warm_up_calls
+from fsdpx.core.engine.warmup import list_warm_up_calls, run_warm_up_calls_from_own_start
 from fsdpx.core.program import Stage, StepChoices, make_stages
 from fsdpx.core.state.accumulation import Accumulation, make_accumulation, resolve_microbatch_count
 from fsdpx.core.state.allocate import allocate_state
@@ -106,7 +106,7 @@ def assemble_session(
             calls = list_warm_up_calls(runs, optimizers, dtypes, norm) + place.codecs.make_warm_up_calls(
                 place.formats.gradients
             )
-            run_warm_up_calls(calls, _get_local_rank_and_size(world), count)
+            run_warm_up_calls_from_own_start(calls, _get_local_rank_and_size(world), count)
     # in a dry run, arrays have no data, so nothing needs to be initialized
     state = allocate_state(place, initial and place.device.holds_data)
     observer = None if watch is None else watch(place.axes)

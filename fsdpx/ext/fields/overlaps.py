@@ -51,12 +51,12 @@ def hash_edge_rows_of_part(local_shape: Sequence[int], ghosts: Sequence[GhostWid
                 cells.append(slice(before + edge, before + n - edge))
             part = x[0][tuple(cells)] if x.shape[0] else x
             enough = part.ndim == len(cells) and min(part.shape) > 0 and local_shape[dim] >= 2 * width
-            low, high = (_digest_rows(part, dim + 1, width, end) if enough else None for end in (1, -1))
+            low, high = (_hash_edge_rows(part, dim + 1, width, end) if enough else None for end in (1, -1))
             found[dim].append((low, high))
     return found
 
 
-def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
+def _hash_edge_rows(part: Any, dim: int, width: int, end: int) -> str | None:
     """Return a hash of the first (`end` = 1) or last (`end` = -1) `width` rows along `dim`.
 
     Returns None if the rows are too uniform to compare: if two neighboring rows are equal, or if the rows equal the

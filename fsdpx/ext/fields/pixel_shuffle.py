@@ -82,11 +82,11 @@ class PixelUnshuffle(FieldLayer):
                     f"{self!r}: the field has {n} cells along {parts.get_dim_name(d)}, which is not a multiple of "
                     f"{self.downscale_factor}"
                 )
-        return _plan_block_partition_and_halos(parts, self.downscale_factor)
+        return _plan_partition_of_blocks_and_halos(parts, self.downscale_factor)
 
 
 @lru_cache(1 << 10)
-def _plan_block_partition_and_halos(parts: FieldPartition, r: int) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
+def _plan_partition_of_blocks_and_halos(parts: FieldPartition, r: int) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
     """Divide the field into blocks of r cells along each dim. Return the partition of the blocks over the ranks, and
     one halo spec per dim, with the cells in each rank's blocks."""
     made, halos = [], []

@@ -66,7 +66,7 @@ class CudaGraphObserver(Observer):
     def wrap_unit_functions(self, functions: UnitFunctions) -> UnitFunctions:
         """Choose the recording of the program that is about to run, or begin a new recording. Return functions that use
         this recording."""
-        self._count_run_or_restart_recording()
+        self._count_previous_run_or_record_again()
         program = self._engine.last_program
         assert program is not None
         self._now = self._get_or_begin_recording(program) if program.kind in KINDS else None
@@ -118,7 +118,7 @@ class CudaGraphObserver(Observer):
         )
         return batch, id(program), (state.arena.generation, state.frozen, state.seed)
 
-    def _count_run_or_restart_recording(self) -> None:
+    def _count_previous_run_or_record_again(self) -> None:
         """Count the previous run if it was complete. If the previous run recorded graphs, discard them and record again
         in two cases: the run was incomplete, or units must be split differently."""
         now = self._now

@@ -527,7 +527,10 @@ class _ExportPlan:
         made.output(at[segment.result])
         number = {node: OperationNumber(i) for i, node in enumerate(made.nodes)}
         return convert_to_operation_graph(
-            list(made.nodes), number, partial(_choose_function_for_operation, segment.name), self._program.graph_module
+            list(made.nodes),
+            number,
+            partial(_get_replacement_or_same_operation, segment.name),
+            self._program.graph_module,
         )
 
     def _list_nodes_with_dependencies(self, segment: _ExportSegment) -> list[fx.Node]:
@@ -730,7 +733,7 @@ def _make_size_node(
     return None if found is None else graph.call_function(torch.ops.aten.sym_size.int, (copies[found[0]], found[1]))
 
 
-def _choose_function_for_operation(unit: str, node: fx.Node) -> Any:
+def _get_replacement_or_same_operation(unit: str, node: fx.Node) -> Any:
     """Return the function to call for an exported operation: its replacement, or the operation itself if there is none.
     Raise ConfigError if the operation is not supported."""
     if node.target not in REPLACED_OPERATIONS and any(word in str(node.target) for word in ("batch_norm", "dropout")):

@@ -23,7 +23,13 @@ from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.ext.observe.plots import draw_training_curves, explain_if_matplotlib_is_missing
 
-__all__ = ["RUNS", "RunFolder", "agree_on_run_folder", "iterate_json_lines", "naming_folder_in_errors"]
+__all__ = [
+    "RUNS",
+    "RunFolder",
+    "agree_on_run_folder_and_last_arguments",
+    "iterate_json_lines",
+    "naming_folder_in_errors",
+]
 
 RUNS = Path("runs")
 MAX_FILE_BYTES = 100_000_000
@@ -236,7 +242,9 @@ def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
+def agree_on_run_folder_and_last_arguments(
+    name: str, given: str | None, resume: bool, comm: Any
+) -> tuple[RunFolder, dict[str, Any]]:
     """Choose the folder of a run on rank 0. On all ranks, return this folder, and the arguments that the run was last
     started with ({} for a new run). Collective.
 

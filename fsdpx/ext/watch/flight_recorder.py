@@ -133,7 +133,7 @@ class FlightRecorder(Observer):
         """
         _BEAT.pack_into(self._buffer, _BEAT_AT, now)
 
-    def record_wait(self, since: float, what: str, moved: float = 0.0) -> None:
+    def record_current_wait(self, since: float, what: str, moved: float = 0.0) -> None:
         """Record what this rank is now waiting for, inside or outside of an action.
 
         `since` is the time when the wait began. If the rank is not waiting, `since` is 0, and `what` is the current

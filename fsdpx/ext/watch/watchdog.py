@@ -214,7 +214,7 @@ class Watchdog:
             now = time.perf_counter()
             still_seconds = now - since
             self.record.record_heartbeat(now)
-            self.record.record_wait(
+            self.record.record_current_wait(
                 since if what else 0.0, what or self._describe_script_line_and_stack(still_seconds), since
             )
             if not self.folder.exists() and not self._can_others_survive():

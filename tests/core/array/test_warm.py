@@ -88,7 +88,7 @@ def test_a_step_finds_all_kernels_warm(precision):
         + """
 import warnings
 from fsdpx import nn, optim
-from fsdpx.core.engine.warmup import run_warm_up_calls, list_warm_up_calls
+from fsdpx.core.engine.warmup import run_warm_up_calls_from_own_start, list_warm_up_calls
 from fsdpx.nn.layer import list_kernels
 warnings.filterwarnings("ignore", "fsdpx: bf16 is computed as float32")  # on processors without instructions for it
 block = nn.TransformerBlock(8, 2, dropout=0.1)
@@ -97,7 +97,8 @@ model = nn.Sequential(nn.Embedding(5, 8), block, nn.RMSNorm(8),
 loss, optimizer = nn.CrossEntropyLoss(), optim.LAMB()
 trainer = model.as_distributed(loss=loss, optimizer=optimizer, clip_norm=1.0, precision=precision, backend="fake")
 dtypes = trainer.inspect.placement.formats.compute, "float32", "float32"
-run_warm_up_calls(list_warm_up_calls([*list_kernels(model), *loss.kernel_names], [optimizer], dtypes, True))
+calls = list_warm_up_calls([*list_kernels(model), *loss.kernel_names], [optimizer], dtypes, True)
+run_warm_up_calls_from_own_start(calls)
 before = ready()
 x = np.zeros((3, 4), int)
 trainer.step(x, x)

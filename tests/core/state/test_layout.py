@@ -12,7 +12,7 @@ from fsdpx.core.state.flat_parameters import ElementRange, Page, intersect_range
 from fsdpx.core.state.gradients import (
     PairwiseSumStack,
     TreeNode,
-    cover_chunks_with_nodes,
+    cover_chunks_with_tree_nodes,
     get_chunks_of_rank,
     get_root_node,
 )
@@ -77,7 +77,7 @@ def _leaves(node: TreeNode, chunks: int) -> set[int]:
 def test_nodes_cover_a_run_exactly(chunks: int, data: st.DataObject) -> None:
     a = data.draw(st.integers(0, chunks))
     b = data.draw(st.integers(a, chunks))
-    nodes = cover_chunks_with_nodes(chunks, range(a, b))
+    nodes = cover_chunks_with_tree_nodes(chunks, range(a, b))
     assert [c for n in nodes for c in sorted(_leaves(n, chunks))] == list(range(a, b))
     assert len(nodes) <= 2 * chunks.bit_length()
 
@@ -98,7 +98,7 @@ def test_any_spread_over_ranks_adds_in_one_order(chunks: int, ranks: int) -> Non
         part: PairwiseSumStack[str] = PairwiseSumStack(chunks, add)
         for c in get_chunks_of_rank(chunks, r, ranks):
             part.push_node(TreeNode(0, c), str(c))
-        assert tuple(n for n, _ in part.entries) == cover_chunks_with_nodes(
+        assert tuple(n for n, _ in part.entries) == cover_chunks_with_tree_nodes(
             chunks, get_chunks_of_rank(chunks, r, ranks)
         )
         for node, text in part.entries:

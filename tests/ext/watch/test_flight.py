@@ -79,7 +79,7 @@ def test_ranks_that_wait_alike_share_a_line(tmp_path: Path) -> None:
         written = recorder(tmp_path, rank, 6)
         written.on_action_begin("SETTLE1 (page 'w')", now - 5)
         waits = f"reduce_scatter of REDUCE1 w on rank {rank} of 6"
-        written.record_wait(*((now - 4, waits) if rank != 4 else (0.0, "in fsdpx, at train.py:19\n  File x")))
+        written.record_current_wait(*((now - 4, waits) if rank != 4 else (0.0, "in fsdpx, at train.py:19\n  File x")))
     text = format_hang_report(read_all_records(tmp_path), 6, set(), 3.0, time.time(), "host").splitlines()
     assert text[1].startswith("  ranks 0-2 wait in action SETTLE1 (page 'w') for reduce_scatter of REDUCE1 w, for 4.")
     assert text[2].startswith("  rank 4 is in action SETTLE1 (page 'w'), for 5.")
@@ -92,7 +92,9 @@ def test_the_first_word_names_who_waits_and_where_the_others_stand(tmp_path: Pat
     for rank in (0, 1, 2, 4, 5):
         written = recorder(tmp_path, rank, 6)
         written.on_collective_call("step")
-        written.record_wait(*((0.0, elsewhere) if rank in (0, 5) else (begun, f"all_gather on rank {rank} of 6")))
+        written.record_current_wait(
+            *((0.0, elsewhere) if rank in (0, 5) else (begun, f"all_gather on rank {rank} of 6"))
+        )
         if rank == 4:
             written.record_end(3)
     flights = read_all_records(tmp_path)

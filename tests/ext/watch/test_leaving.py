@@ -200,9 +200,9 @@ def test_what_all_wait_for_together_will_not_come(records):
     made, paths = records
     made[2].record_end(0)
     assert find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=True) is None  # rank 1 does something
-    made[1].record_wait(time.perf_counter(), "barrier")
+    made[1].record_current_wait(time.perf_counter(), "barrier")
     assert find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=True) is None  # it has just begun to wait
-    made[1].record_wait(time.perf_counter() - 60, "barrier")
+    made[1].record_current_wait(time.perf_counter() - 60, "barrier")
     assert find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=True) is None
     found = find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=True)
     assert found is not None
@@ -230,16 +230,16 @@ def test_ranks_that_wait_in_different_calls_are_named(records):
     long_ago = time.perf_counter() - 60
     for record in made:
         record.on_collective_call("step")
-        record.record_wait(long_ago, "all_gather")
+        record.record_current_wait(long_ago, "all_gather")
     assert find_diverged_calls(paths) == {}
     for record, name in zip(made, ("step", "barrier", "step"), strict=True):
         record.on_collective_call(name)
     assert find_diverged_calls(paths) == {0: "step", 1: "barrier", 2: "step"}
-    made[2].record_wait(time.perf_counter(), "all_gather")
+    made[2].record_current_wait(time.perf_counter(), "all_gather")
     assert find_diverged_calls(paths) == {}  # it has just begun to wait
-    made[2].record_wait(0.0, "")
+    made[2].record_current_wait(0.0, "")
     assert find_diverged_calls(paths) == {}  # it does something, and may help the others
-    made[2].record_wait(long_ago, "all_gather")
+    made[2].record_current_wait(long_ago, "all_gather")
     made[1].on_collective_call("step")
     assert find_diverged_calls(paths) == {0: "step", 1: "barrier", 2: "step"}  # it took what was sent for another call
     made[1].on_collective_call("step")

@@ -63,14 +63,14 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 @intrinsic
 def cpu_pause(typingctx: Any) -> Any:
     """Execute the CPU's pause instruction, as recommended for polling loops."""
-    return _make_x86_intrinsic("llvm.x86.sse2.pause")
+    return _make_x86_instruction_or_no_op("llvm.x86.sse2.pause")
 
 
 @intrinsic
 def fence_stores(typingctx: Any) -> Any:
     """Make sure that streaming (non-temporal) stores become visible before all later stores. On x86, a release store
     alone does not guarantee this order."""
-    return _make_x86_intrinsic("llvm.x86.sse.sfence")
+    return _make_x86_instruction_or_no_op("llvm.x86.sse.sfence")
 
 
 @intrinsic
@@ -83,7 +83,7 @@ def get_type_size(typingctx: Any, x: Any) -> Any:
     return types.int64(x), emit_ir
 
 
-def _make_x86_intrinsic(name: str) -> Any:
+def _make_x86_instruction_or_no_op(name: str) -> Any:
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if X86:
             kind = ir.FunctionType(ir.VoidType(), [])

@@ -593,7 +593,7 @@ def make_direct_convolution_arguments(
     if places is None:
         places = (*((1, 0, 1),) * (3 - len(strides.kernel)), *((k, 0, 1) for k in strides.kernel))
     strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
-    runs = _find_runs_with_equal_offsets(strides, y[1:-1], x[1:-1], add)
+    runs = _find_output_runs_with_same_window_offsets(strides, y[1:-1], x[1:-1], add)
     if runs is None:
         return None
     met = zip(runs.met, places, strict=True)
@@ -700,7 +700,7 @@ class _OutputRuns(NamedTuple):
     lines: int
 
 
-def _find_runs_with_equal_offsets(
+def _find_output_runs_with_same_window_offsets(
     strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool
 ) -> _OutputRuns | None:
     """Find the runs of outputs that have the same window offsets inside the field. Return None if there are no outputs.
