@@ -22,7 +22,7 @@ SPINS_WITHOUT_CORE = 32
 
 
 SEEN_ON_THREE = tuple(
-    f"tests/ext/{name}/" for name in ("asynchronous", "compression", "gpu", "moe", "observe", "offload")
+    f"tests/ext/{name}/" for name in ("asynchronous", "compression", "gpu", "moe", "observe")
 )
 """Extensions that behave alike on any number of ranks above one: their tests run on two and three."""
 

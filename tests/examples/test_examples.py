@@ -92,9 +92,11 @@ def test_help_of_the_layer_of_ones_own_does_not_train() -> None:
 
 
 def test_a_solver_uses_what_others_learn_from_it() -> None:
-    """Rows of the field here, columns there, in parts of different sizes; one trainer serves no solver."""
+    """Rows of the field here, columns there, in parts of different sizes."""
     code = "from fsdpx.examples import solver as s; s.SIDE, s.STEPS = 17, 24; s.main(['--trainers=2', '--rounds=18'])"
-    found = start(4, "-c", code).stdout
+    done = start(4, "-c", code)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout
     line = re.fullmatch(
         r"(\d) ranks solve, (\d) train: loss (\S+), (\d+)% of the small steps, largest difference (\S+)\n", found
     )

@@ -2,7 +2,8 @@
 
 Python's decorator compiles six methods for each frozen class. For the 130 such classes of this package, this took a
 quarter of the start time of a training job. The decorator in this module compiles only the constructor. The resulting
-classes behave like those of Python's decorator.
+classes behave like those of Python's decorator, and compare as tuples of their fields, as in Python 3.12. Classes that
+need more, for example keyword-only fields, are left to Python's decorator.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, FrozenInstanceError, field, fields, replace
+from dataclasses import MISSING, Field, FrozenInstanceError, field, fields, replace
 from operator import attrgetter
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
 
 __all__ = ["dataclass", "field", "fields", "replace"]
 
+METHODS = {"__init__", "__eq__", "__hash__", "__setattr__", "__delattr__"}
+"""Methods that Python's decorator does not replace, or refuses, if a class defines them."""
+
 
 def _convert_to_dataclass(cls: Any = None, /, *, frozen: bool = False, **options: bool) -> Any:
     """Turn `cls` into a dataclass that behaves like the result of `dataclasses.dataclass`."""
     if cls is None:
         return lambda cls: _convert_to_dataclass(cls, frozen=frozen, **options)
-    is_derived = any(hasattr(base, "__dataclass_fields__") for base in cls.__mro__[1:])
-    if is_derived or options.keys() - {"eq", "repr"} or {"__eq__", "__hash__"} & vars(cls).keys():
+    if options.keys() - {"eq", "repr"} or _is_unusual(cls):
         return dataclasses.dataclass(cls, frozen=frozen, **options)
     dataclasses.dataclass(cls, init=False, repr=False, eq=False)
     cls.__dataclass_params__.frozen = frozen
@@ -41,6 +44,18 @@ def _convert_to_dataclass(cls: Any = None, /, *, frozen: bool = False, **options
             method.__name__, method.__qualname__ = name, f"{cls.__qualname__}.{name}"
         setattr(cls, name, method)
     return cls
+
+
+def _is_unusual(cls: Any) -> bool:
+    """Return whether a class needs Python's decorator: it is derived from a dataclass, has no docstring or one of the
+    methods that a decorator adds, or has fields that are keyword-only, not stored, or treated differently in hashes."""
+    return (
+        any(hasattr(base, "__dataclass_fields__") for base in cls.__mro__[1:])
+        or not cls.__doc__
+        or not METHODS.isdisjoint(vars(cls))
+        or any("InitVar" in str(kind) or "KW_ONLY" in str(kind) for kind in cls.__annotations__.values())
+        or any(isinstance(v, Field) and (v.kw_only is True or v.hash is not None) for v in vars(cls).values())
+    )
 
 
 class _NewValue:

@@ -404,8 +404,10 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = world_comm.all_gather_data(platform.node()).count(platform.node())
     launcher = environment.read_environment().launcher
-    # ranks outside this communicator, such as those of a solver, need cores as well
-    busy = cores.set_threads_per_rank(ranks_here) * max(ranks_here, (launcher and launcher.local_size) or 0)
+    # ranks outside this communicator, such as those of a solver, need cores as well, unless ranks are bound to cores
+    is_bound = cores.count_usable_cores() < (os.cpu_count() or 1)
+    on_host = 0 if is_bound or launcher is None else launcher.local_size or 0
+    busy = cores.set_threads_per_rank(ranks_here) * max(ranks_here, on_host)
     world_comm.progress.polls_before_yield = POLLS_BEFORE_YIELD if busy <= cores.count_usable_cores() else 0
     return world_comm
 

@@ -60,6 +60,59 @@ def test_they_behave_as_those_of_python(options: dict[str, bool]) -> None:
     assert describe(make(ours.dataclass, Point, **options)) == describe(make(dataclasses.dataclass, Point, **options))
 
 
+class Undocumented:
+    x: int
+
+
+Undocumented.__doc__ = None
+
+
+class OwnConstructor:
+    """Takes twice what it keeps."""
+
+    x: int
+
+    def __init__(self, x: int) -> None:
+        self.x = x // 2
+
+
+class Keywords:
+    """A field that a call must name."""
+
+    y: int = field(default=0, kw_only=True)
+    x: int = 1
+
+
+class Unstored:
+    """A value for the constructor alone."""
+
+    x: int
+    scale: dataclasses.InitVar[int] = 2
+
+    def __post_init__(self, scale: int) -> None:
+        self.x *= scale
+
+
+class LeftOut:
+    """A field that counts in comparisons but not in hashes."""
+
+    x: int
+    y: int = field(default=0, hash=False)
+
+
+@pytest.mark.parametrize("body", [Undocumented, OwnConstructor, Keywords, Unstored, LeftOut])
+def test_unusual_classes_are_those_of_python(body: type) -> None:
+    def describe(kind: Any) -> list[object]:
+        calls: list[Callable[[], object]] = [lambda: kind(6), lambda: kind(6, 3), lambda: kind(6, y=3)]
+        hashes = [outcome(lambda call=call: hash(call()) == hash(kind(6))) for call in calls]
+        made = [repr(outcome(lambda call=call: repr(call()))) for call in calls]
+        return [str(inspect.signature(kind)), kind.__doc__, *made, *hashes]
+
+    for frozen in (False, body in (Undocumented, LeftOut)):
+        want = describe(make(dataclasses.dataclass, body, frozen=frozen))
+        assert describe(make(ours.dataclass, body, frozen=frozen)) == want
+
+
 @ours.dataclass(frozen=True)
 class Pair:
     """What pickle finds by its name, with a constructor for two."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -331,11 +332,16 @@ class TestWithoutDeaths(OnEveryRank):
 def test_ranks_outside_of_a_communicator_need_cores_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpi4py import MPI
 
-    monkeypatch.setattr(cores, "count_usable_cores", lambda: 1)
-    part = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank)
-    comm = open_mpi(CommunicatorRequest(environment.read_environment(), part))
-    try:
-        assert (comm.progress.polls_before_yield == 0) is (MPI.COMM_WORLD.size > 1)
-    finally:
-        comm.close()
-        part.Free()
+    started = environment.read_environment().launcher
+    several = started is not None and (started.local_size or 0) > 1
+    for cores_of_host, yields in ((1, several), (64, False)):  # with 64, this process is bound to one of them
+        monkeypatch.setattr(cores, "count_usable_cores", lambda: 1)
+        monkeypatch.setattr(cores, "set_threads_per_rank", lambda ranks: 1)
+        monkeypatch.setattr(os, "cpu_count", lambda n=cores_of_host: n)
+        part = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank)
+        comm = open_mpi(CommunicatorRequest(environment.read_environment(), part))
+        try:
+            assert (comm.progress.polls_before_yield == 0) is yields
+        finally:
+            comm.close()
+            part.Free()

@@ -388,7 +388,7 @@ class Cublas:
         return 0
 
     def _issue(self, function: Any, given: Any) -> int:
-        assert self.of_thread.stream == _stream().ptr, "on the stream of CuPy"
+        assert getattr(self.of_thread, "stream", 0) == _stream().ptr, "on the stream of CuPy"
         function(*given, refused=False)
         return 0
 
