@@ -4,13 +4,13 @@ cells."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.conv import WindowLayer
 from fsdpx.nn.container import Container, list_input_names
 from fsdpx.nn.layer import Layer, join_path
-from fsdpx.nn.shard_specs import FieldPartition, Kind
+from fsdpx.nn.shard_specs import Kind
 
 __all__ = ["can_take_ghosts", "require_readable_ghosts"]
 
@@ -40,25 +40,20 @@ def can_take_ghosts(layer: Layer) -> bool:
 
 def require_readable_ghosts(model: Layer, kinds: Sequence[Kind]) -> None:
     """Raise ConfigError if the ghost cells of a model input would be ignored. This is so if three conditions hold: a
-    layer combines the input with a field that has other ghost cells or none, a convolution or pool reads the result,
-    and no layer reads the ghost cells of the input. `kinds` says how the inputs of the model are distributed over the
+    layer combines the input with a field that has other ghost cells or none, a convolution reads the result, and no
+    layer reads the ghost cells of the input. `kinds` says how the inputs of the model are distributed over the
     ranks."""
-    read: set[int] = set()
-    padded: dict[int, str] = {}
-    values = [
-        _Value(kind, frozenset({i} if isinstance(kind, FieldPartition) and kind.ghosts else ()))
-        for i, kind in enumerate(kinds)
-    ]
+    read, padded = set[int](), dict[int, str]()
+    values = [_Value(kind, frozenset({i} if getattr(kind, "ghosts", ()) else ())) for i, kind in enumerate(kinds)]
     if not any(value.sources for value in values):
         return
     _propagate_ghosts_through_layer(model, "", values, read, padded)
     names = list_input_names(model)
-    for i, text in padded.items():
-        if i not in read:
-            raise ConfigError(
-                f"the ghost cells of input {names[i]!r} would be ignored: {text}: give all fields that are combined "
-                "the same ghost cells, or apply a convolution to this input first, or make the grid without ghosts"
-            )
+    for i in sorted(padded.keys() - read):
+        raise ConfigError(
+            f"the ghost cells of input {names[i]!r} would be ignored: {padded[i]}: give all fields that are combined "
+            "the same ghost cells, or apply a convolution to this input first, or make the grid without ghosts"
+        )
 
 
 def _propagate_ghosts_through_layer(
@@ -76,17 +71,26 @@ def _propagate_ghosts_through_layer(
         return [found[name] for name in layer.outputs]
     text, scalars = f"{path!r} {layer!r}", getattr(layer, "scalar_inputs", ())
     fields = [value for i, value in enumerate(values) if i not in scalars]
-    sources = frozenset[int]().union(*(value.sources for value in fields))
-    result = _Value(None, frozenset(), {i: one for value in fields for i, one in value.dropped.items()})
+    result = _Value()
     if can_take_ghosts(layer) and fields:
         if len({value.kind for value in fields}) > 1:
             about = f"{text} combines it with a field of other ghost cells or none"
-            result = replace(result, dropped={**dict.fromkeys(sources, about), **result.dropped})
-        elif hasattr(layer, "parts"):
-            read |= sources
-        else:
-            result = replace(result, kind=fields[0].kind, sources=sources)
-    if hasattr(layer, "net") or (isinstance(layer, WindowLayer) and max(layer.window.kernel) > 1):
-        for i, one in result.dropped.items():
-            padded.setdefault(i, one if one.startswith(text) else f"{one}, and {text} reads the result")
+            values = fields = [_Value(dropped={**dict.fromkeys(one.sources, about), **one.dropped}) for one in values]
+        if hasattr(layer, "net"):
+            count = len(list_input_names(layer.net))
+            # the ghost cells of boundary values, an input after those of `net`, become ghost cells of later states
+            given = [_merge([values[0], *values[count:]]), *values[1:count]]
+            _propagate_ghosts_through_layer(layer.net, path, given, read, padded)
+        elif not isinstance(layer, WindowLayer):
+            result = _merge(fields)
+        elif max(layer.window.kernel) > 1:
+            read |= fields[0].sources
+            for i, one in fields[0].dropped.items():
+                padded.setdefault(i, f"{one}, and {text} reads the result")
     return [result] * layer.n_outputs
+
+
+def _merge(values: Sequence[_Value]) -> _Value:
+    """Return what is known about the ghost cells of a value computed from values of the same kind."""
+    sources = frozenset[int]().union(*(value.sources for value in values))
+    return _Value(values[0].kind, sources, {i: one for value in values for i, one in value.dropped.items()})

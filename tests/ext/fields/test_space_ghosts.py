@@ -21,6 +21,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import make_single_rank_axes as alone_mesh
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.ghost_cells import exchange_ghost_cells, exchange_ghost_cells_backward
+from fsdpx.nn.container import list_input_names
 from fsdpx.nn.layer import LayerContext
 from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.testing import assert_close
@@ -399,7 +400,15 @@ def combine(layer: nn.Layer, *before: nn.Layer | None, after: nn.Layer | None = 
 
 
 CONV = nn.Conv2d(1, 1, 3, padding=1)
+CONVS = nn.Conv2d(2, 1, 3, padding=1)
 SUM = nn.Lambda(np.add, (lambda a, b: 1.0, lambda a, b: 1.0))
+
+
+def with_scalars(layer: nn.Layer, channels: int) -> nn.Graph:
+    """Combine u and scalars into `channels` channels, and read the result and f by one convolution."""
+    nodes: dict[str, Any] = {"v": (layer, "u", "s"), "both": (nn.Concat(1), "v", "f")}
+    nodes |= {"out": (nn.Conv2d(channels + 1, 1, 3, padding=1), "both")}
+    return nn.Graph(nodes, inputs=("u", "f", "s"), outputs=("out",))
 
 
 @pytest.mark.parametrize(
@@ -408,32 +417,80 @@ SUM = nn.Lambda(np.add, (lambda a, b: 1.0, lambda a, b: 1.0))
         (combine(nn.Concat(1)), (1, 0), "u"),
         (combine(nn.Concat(1)), (0, 1), "f"),
         (combine(nn.Concat(1)), (1, 2), "u"),
-        (combine(nn.Concat(1)), (1, 1), None),
         (combine(nn.Add()), (1, 0), "u"),
         (combine(nn.Multiply()), (1, 0), "u"),
         (combine(SUM), (1, 0), "u"),
         (combine(nn.Concat(1), nn.Tanh(), nn.ChannelLayerNorm(1)), (1, 0), "u"),
+        (combine(nn.Concat(1), nn.Standardize((0.0,), (1.0,))), (1, 0), "u"),
+        (combine(nn.Concat(1), None, nn.Destandardize((0.0,), (1.0,))), (0, 1), "f"),
+        (with_scalars(nn.ConcatScalars(), 3), (1, 0), "u"),
+        (with_scalars(nn.ScaleShift(), 1), (1, 0), "u"),
         (combine(nn.Concat(1), None, CONV), (1, 1), "u"),  # only the ghost cells of f are read
-        (combine(nn.Concat(1), CONV, CONV), (1, 1), None),
-        (combine(nn.Concat(1), CONV, CONV), (1, 0), None),
-        (combine(nn.Add(), after=nn.Tanh()), (1, 0), None),  # nothing reads beyond the cells
-        (combine(nn.Add(), after=nn.Conv2d(1, 1, 1)), (1, 0), None),
-        (combine(nn.Add(), after=nn.MaxPool2d(3, 1, 1)), (1, 0), "u"),
         (nn.Rollout(combine(nn.Add()), 2), (1, 0), "u"),
-        (nn.Rollout(combine(nn.Add()), 2), (1, 1), None),
-        (nn.Graph({"r": (nn.Residual(CONV), "u"), "o": (nn.Add(), "r", "f")}, ("u", "f"), ("o",)), (1, 1), None),
-        (nn.Graph({"r": (nn.Residual(CONV), "u"), "o": (CONV, "r"), "p": (nn.Add(), "o", "f")}, ("u", "f"), ("p",)),
-         (1, 0), None),
+        (combine(nn.Add(), after=nn.TimeDistributed(CONV, 1)), (1, 0), "u"),
+        (combine(nn.Add(), nn.TimeDistributed(nn.Tanh(), 1)), (1, 1), "f"),  # a model that reads none of u
     ],
 )  # fmt: skip
 def test_ghost_cells_that_only_some_of_the_combined_fields_have(
-    model: nn.Layer, widths: tuple[int, int], ignored: str | None
+    model: nn.Layer, widths: tuple[int, int], ignored: str
 ) -> None:
-    grids = [fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=width, layout="cyx") for width in widths]
-    fields = tuple(np.ones((1, 8 + 2 * width, 6 + 2 * width)) for width in widths)
-    domain = grids[0].with_inputs(*grids)
-    if ignored is None:
-        assert model.as_distributed(domain=domain).predict(fields).shape[1:] == (8, 6)
-        return
     with pytest.raises(ConfigError, match=f"the ghost cells of input '{ignored}' would be ignored: .* combines it"):
-        model.as_distributed(domain=domain)
+        model.as_distributed(domain=domain_with_ghosts(widths))
+
+
+@pytest.mark.parametrize(
+    ("model", "widths", "read"),
+    [
+        (combine(nn.Concat(1)), (1, 1), "uf"),
+        (combine(nn.Concat(1), nn.Standardize((0.1,), (2.0,))), (1, 1), "uf"),
+        (combine(nn.Concat(1), None, nn.Destandardize((0.1,), (2.0,))), (1, 1), "uf"),
+        (with_scalars(nn.ConcatScalars(), 3), (1, 1), "uf"),
+        (with_scalars(nn.ScaleShift(), 1), (1, 1), "uf"),
+        (combine(nn.Concat(1), CONV, CONV), (1, 1), "uf"),
+        (combine(nn.Concat(1), CONV, CONV), (1, 0), "u"),
+        (combine(nn.Add(), after=nn.Tanh()), (1, 0), ""),
+        (combine(nn.Add(), after=nn.Conv2d(1, 1, 1)), (1, 0), ""),
+        (combine(nn.Add(), after=nn.MaxPool2d(3, 1, 1)), (1, 0), ""),  # pools and norms take no ghost cells
+        *((combine(nn.Concat(1), after=nn.Sequential(layer, CONVS)), (1, width), "")
+          for layer in (nn.GroupNorm(1, 2), nn.Conv2d(2, 2, 1), nn.MaxPool2d(1)) for width in (0, 1)),
+        (nn.Rollout(combine(nn.Add()), 2), (1, 1), "uf"),
+        (nn.Rollout(combine(nn.Add(), after=nn.Tanh()), 2), (1, 0), ""),
+        (combine(nn.Add(), after=nn.TimeDistributed(CONV, 1)), (1, 1), "uf"),
+        (combine(nn.Add(), after=nn.TimeDistributed(nn.Tanh(), 1)), (1, 0), ""),
+        (nn.Graph({"r": (nn.Residual(CONV), "u"), "o": (nn.Add(), "r", "f")}, ("u", "f"), ("o",)), (1, 1), "u"),
+        (nn.Graph({"r": (nn.Residual(CONV), "u"), "o": (CONV, "r"), "p": (nn.Add(), "o", "f")}, ("u", "f"), ("p",)),
+         (1, 0), "u"),
+    ],
+)  # fmt: skip
+def test_predictions_change_with_the_ghost_cells_that_are_read(
+    model: nn.Layer, widths: tuple[int, int], read: str
+) -> None:
+    """And with no others."""
+    trainer, rng = model.as_distributed(domain=domain_with_ghosts(widths)), np.random.default_rng(0)
+    inputs = [rng.standard_normal((1, 8 + 2 * width, 6 + 2 * width)) for width in widths]
+    inputs += [rng.standard_normal(2)] * (len(list_input_names(model)) - 2)
+    y = trainer.predict(tuple(inputs))
+    assert y.shape[1:] == (8, 6)
+    for i, (name, width) in enumerate(zip("uf", widths, strict=True)):
+        if width:
+            changed = inputs[i].copy()
+            changed[:, 0] += 3.0
+            found = trainer.predict((*inputs[:i], changed, *inputs[i + 1 :]))
+            assert (found != y).any() == (name in read), name
+
+
+def test_a_rollout_reads_ghost_cells_of_boundary_values() -> None:
+    """Another layer may then drop these ghost cells."""
+    nodes: dict[str, Any] = {"r": (nn.Rollout(CONV, 2, boundary=True), "u", "b"), "both": (nn.Concat(1), "b", "f")}
+    nodes |= {"read": (nn.Conv2d(3, 2, 3, padding=1), "both"), "out": (nn.Add(), "r", "read")}
+    model = nn.Graph(nodes, inputs=("u", "b", "f"), outputs=("out",))
+    trainer = model.as_distributed(domain=domain_with_ghosts((1, 1, 0)))
+    u, b, f = (np.random.default_rng(0).standard_normal(shape) for shape in ((1, 10, 8), (2, 10, 8), (1, 8, 6)))
+    y = trainer.predict((u, b, f))
+    b[:, 0] += 3.0
+    assert (trainer.predict((u, b, f)) != y).any()
+
+
+def domain_with_ghosts(widths: tuple[int, ...]) -> fsdpx.Grid:
+    grids = [fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=width, layout="cyx") for width in widths]
+    return grids[0].with_inputs(*grids)
