@@ -840,7 +840,7 @@ class FieldSamples(SplitSamples):
         ends, text = self.all_gather_checks(inputs, targets, samples, mine)
         if text:
             return text
-        if are_equal_parts(ends):
+        if are_equal_parts(grid.dims, ends):
             return make_same_array_on_all_ranks_warning(grid.local_shape, len(ends), grid.shape)
         letters = grid.layout.replace("c", "")
         shared = count_overlap_rows_by_dim(grid.dims, letters, grid.periods, ends)

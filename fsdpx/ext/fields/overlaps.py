@@ -95,11 +95,14 @@ def count_overlap_rows_by_dim(
     return found
 
 
-def are_equal_parts(ends: Sequence[Ends]) -> bool:
-    """Return whether the parts of all ranks begin and end with the same rows along each dim. Return False if there is
-    only one rank. `ends` holds the hashes from all ranks of the field."""
-    hashes = [one for of_dim in ends[0] for pair in of_dim for one in pair]
-    return len(ends) > 1 and all(one == ends[0] for one in ends) and any(hashes)
+def are_equal_parts(dims: Sequence[int], ends: Sequence[Ends]) -> bool:
+    """Return whether the parts of all ranks begin and end with the same rows along each dim.
+
+    Return False if there is only one rank, or if the rows are too uniform to compare along a dim that is divided: parts
+    of a field that does not vary along this dim are equal. `dims` holds the number of ranks along each dim, and `ends`
+    holds the hashes from all ranks of the field."""
+    divided = [of_dim for of_dim, ranks in zip(ends[0], dims, strict=True) if ranks > 1]
+    return len(ends) > 1 and all(one == ends[0] for one in ends) and all(any(map(any, of_dim)) for of_dim in divided)
 
 
 def make_same_array_on_all_ranks_warning(cells: Sequence[int], ranks: int, whole: Sequence[int]) -> str:

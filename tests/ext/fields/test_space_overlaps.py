@@ -208,6 +208,7 @@ def test_a_whole_field_given_to_the_grid_by_each_rank_is_told_of(dims: tuple[int
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_on(np.ones(SHAPE))  # parts may be equal where nothing varies
+        train_on(np.repeat(waves()[3:4], SHAPE[0], axis=0))  # or where nothing varies along y, which is divided
 
 
 def samples_of(comm: Communicator, grid: fsdpx.Grid) -> data.ArrayDataset:
