@@ -73,8 +73,10 @@ class SplitSamples(ABC):
     ) -> tuple[list[Any], str]:
         """All-gather `mine` among the ranks that hold parts of the same samples. Return the gathered values in the
         order of the parts. Also return a warning if these ranks pass different scalars as inputs or targets, otherwise
-        "". `samples` is a digest of the samples that this rank passes, or None if it is unknown. Raise DataError if the
-        digests of these ranks differ."""
+        "". `samples` is a digest of the samples that this rank passes, or None if it is unknown.
+
+        Raise DataError on all ranks if the digests of ranks that hold parts of the same samples differ. Each rank
+        checks the groups of all pipeline stages, because ranks that did not raise would wait for those that did."""
         groups = self.axes.groups
         assert groups is not None
         rows = [("scalars", *pair) for pair in zip(inputs, self.input_kinds, strict=True)]
@@ -85,17 +87,16 @@ class SplitSamples(ABC):
             for what, array, kind in rows
             if not isinstance(kind, FieldPartition)
         ]
-        everyone = self.axes.uncounted_world.all_gather_data((mine, scalars, samples))
-        for member in groups.members:
+        everyone = self.axes.uncounted_world.all_gather_data((mine, scalars, samples, groups.own_ranks))
+        for member in dict.fromkeys(group for *_, group in everyone):
             known = {rank: everyone[rank][2] for rank in member if everyone[rank][2] is not None}
-            if len(set(known.values())) > 1:
-                first, other = next((a, b) for a, b in pairwise(known) if known[a] != known[b])
+            if pair := next(((a, b) for a, b in pairwise(known) if known[a] != known[b]), None):
                 raise DataError(
-                    f"the DataLoader of rank {other} gives other samples than that of rank {first}, which has another "
-                    f"part of the same {self.whole}: DataLoader(..., comm=trainer.data_group), with the same seed and "
-                    "batch_size on all ranks"
+                    f"the DataLoader of rank {pair[1]} gives other samples than that of rank {pair[0]}, which has "
+                    f"another part of the same {self.whole}: DataLoader(..., comm=trainer.data_group), with the same "
+                    "seed and batch_size on all ranks"
                 )
-        values, found, _ = zip(*(everyone[rank] for rank in groups.own_ranks), strict=True)
+        values, found, *_ = zip(*(everyone[rank] for rank in groups.own_ranks), strict=True)
         text = ""
         if odd := next((i for i, theirs in enumerate(found) if theirs != found[0]), 0):
             what = next(one[0] for one, first in zip(found[odd], found[0], strict=True) if one != first)

@@ -249,6 +249,28 @@ def test_loaders_that_give_the_ranks_of_a_grid_different_samples_are_refused(opt
     spawn(run, 2)
 
 
+def test_different_samples_are_refused_on_ranks_of_all_pipeline_stages() -> None:
+    """Ranks of stage 1 pass copies of arrays, whose samples are unknown."""
+
+    def run(comm: Communicator) -> None:
+        grid = fsdpx.Grid(comm.subgroup([0, 1] if comm.rank < 2 else [2, 3]), (12, 32), dims=(2, 1), layout="yxc")
+        net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1))
+        trainer = net.as_distributed(
+            loss=nn.MSELoss(),
+            optimizer=optim.SGD(lr=0.1),
+            comm=comm,
+            domain=grid,
+            mesh=fsdpx.Mesh(pipe=2, domain=(2, 1)),
+        )
+        loader = data.DataLoader(samples_of(comm, grid), 4, rank=0, size=1, shuffle=True, seed=comm.rank % 2)
+        x, y = next(iter(loader))
+        x, y = (x, y) if comm.rank < 2 else (x.copy(), y.copy())
+        with pytest.raises(DataError, match="the DataLoader of rank 1 gives other samples than that of rank 0"):
+            trainer.step(x, y)
+
+    spawn(run, 4)
+
+
 def test_loaders_of_members_may_give_different_samples() -> None:
     """Two members of an ensemble, each on two ranks; within a member, orders must be equal."""
 
