@@ -112,15 +112,16 @@ class GroupNorm(Layer, HoldsLocalArray):
             return dx, (sums,)
         sums = kernels.group_norm_gradient_sums(env.xp, dy, x, mean, rstd)
         weighted = sums * p["weight"].astype(np.float64) if self.affine else sums
-        of_groups = weighted.reshape(2, x.shape[0], self.num_groups, self.num_channels // self.num_groups)
-        totals = of_groups.sum(axis=3)
+        totals = weighted.reshape(2, x.shape[0], self.num_groups, self.num_channels // self.num_groups).sum(axis=3)
         all_reduce_over_parts(env, totals, "GroupNorm backward")
         along, across = (self._repeat_for_channels(env, a) * rstd for a in totals / count)
         scale = rstd * p["weight"] if self.affine else rstd
         mean, scale, along, across = cast_channel_arrays(x, mean, scale, along, across * rstd)
         if self.weights is None:
             return kernels.group_norm_backward(env.xp, dy, x, mean, scale, along, across), (sums,)
-        shared = kernels.group_norm_affine(env.xp, x, mean, across, along) * self._get_weights(env, x)
+        # values that are divided by the sum of weights may not fit in 16 bits
+        weights = self._get_weights(env, x)
+        shared = kernels.group_norm_affine(env.xp, x.astype(weights.dtype, copy=False), mean, across, along) * weights
         return (dy * scale.reshape(*scale.shape, *(1,) * (x.ndim - 2)) - shared).astype(dy.dtype, copy=False), (sums,)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:

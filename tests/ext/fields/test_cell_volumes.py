@@ -140,6 +140,18 @@ def test_norms_weighted_by_volumes(make: Any, channels: tuple[int, ...], dims: t
             np.testing.assert_allclose(sum(r[2][name] for r in ranks), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("unit", [1e6, 1e-6])
+def test_norms_in_16_bits_do_not_depend_on_the_unit_of_their_weights(unit: float) -> None:
+    x, dy, volumes = noise(2, 4, 3, 5).astype(np.float16), noise(2, 4, 3, 5).astype(np.float16), noise(3, 5) ** 2
+    p = {"weight": (1.0 + noise(4)).astype(np.float16), "bias": noise(4).astype(np.float16)}
+    found, want = (
+        run_alone(nn.GroupNorm(2, 4, weights=factor * volumes), p, x, lambda y: dy) for factor in (unit, 1.0)
+    )
+    assert want.dx.dtype == np.float16
+    np.testing.assert_allclose(found.y, want.y, rtol=2e-3, atol=1e-3)
+    np.testing.assert_allclose(found.dx, want.dx, rtol=2e-3, atol=1e-3)
+
+
 def test_norms_without_weights_and_of_wrong_ones() -> None:
     x, p = noise(2, 4, 3, 5), {"weight": 1.0 + noise(4), "bias": noise(4)}
     ones = run_alone(nn.GroupNorm(2, 4, weights=np.ones((3, 5))), p, x, lambda y: y)
