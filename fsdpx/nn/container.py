@@ -373,12 +373,12 @@ def make_unused_name(layer: Container, name: str) -> str:
 
 
 def list_input_names(layer: Layer) -> tuple[str, ...]:
-    """Return the names of a model's inputs. If the model is neither a container nor has `input_names`, they are "x" for
-    one input, or "x0", "x1", ... for several."""
+    """Return the names of a model's inputs. If the model is not a container, and
+    `Layer.get_declared_input_names` returns none, they are "x" for one input, or "x0", "x1", ... for several."""
     if isinstance(layer, Container):
         return layer.inputs
-    if names := getattr(layer, "input_names", ()):
-        return tuple(names)
+    if names := layer.get_declared_input_names():
+        return names
     if layer.n_inputs is None:
         raise ConfigError(f"{layer!r} takes any number of inputs; put it in a Graph, which names them")
     return ("x",) if layer.n_inputs == 1 else tuple(f"x{i}" for i in range(layer.n_inputs))

@@ -423,6 +423,11 @@ class Layer(ABC):
         """Return the child layers by name; {} for a layer that is not a container."""
         return {}
 
+    def get_declared_input_names(self) -> tuple[str, ...]:
+        """Return the names of the `n_inputs` inputs, for a layer that is trained as a whole model. Callers may pass a
+        dict with these names as keys. By default, return (): the inputs have the names "x", or "x0", "x1", ..."""
+        return ()
+
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
         """Recompute the result of `forward` from its saved values. Layers with `cheap = True` must define this method.
 

@@ -26,6 +26,27 @@ def test_children_of_a_chain_are_numbered():
     }
 
 
+def test_inputs_of_a_layer_have_the_names_that_it_declares():
+    class Scaled(nn.Layer):
+        input_names = ("pressure", "velocity")  # a name of the user's own, which says nothing of the arrays
+
+        def forward(self, env, p, x):
+            return 2 * x, ()
+
+        def backward_input(self, env, p, saved, dy):
+            return 2 * dy, ()
+
+    class Declared(Scaled):
+        def get_declared_input_names(self):
+            return ("state",)
+
+    x = np.ones((2, 3), np.float32)
+    for layer, name in ((Scaled(), "x"), (Declared(), "state")):
+        trainer = layer.as_distributed()
+        np.testing.assert_array_equal(trainer.predict({name: x}), 2 * x)
+        np.testing.assert_array_equal(trainer.predict(x), 2 * x)
+
+
 def test_children_of_a_chain_can_be_named():
     chain = nn.Sequential({"body": nn.Sequential(nn.Linear(3, 4)), "head": nn.Linear(4, 2)})
     assert list(chain.specs()) == ["body.0.weight", "body.0.bias", "head.weight", "head.bias"]

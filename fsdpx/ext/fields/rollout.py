@@ -295,9 +295,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         zeros = xp.zeros_like(next(iter(found.values())))
         return concatenate_on_device(xp, [found.get(step, zeros) for step in range(self.steps)], self._get_dim(other))
 
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """The names of the model's inputs, followed by a name for the boundary values if these are an input."""
+    def get_declared_input_names(self) -> tuple[str, ...]:
+        """Return the names of the model's inputs, followed by a name for the boundary values if these are an input."""
         names = list_input_names(self.net)
         return (*names, "boundary_" if "boundary" in names else "boundary") if self.boundary else names
 

@@ -414,7 +414,7 @@ def test_batches_of_other_sizes_are_refused(x: Any, message: str) -> None:
 def test_inputs_have_the_names_of_the_model() -> None:
     nodes = {"all": (nn.Concat(1), "u", "sun"), "next": (nn.Conv2d(3, 2, 3, padding=1), "all")}
     net = nn.Graph(nodes, inputs=("u", "sun"), outputs=("next",))
-    assert nn.Rollout(net, 2, boundary=True).input_names == ("u", "sun", "boundary")
+    assert nn.Rollout(net, 2, boundary=True).get_declared_input_names() == ("u", "sun", "boundary")
     grid = fsdpx.Grid.from_shape((6, 8), (1, 1), layout="cyx")
     trainer = nn.Rollout(net, 2, forcing="sun").as_distributed(domain=grid)
     u, sun = np.ones((2, 6, 8)), np.ones((2, 6, 8))
