@@ -21,9 +21,9 @@ from fsdpx.nn.layer import Array, Layer, LayerAxes, LayerContext, ParameterSpec,
 from fsdpx.nn.tied_parameters import get_canonical_name
 
 __all__ = [
-    "CALLS_NUMPY", "AsNumbers", "LayerList", "Node", "find_dtypes_read_by_inputs", "get_or_memoize",
-    "insert_integer_casts", "is_numpy_call_error", "linearize", "memoizing", "output_shapes", "parameter_specs",
-    "value_shapes",
+    "CALLS_NUMPY", "AsNumbers", "LayerList", "Node", "choose_dtype_word", "find_dtypes_read_by_inputs",
+    "get_or_memoize", "insert_integer_casts", "is_numpy_call_error", "linearize", "memoizing", "output_shapes",
+    "parameter_specs", "value_shapes",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
     outputs = visit_layer(model, at, range(len(inputs)))
     ends = {alias: get_canonical_name(ties, alias) for alias in ties}
     wants = _find_dtypes_read_by_layers(((n.layer, n.inputs, (n.output,)) for n in reversed(nodes)), outputs)
-    takes = tuple(_choose_dtype_word(wants[v]) for v in range(len(inputs)))
+    takes = tuple(choose_dtype_word(wants[v]) for v in range(len(inputs)))
     return LayerList(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial, takes)
 
 
@@ -172,30 +172,31 @@ def _find_dtypes_read_by_layers(
     return wants
 
 
-def _choose_dtype_word(words: frozenset[str]) -> str:
+def choose_dtype_word(words: frozenset[str]) -> str:
+    """Return the value of `Layer.takes` in which to pass an input that layers read in several dtypes, `words`."""
     return next((word for word in ("indices", "given", "exact") if word in words), "numbers")
 
 
 class AsNumbers(Layer):
     """Casts an input to the dtype in which the model computes. It is needed if some layers compute with an input that
     other layers read as "indices" or "exact" (see `Layer.takes`). It is inserted before the layers that compute.
-    `takes` is the word that the other layers declare."""
+    `takes` is the word that the other layers declare. If `dtype` is None, it is `LayerContext.dtype`."""
 
     acts_on = "element"
 
     def __init__(self, dtype: Any, takes: str) -> None:
-        self.dtype, self.takes = np.dtype(dtype), takes
+        self.dtype, self.takes = None if dtype is None else np.dtype(dtype), takes
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        return x.astype(self.dtype), has_integer_dtype(x)
+        return x.astype(self.dtype or env.dtype or x.dtype, copy=False), has_integer_dtype(x)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array | None, Any]:
         return None if saved else dy, ()
 
 
 def insert_integer_casts(model: Layer, dtype: Any) -> Layer:
-    """Return `model` with inserted casts to `dtype`. A cast is needed if some layers compute with an input that other
-    layers read as "indices" or "exact" (see `Layer.takes`)."""
+    """Return `model` with inserted casts to `dtype`, or to `LayerContext.dtype` if `dtype` is None. A cast is needed if
+    some layers compute with an input that other layers read as "indices" or "exact" (see `Layer.takes`)."""
     if not isinstance(model, Container):
         return model
     wanted = [NUMBERS] * len(model.outputs)
@@ -221,7 +222,7 @@ def _insert_casts_in_container(
                     name = numbered_names[sources[i]] = make_unused_name(
                         layer, f"{sources[i].replace('.', '_')}_numbers"
                     )
-                    word = _choose_dtype_word(wants[sources[i]])
+                    word = choose_dtype_word(wants[sources[i]])
                     steps.append(ChildCall(name, AsNumbers(dtype, word), (sources[i],), (name,)))
                 sources[i] = numbered_names[sources[i]]
         given = [source in whole for source in sources]

@@ -5,6 +5,7 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from setting import env
 from threads import on_ranks
 
 from fsdpx import FakeCommunicator, nn, spawn
@@ -12,6 +13,7 @@ from fsdpx.core.array import shapes
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.errors import ShapeError
 from fsdpx.nn import collectives
+from fsdpx.nn.layer_list import AsNumbers
 from fsdpx.nn.shard_specs import shard_bounds
 
 
@@ -24,6 +26,13 @@ def test_a_lone_layer_is_one_node():
     assert flow(nn.Linear(3, 4)) == [("", (0,), 1)]
     assert (model.inputs, model.outputs, model.ties) == (("x",), (1,), {})
     assert list(nn.sharding.parameter_specs(model)) == ["weight", "bias"]
+
+
+def test_casts_do_not_copy_arrays_that_have_the_wanted_dtype():
+    x = np.ones(3, np.float32)
+    for wanted in ("float32", None):
+        assert AsNumbers(wanted, "exact").forward(env(), {}, x)[0] is x
+    assert AsNumbers("float16", "exact").forward(env(), {}, x)[0].dtype == np.float16
 
 
 def test_chains_are_opened_and_units_are_not():

@@ -31,7 +31,7 @@ from fsdpx.nn.layer import (
     list_kernels,
     require_positive,
 )
-from fsdpx.nn.layer_list import find_dtypes_read_by_inputs
+from fsdpx.nn.layer_list import choose_dtype_word, find_dtypes_read_by_inputs, insert_integer_casts
 from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated, ShardingContext
 from fsdpx.nn.tensor_plan import ShardingWalk
@@ -127,9 +127,9 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
                 raise ConfigError(f"Rollout: {name} must be a whole number >= 0{below}, got {value!r}")
         if isinstance(noise, bool) or not isinstance(noise, int | float | np.number) or not 0 <= noise < math.inf:
             raise ConfigError(f"Rollout: noise must be a number >= 0, got {noise!r}")
-        self.net, self.steps, self.inputs, self.constants = net, steps, inputs, int(constants)
+        self.net, self.steps, self.inputs, self.noise = insert_integer_casts(net, None), steps, inputs, float(noise)
         self.forcing = (forcing,) if isinstance(forcing, str) else tuple(forcing)
-        self.noise, self.pushforward, self.detach = float(noise), int(pushforward), bool(detach)
+        self.constants, self.pushforward, self.detach = int(constants), int(pushforward), bool(detach)
         self.noise_weights = None if noise_weights is None else CellWeights("Rollout", noise_weights)
         names = list_input_names(net)
         if wrong := [name for name in self.forcing if name not in names[1:]]:
@@ -140,7 +140,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         self.n_inputs = len(names) + bool(boundary)
         self.scalar_inputs = tuple(i for i, scalar in enumerate(find_scalar_inputs(net)) if scalar)
         words = find_dtypes_read_by_inputs(net, len(names), [frozenset({"numbers"})])
-        takes = tuple(next(iter(one)) if len(one) == 1 else "numbers" for one in words)
+        # later states have the dtype of the results, so a state that layers read in several dtypes is passed as numbers
+        takes = (choose_dtype_word(words[0]) if len(words[0]) == 1 else "numbers", *map(choose_dtype_word, words[1:]))
         self.takes = (*takes, "numbers") if boundary else takes
         self.collective, self.kernel_names = net.collective, list_kernels(net)
 

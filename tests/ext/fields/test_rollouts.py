@@ -28,6 +28,7 @@ FIRST = RNG.standard_normal((ROWS, STATES * CHANNELS + 1, *SHAPE))
 FORCING = RNG.standard_normal((ROWS, STEPS, *SHAPE))
 TIMES, NUMBERS = RNG.standard_normal((ROWS, STEPS)), RNG.standard_normal((ROWS, 2))
 LATER = RNG.standard_normal((ROWS, STEPS * CHANNELS, *SHAPE))
+FILM_WEIGHT = np.random.default_rng(3).standard_normal((4, 8)).astype(np.float32)
 INPUTS = (FIRST, FORCING, TIMES, NUMBERS)
 
 
@@ -409,6 +410,35 @@ def test_batches_of_other_sizes_are_refused(x: Any, message: str) -> None:
 
     for text in spawn(run, 2):
         assert message in text, text
+
+
+@pytest.mark.parametrize("forcing", ["", "t"])
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_times_keep_their_precision_in_16_bits_if_layers_read_them_as_numbers_too(forcing: str, dtype: str) -> None:
+    nodes: dict[str, Any] = {
+        "time": (nn.TimeEmbedding(8), "t"),
+        "wide": (nn.Linear(1, 8), "t"),
+        "both": (nn.Concat(1), "time", "wide"),
+        "next": (nn.Conv2d(2, 2, 1), "u"),
+        "film": (nn.FiLM(16, 2), "next", "both"),
+    }
+    times = np.arange(4000, 4008).reshape(4, 2)[:, : 2 if forcing else 1].astype(dtype)
+    u = np.ones((4, 2, 3, 5), np.float32)
+    found = {}
+    for precision in ("bf16", "float64"):
+        net = nn.Graph(nodes, inputs=("u", "t"), outputs=("film",))
+        layer = nn.Rollout(net, 2, forcing=[forcing] if forcing else [])
+        assert layer.takes == ("numbers", "exact")
+        trainer = layer.as_distributed(precision=precision)
+        p = {name: np.zeros_like(a) for name, a in trainer.parameters().items()}
+        p["next.bias"][:] = 1.0
+        p["film.linear.weight"][:, :8] = FILM_WEIGHT
+        trainer.load_parameters(p)
+        y = trainer.forward((u, times))
+        found[precision] = [a.astype(np.float64) for a in (y, trainer.backward(np.ones_like(y))[1])]
+    for got, want in zip(found["bf16"], found["float64"], strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
+    assert (np.abs(np.diff(found["float64"][0], axis=0)).max(axis=(1, 2, 3)) > 0.1).all()
 
 
 def test_inputs_have_the_names_of_the_model() -> None:
