@@ -564,7 +564,7 @@ def heat(theme: str) -> Any:
     for state in range(301):
         if state in (0, 10, 300):
             panels["initial state" if state == 0 else f"after {state} states"] = u[1:-1, 1:-1].copy()
-        u = example.take_small_explicit_steps(u)
+        u = example.step_explicitly(u)
     borders = [([0, example.COLUMNS], [example.ROWS / 2] * 2), ([example.COLUMNS / 2] * 2, [0, example.ROWS])]
     title = "Training data: temperature of a plate on 2 x 2 ranks with one warm wall"
     return _draw_fields(panels, [borders] * 3, title, "inferno", theme)

@@ -44,7 +44,7 @@ def add_halo(u):
     return u
 
 
-def take_small_explicit_steps(u):
+def step_explicitly(u):
     """Return the state after SMALL explicit steps of the shallow water equations."""
     for _ in range(SMALL):
         w = add_halo(u)
@@ -59,7 +59,7 @@ def take_small_explicit_steps(u):
 def main():
     u = make_initial_drops(0)
     for _ in range(STATES):
-        u = take_small_explicit_steps(u)
+        u = step_explicitly(u)
     mean = cart.allreduce(u[..., 0].sum()) / (ROWS * COLUMNS)
     highest = cart.allreduce(u[..., 0].max(), MPI.MAX)
     if comm.rank == 0:

@@ -17,7 +17,7 @@ import numpy as np
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.examples._cli import positive_int, run_main
-from fsdpx.examples.channel import STATES, cart, columns, make_initial_drops, rows, take_small_explicit_steps
+from fsdpx.examples.channel import STATES, cart, columns, make_initial_drops, rows, step_explicitly
 
 ROLLOUT_STEPS = 2  # number of consecutive states that the network is trained to predict
 REST, SCALE = np.array([1, 0, 0]), 10  # the state of still water, and a factor that scales waves to about 1
@@ -46,7 +46,7 @@ def run_solver_and_train(trainer: fsdpx.Trainer, runs: int, steps: int) -> float
         u = make_initial_drops(run)
         states = [compute_waves(u)]
         for _ in range(STATES):
-            u = take_small_explicit_steps(u)
+            u = step_explicitly(u)
             states.append(compute_waves(u))
             if len(states) > ROLLOUT_STEPS:
                 later = np.concatenate(states[-ROLLOUT_STEPS:], axis=-1)
@@ -69,7 +69,7 @@ def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array
     v, errors, seconds = compute_waves(u), list[float](), [0.0, 0.0]
     for k in range(STATES):
         begin = time.perf_counter()
-        u = take_small_explicit_steps(u)
+        u = step_explicitly(u)
         middle = time.perf_counter()
         if k % ROLLOUT_STEPS == 0:  # the network continues from its own last state
             ahead = np.split(np.asarray(trainer.predict(v)), ROLLOUT_STEPS, axis=-1)

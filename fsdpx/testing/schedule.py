@@ -88,7 +88,7 @@ class ScheduleContract:
                     order = [a.mb for a in row if a.unit == stage and a.op in ("B", "W")]
                     assert order == list(range(made.microbatches)), f"{made.name}: stage {stage} adds {order}"
 
-    def test_step_time_is_at_most_total_cost(self) -> None:
+    def test_no_rank_waits_forever(self) -> None:
         """Check that a step takes at most the sum of the costs of all its forward passes, backward passes and messages,
         for several choices of these costs. A step meets this limit if, at every moment, a rank computes or a message is
         in flight."""

@@ -153,7 +153,7 @@ def test_only_whole_lines_are_followed_until_the_end(tmp_path: Path, capsys: pyt
         while "one" not in (said := capsys.readouterr().out):
             time.sleep(0.01)
         file.write("o")
-    follower.close({2: "done"})
+    follower.stop_and_write_rank_statuses({2: "done"})
     assert said == "[2] one\n"
     assert capsys.readouterr().out == "[2] two\n"
     assert (tmp_path / "rank-0002.json").read_text() == "done"

@@ -20,7 +20,7 @@ from fsdpx import Mesh, nn, optim
 from fsdpx.core.comm import Call, Communicator, CommunicatorWrapper, Handle, make_single_rank_communicator
 from fsdpx.plan import Compute, Machine, NetworkLevel, measuring, predict
 
-HOST, RANKS, STEPS = 2, 4, 3 if THOROUGH else 1
+HOST, RANKS, STEPS = 2, 4, 3
 SPEEDS = (1, 10, 25)  # Gbit/s between hosts
 SHAPE = (16, 64)
 CHOICES: dict[str, dict[str, Any]] = {
@@ -171,7 +171,8 @@ def run(every: Sequence[Links], options: dict[str, Any]) -> list[float]:
         return ends
 
     ends = fsdpx.spawn(body, RANKS)[0]
-    return [float(t) for t in (ends[-1] - ends[0]) / STEPS]
+    # now and then, threads begin messages in an order that is rare
+    return [float(t) for t in np.median(np.diff(ends, axis=0), axis=0)]
 
 
 def levels(speed: float) -> tuple[NetworkLevel, NetworkLevel]:

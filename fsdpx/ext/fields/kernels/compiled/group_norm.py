@@ -58,12 +58,15 @@ def _compute_column_moments(start, stop, x, out):
         last = min(first + BLOCK_ROWS, x.shape[0])
         for j in range(centre.size):
             centre[j] = to_float(x[first, start + j])
+            if not np.isfinite(centre[j]):
+                centre[j] = zero
         _sum_block_moments((x,), first, last, start, stop, (centre,), (along, squares))
         part, share = 1.0 / (last - first), (last - first) / last
         for j in range(centre.size):
             apart = along[j] * part
             d = centre[j] + apart - means[j]
-            means[j] += d * share
+            # an infinite mean stays infinite, unless a block with the opposite infinity or NaN follows
+            means[j] += d * share if np.isfinite(means[j]) else centre[j] + apart
             totals[j] += squares[j] - apart * along[j] + d * d * (first * share)
 
 
