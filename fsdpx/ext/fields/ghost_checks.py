@@ -79,10 +79,10 @@ def _propagate_ghosts_through_layer(
         if hasattr(layer, "net"):
             count = len(list_input_names(layer.net))
             # the ghost cells of boundary values, an input after those of `net`, become ghost cells of later states
-            given = [_merge([values[0], *values[count:]]), *values[1:count]]
+            given = [_merge_values_of_same_kind([values[0], *values[count:]]), *values[1:count]]
             _propagate_ghosts_through_layer(layer.net, path, given, read, padded)
         elif not isinstance(layer, WindowLayer):
-            result = _merge(fields)
+            result = _merge_values_of_same_kind(fields)
         elif max(layer.window.kernel) > 1:
             read |= fields[0].sources
             for i, one in fields[0].dropped.items():
@@ -90,7 +90,7 @@ def _propagate_ghosts_through_layer(
     return [result] * layer.n_outputs
 
 
-def _merge(values: Sequence[_Value]) -> _Value:
+def _merge_values_of_same_kind(values: Sequence[_Value]) -> _Value:
     """Return what is known about the ghost cells of a value computed from values of the same kind."""
     sources = frozenset[int]().union(*(value.sources for value in values))
     return _Value(values[0].kind, sources, {i: one for value in values for i, one in value.dropped.items()})
