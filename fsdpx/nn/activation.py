@@ -20,17 +20,8 @@ from fsdpx.nn.shard_specs import (
 )
 
 __all__ = [
-    "GELU",
-    "Dropout",
-    "ReLU",
-    "ShardedDropout",
-    "SiLU",
-    "Sigmoid",
-    "Softmax",
-    "Tanh",
-    "apply_dropout_mask",
-    "make_activation",
-    "make_keep_mask",
+    "GELU", "Dropout", "ReLU", "ShardedDropout", "SiLU", "Sigmoid", "Softmax", "Tanh", "apply_dropout_mask",
+    "make_activation", "make_keep_mask",
 ]  # fmt: skip
 
 
@@ -172,13 +163,14 @@ class Dropout(Layer):
     """Sets each element to 0 with probability p, and divides the other elements by 1 - p (Srivastava et al. 2014).
 
     The mask depends on the seed, the layer's path, the step and the index of the element in the global batch. It does
-    not depend on how the batch is split over ranks.
+    not depend on how the batch is split over ranks. A ghost cell of a field has the same mask as its owner's cell.
 
     Parameters
     ----------
     p : probability that an element is set to 0
     """
 
+    takes_ghosts = True
     kernel_names = ("drop", "drop_backward")
     caches = True  # text generation with a cache never trains, so dropout is inactive there
     parts: FieldPartition | None = None

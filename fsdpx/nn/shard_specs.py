@@ -14,23 +14,9 @@ from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "ColumnParallel",
-    "Cuts",
-    "FieldPartition",
-    "GhostWidths",
-    "Kind",
-    "LayerDefault",
-    "Mark",
-    "Replicated",
-    "RowParallel",
-    "ShardSpec",
-    "ShardedBatch",
-    "ShardedFeatures",
-    "ShardedSequence",
-    "ShardingContext",
-    "VocabParallel",
-    "bind_partition",
-    "shard_bounds",
+    "ColumnParallel", "Cuts", "FieldPartition", "GhostWidths", "Kind", "LayerDefault", "Mark", "Replicated",
+    "RowParallel", "ShardSpec", "ShardedBatch", "ShardedFeatures", "ShardedSequence", "ShardingContext",
+    "VocabParallel", "bind_partition", "shard_bounds",
 ]  # fmt: skip
 
 
@@ -349,15 +335,22 @@ class FieldPartition:
         return loss.bind_partition(self)
 
     def locate_shard(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
-        """Return {dim: (this rank's first cell, number of cells of the full field)} for each partitioned dim of an
-        array (samples, channels, *cells).
+        """Return {dim: (first cell of this rank's array, number of cells of the full field)} for each dim of an array
+        (samples, channels, *cells) that is partitioned or has ghost cells. The array includes the ghost cells, so it
+        may begin or end outside the field.
 
         `lines` contains, for each cell dim, the ranks along that dim."""
-        return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
+        found = {}
+        for d, cuts in enumerate(self.cuts):
+            rank = lines[d].rank if len(cuts) > 2 else 0
+            if len(cuts) > 2 or self.ghosts:
+                found[2 + d] = cuts[rank] - (self.ghosts[d][rank][0] if self.ghosts else 0), cuts[-1]
+        return found
 
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
-        """Return random numbers from `random`, a `core.array.random.Random`, for this rank's shard of a field array.
-        Each cell gets the same numbers as in the full field. `lines` is as in `locate_shard`."""
+        """Return random numbers from `random`, a `core.array.random.Random`, for this rank's shard of a field array,
+        including ghost cells. Each cell gets the same numbers as in the full field. Ghost cells outside the field get
+        the numbers of the cells at the other end. `lines` is as in `locate_shard`."""
         cuts = self.locate_shard(lines)
         return random.get_number_subarray(shape, cuts) if cuts else random.get_number_range(shape)
 

@@ -125,7 +125,7 @@ class Random:
         `get_number_range` returns for the same elements of the larger array.
 
         `slices` maps each dim in which the part is smaller to a pair: the index at which the part begins, and the size
-        of the larger array in this dim. Dim 0 must not be among them.
+        of the larger array in this dim. Dim 0 must not be among them. Indices outside the larger array wrap around.
         """
         starts, whole = [0] * len(shape), list(shape)
         for dim, (start, total) in slices.items():
@@ -215,7 +215,8 @@ class NumberSubarray:
     larger array of shape `whole`.
 
     Element (i, j, ...) of the part has the random number of element (starts[0] + i, starts[1] + j, ...) of the larger
-    array, whose elements are numbered in C order. The number of samples, `whole[0]`, does not matter.
+    array, whose elements are numbered in C order. Indices outside the larger array wrap around.
+    The number of samples, `whole[0]`, does not matter.
     """
 
     seed: int
@@ -228,6 +229,12 @@ class NumberSubarray:
         """Return the numbers as a float32 array in [0, 1) of shape `shape`, on the device of `xp`."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty(self.shape, dtype=np.float32)
+        for dim, (start, size, total) in enumerate(zip(self.starts, self.shape, self.whole, strict=True)):
+            if dim and not 0 <= start <= start + size <= total:
+                starts, shape = list(self.starts), list(self.shape)
+                starts[dim], shape[dim] = 0, total
+                full = NumberSubarray(self.seed, self.name, tuple(shape), tuple(starts), self.whole)
+                return xp.asarray(full.make_fractions(np).take(np.arange(start, start + size) % total, dim))
         out, lead = np.empty(self.shape, np.float32), self._find_split_dim()
         size = math.prod(self.whole[lead + 1 :])
         beyond = tuple(slice(a, a + n) for a, n in zip(self.starts[lead + 1 :], self.shape[lead + 1 :], strict=True))

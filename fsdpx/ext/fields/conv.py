@@ -36,16 +36,8 @@ from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, Sh
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, ShardingContext
 
 __all__ = [
-    "Conv1d",
-    "Conv2d",
-    "Conv3d",
-    "ConvWindow",
-    "Sizes",
-    "WindowLayer",
-    "expand_to_dims",
-    "get_local_shape",
-    "make_conv_specs",
-    "require_divisible_channels",
+    "Conv1d", "Conv2d", "Conv3d", "ConvWindow", "Sizes", "WindowLayer", "expand_to_dims", "get_local_shape",
+    "make_conv_specs", "require_divisible_channels",
 ]  # fmt: skip
 
 Sizes = int | tuple[int, ...]

@@ -1,35 +1,60 @@
-"""Check for lost ghost cells: a layer drops the ghost cells of an input, and a later convolution would have read these
-cells."""
+"""Check for lost ghost cells: a layer drops the ghost cells of an input, and a later convolution pads the field where
+these cells were."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.conv import WindowLayer
 from fsdpx.nn.container import Container, list_input_names
 from fsdpx.nn.layer import Layer, join_path
-from fsdpx.nn.shard_specs import Kind
+from fsdpx.nn.shard_specs import FieldPartition, Kind
 
 __all__ = ["can_take_ghosts", "require_readable_ghosts"]
 
 
+class _GhostEnd(NamedTuple):
+    """One end of the field, beyond which the arrays of a model input have ghost cells.
+
+    Attributes
+    ----------
+    number : index of the model input
+    dim : index of the cell dim
+    side : 0 for the lower end, 1 for the upper end
+    name : name of the dim for error messages
+    periodic : whether the dim is periodic, so that padding of mode "circular" has the values of the ghost cells
+    """
+
+    number: int
+    dim: int
+    side: int
+    name: str
+    periodic: bool
+
+
 @dataclass(frozen=True)
 class _Value:
-    """What is known about the ghost cells of a value, which is an input of the model or an output of a layer.
+    """What is known about the ghost cells of a value, which is an input of the model or an output of a layer. Ghost
+    cells inside the field do not count, because layers without them receive the same values from other ranks.
 
     Attributes
     ----------
     kind : partition of the value, if it is an input or computed from inputs by layers that keep ghost cells; else None
-    sources : indices of the model inputs whose ghost cells the value still has
-    dropped : index of each model input whose ghost cells were dropped -> description of the layer that dropped them, by
-        combining the input with a field that has other ghost cells or none
+    sources : ends of the field beyond which the value still has the ghost cells of a model input
+    dropped : ends of the field where ghost cells of a model input were dropped -> description of the layer that dropped
+        them
     """
 
     kind: Kind | None = None
-    sources: frozenset[int] = frozenset()
-    dropped: Mapping[int, str] = field(default_factory=dict)
+    sources: frozenset[_GhostEnd] = frozenset()
+    dropped: Mapping[_GhostEnd, str] = field(default_factory=dict)
+
+    def without_ghosts(self, about: str) -> _Value:
+        """Return what is known about this value after a layer, described as `about`, has dropped the ghost cells."""
+        return _Value(dropped={**dict.fromkeys(self.sources, about), **self.dropped})
 
 
 def can_take_ghosts(layer: Layer) -> bool:
@@ -39,29 +64,44 @@ def can_take_ghosts(layer: Layer) -> bool:
 
 
 def require_readable_ghosts(model: Layer, kinds: Sequence[Kind]) -> None:
-    """Raise ConfigError if the ghost cells of a model input would be ignored. This is so if three conditions hold: a
-    layer combines the input with a field that has other ghost cells or none, a convolution reads the result, and no
-    layer reads the ghost cells of the input. `kinds` says how the inputs of the model are distributed over the
+    """Raise ConfigError if the ghost cells of a model input beyond an end of the field would be ignored. This is so if
+    three conditions hold: a layer drops the ghost cells, a later convolution pads the field at this end, and no
+    convolution reads the ghost cells. A layer drops ghost cells if it takes none, or if it combines the input with a
+    field that has other ghost cells or none. `kinds` says how the inputs of the model are distributed over the
     ranks."""
-    read, padded = set[int](), dict[int, str]()
-    values = [_Value(kind, frozenset({i} if getattr(kind, "ghosts", ()) else ())) for i, kind in enumerate(kinds)]
+    read, padded = set[_GhostEnd](), dict[_GhostEnd, str]()
+    values = [_Value(kind, _find_ghost_ends(i, kind)) for i, kind in enumerate(kinds)]
     if not any(value.sources for value in values):
         return
     _propagate_ghosts_through_layer(model, "", values, read, padded)
     names = list_input_names(model)
-    for i in sorted(padded.keys() - read):
+    for end in sorted(padded.keys() - read):
+        same = "give all fields that are combined the same ghost cells, or " * ("combines it" in padded[end])
         raise ConfigError(
-            f"the ghost cells of input {names[i]!r} would be ignored: {padded[i]}: give all fields that are combined "
-            "the same ghost cells, or apply a convolution to this input first, or make the grid without ghosts"
+            f"the ghost cells of input {names[end.number]!r} would be ignored: {padded[end]}: {same}apply a "
+            "convolution to this input first, or make the grid without ghosts"
         )
 
 
+def _find_ghost_ends(number: int, kind: Kind) -> frozenset[_GhostEnd]:
+    """Return the ends of the field beyond which model input `number` has ghost cells."""
+    if not isinstance(kind, FieldPartition) or not kind.ghosts:
+        return frozenset()
+    rows = zip(kind.make_single_rank_partition().ghosts, kind.periods, strict=True)
+    return frozenset(
+        _GhostEnd(number, dim, side, kind.get_dim_name(dim), periodic)
+        for dim, ((widths,), periodic) in enumerate(rows)
+        for side in (0, 1)
+        if widths[side]
+    )
+
+
 def _propagate_ghosts_through_layer(
-    layer: Layer, path: str, values: Sequence[_Value], read: set[int], padded: dict[int, str]
+    layer: Layer, path: str, values: Sequence[_Value], read: set[_GhostEnd], padded: dict[_GhostEnd, str]
 ) -> list[_Value]:
-    """Return the outputs of a layer, given its inputs. If the layer reads the ghost cells of a model input, add the
-    index of this input to `read`. If the layer would have read ghost cells that were dropped earlier, add the index of
-    their input to `padded`, with a description."""
+    """Return the outputs of a layer, given its inputs. Add the ends where the layer reads ghost cells of a model input
+    to `read`. Add the ends where the layer pads the field, because ghost cells were dropped earlier, to `padded`, with
+    a description."""
     if isinstance(layer, Container):
         found = dict(zip(layer.inputs, values, strict=True))
         for step in layer.steps:
@@ -71,26 +111,29 @@ def _propagate_ghosts_through_layer(
         return [found[name] for name in layer.outputs]
     text, scalars = f"{path!r} {layer!r}", getattr(layer, "scalar_inputs", ())
     fields = [value for i, value in enumerate(values) if i not in scalars]
-    result = _Value()
-    if can_take_ghosts(layer) and fields:
-        if len({value.kind for value in fields}) > 1:
-            about = f"{text} combines it with a field of other ghost cells or none"
-            values = fields = [_Value(dropped={**dict.fromkeys(one.sources, about), **one.dropped}) for one in values]
-        if hasattr(layer, "net"):
-            count = len(list_input_names(layer.net))
-            # the ghost cells of boundary values, an input after those of `net`, become ghost cells of later states
-            given = [_merge_values_of_same_kind([values[0], *values[count:]]), *values[1:count]]
-            _propagate_ghosts_through_layer(layer.net, path, given, read, padded)
-        elif not isinstance(layer, WindowLayer):
-            result = _merge_values_of_same_kind(fields)
-        elif max(layer.window.kernel) > 1:
-            read |= fields[0].sources
-            for i, one in fields[0].dropped.items():
-                padded.setdefault(i, f"{one}, and {text} reads the result")
-    return [result] * layer.n_outputs
+    if can_take_ghosts(layer) and len({value.kind for value in fields}) > 1:
+        about = f"{text} combines it with a field of other ghost cells or none"
+        values = fields = [value.without_ghosts(about) for value in values]
+    result = _merge_values_of_same_kind(fields) if fields else _Value()
+    if hasattr(layer, "net"):
+        count = len(list_input_names(layer.net))
+        # the ghost cells of boundary values, an input after those of `net`, become ghost cells of later states
+        given = [_merge_values_of_same_kind([values[0], *values[count:]]), *values[1:count]]
+        (result,) = _propagate_ghosts_through_layer(layer.net, path, given, read, padded)
+    elif isinstance(layer, WindowLayer) and can_take_ghosts(layer):
+        pads = layer.window.low, layer.window.high
+        reached = {end for end in (*result.sources, *result.dropped) if sum(pads[end.side][end.dim : end.dim + 1]) > 0}
+        read |= result.sources & reached
+        for end in reached & result.dropped.keys():
+            if not (end.periodic and "circular" in layer.window.modes[end.dim]):
+                about = f"{result.dropped[end]}, and {text} pads the result along {end.name}"
+                padded.setdefault(end, about)
+    elif can_take_ghosts(layer):
+        return [result] * layer.n_outputs
+    return [result.without_ghosts(f"{text} drops them")] * layer.n_outputs
 
 
 def _merge_values_of_same_kind(values: Sequence[_Value]) -> _Value:
     """Return what is known about the ghost cells of a value computed from values of the same kind."""
-    sources = frozenset[int]().union(*(value.sources for value in values))
+    sources = frozenset[_GhostEnd]().union(*(value.sources for value in values))
     return _Value(values[0].kind, sources, {i: one for value in values for i, one in value.dropped.items()})

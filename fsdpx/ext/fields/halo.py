@@ -20,20 +20,9 @@ from fsdpx.nn.layer import Array, Layer, LayerContext, ShardedLayer
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, GhostWidths, Kind, ShardingContext, bind_partition
 
 __all__ = [
-    "MODES",
-    "DimEnds",
-    "FieldLayer",
-    "HaloSpec",
-    "PaddingMode",
-    "PaddingSide",
-    "compute_output_bounds_of_ranks",
-    "expand_padding_modes",
-    "get_local_range",
-    "get_rank_along",
-    "make_halo_specs",
-    "require_field_shape",
-    "require_halo_fits_field",
-    "to_slice_if_consecutive",
+    "MODES", "DimEnds", "FieldLayer", "HaloSpec", "PaddingMode", "PaddingSide", "compute_output_bounds_of_ranks",
+    "expand_padding_modes", "get_local_range", "get_rank_along", "make_halo_specs", "require_field_shape",
+    "require_halo_fits_field", "to_slice_if_consecutive",
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")

@@ -368,11 +368,13 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         ghosts, xp = self._ghost_partition, env.xp
         own = state if ghosts is None else drop_ghost_cells(env, state, ghosts)
 
+        parts = self.parts if ghosts is None else ghosts.without_ghosts()
+
         def make_fractions(name: str) -> Array:
             random, shape = env.random.child(f"{name}{index}"), tuple(own.shape)
-            if self.parts is None:
+            if parts is None:
                 return random.get_number_range(shape).make_fractions(xp).reshape(shape)
-            return self.parts.get_random_numbers(random, shape, env.mesh.domain).make_fractions(xp).reshape(shape)
+            return parts.get_random_numbers(random, shape, env.mesh.domain).make_fractions(xp).reshape(shape)
 
         radius = xp.sqrt(-2.0 * xp.log(1.0 - make_fractions("radius").astype(np.float64)))
         noise = self.noise * radius * xp.cos(2.0 * math.pi * make_fractions("angle").astype(np.float64))

@@ -63,11 +63,6 @@ class SplitSamples(ABC):
                     f"of the same {self.whole}, {rows[odd]}"
                 )
 
-    @property
-    def has_scalars(self) -> bool:
-        """Whether any input or output of the model consists of scalars."""
-        return not all(isinstance(kind, FieldPartition) for kind in (*self.input_kinds, *self.output_kinds))
-
     def all_gather_checks(
         self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None, mine: Any
     ) -> tuple[list[Any], str]:

@@ -400,7 +400,6 @@ def combine(layer: nn.Layer, *before: nn.Layer | None, after: nn.Layer | None = 
 
 
 CONV = nn.Conv2d(1, 1, 3, padding=1)
-CONVS = nn.Conv2d(2, 1, 3, padding=1)
 SUM = nn.Lambda(np.add, (lambda a, b: 1.0, lambda a, b: 1.0))
 
 
@@ -428,7 +427,6 @@ def with_scalars(layer: nn.Layer, channels: int) -> nn.Graph:
         (combine(nn.Concat(1), None, CONV), (1, 1), "u"),  # only the ghost cells of f are read
         (nn.Rollout(combine(nn.Add()), 2), (1, 0), "u"),
         (combine(nn.Add(), after=nn.TimeDistributed(CONV, 1)), (1, 0), "u"),
-        (combine(nn.Add(), nn.TimeDistributed(nn.Tanh(), 1)), (1, 1), "f"),  # a model that reads none of u
     ],
 )  # fmt: skip
 def test_ghost_cells_that_only_some_of_the_combined_fields_have(
@@ -448,11 +446,12 @@ def test_ghost_cells_that_only_some_of_the_combined_fields_have(
         (with_scalars(nn.ScaleShift(), 1), (1, 1), "uf"),
         (combine(nn.Concat(1), CONV, CONV), (1, 1), "uf"),
         (combine(nn.Concat(1), CONV, CONV), (1, 0), "u"),
+        (combine(nn.Concat(1), nn.Dropout(0.3), nn.Dropout2d(0.3)), (1, 1), "uf"),
         (combine(nn.Add(), after=nn.Tanh()), (1, 0), ""),
         (combine(nn.Add(), after=nn.Conv2d(1, 1, 1)), (1, 0), ""),
-        (combine(nn.Add(), after=nn.MaxPool2d(3, 1, 1)), (1, 0), ""),  # pools and norms take no ghost cells
-        *((combine(nn.Concat(1), after=nn.Sequential(layer, CONVS)), (1, width), "")
-          for layer in (nn.GroupNorm(1, 2), nn.Conv2d(2, 2, 1), nn.MaxPool2d(1)) for width in (0, 1)),
+        (combine(nn.Add(), after=nn.MaxPool2d(3, 1, 1)), (1, 0), ""),  # pools take no ghost cells
+        (combine(nn.Add(), after=nn.Sequential(nn.GroupNorm(1, 1), nn.Conv2d(1, 1, 1))), (1, 1), ""),
+        (combine(nn.Add(), CONV, nn.MaxPool2d(1)), (1, 0), "u"),
         (nn.Rollout(combine(nn.Add()), 2), (1, 1), "uf"),
         (nn.Rollout(combine(nn.Add(), after=nn.Tanh()), 2), (1, 0), ""),
         (combine(nn.Add(), after=nn.TimeDistributed(CONV, 1)), (1, 1), "uf"),
@@ -477,6 +476,99 @@ def test_predictions_change_with_the_ghost_cells_that_are_read(
             changed[:, 0] += 3.0
             found = trainer.predict((*inputs[:i], changed, *inputs[i + 1 :]))
             assert (found != y).any() == (name in read), name
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.GroupNorm(1, 1), nn.InstanceNorm(1), nn.BatchNorm(1), nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 3),
+        nn.MaxPool2d(1), nn.AvgPool2d(2), nn.FacesToCells(0, faces="low"), nn.CellsToFaces(1), nn.FieldLaplacian(),
+        nn.Upsample(scale_factor=2), nn.Mask(np.ones((8, 6))), nn.StaticChannels(np.ones((1, 8, 6))),
+        nn.Rollout(nn.Tanh(), 1), nn.TimeDistributed(nn.Tanh(), 1), nn.Residual(nn.GroupNorm(1, 1)),
+        nn.Sequential(nn.Dropout(0.1), nn.MaxPool2d(1), nn.Tanh()),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)  # fmt: skip
+def test_ghost_cells_that_a_layer_drops_before_a_convolution_pads(layer: nn.Layer) -> None:
+    message = "the ghost cells of input 'x' would be ignored: .* (drops them|combines it).*pads the result along dim y"
+    domain = fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=1, layout="cyx")
+    for after in (CONV, nn.Sequential(nn.Tanh(), CONV), nn.TimeDistributed(CONV, 1)):
+        with pytest.raises(ConfigError, match=message):
+            nn.Sequential(layer, after).as_distributed(domain=domain)
+    nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), layer, CONV).as_distributed(domain=domain)
+    nn.Sequential(layer, nn.Conv2d(1, 1, 3)).as_distributed(domain=domain)  # it pads nothing
+
+
+@pytest.mark.parametrize(
+    ("kernel", "padding", "dim"), [((1, 3), (0, 1), "y"), ((3, 1), (1, 0), "x"), ((2, 3), ((1, 0), (1, 1)), "y")]
+)
+def test_each_end_of_the_field_counts(kernel: tuple[int, int], padding: Any, dim: str) -> None:
+    """A convolution reads no ghost cells along a dim, or beyond an end, that it does not pad."""
+    net = nn.Sequential(nn.Conv2d(1, 1, kernel, padding=padding), CONV)
+    message = rf"the ghost cells of input 'x' would be .*'0' Conv2d.* drops them, and '1' .* along dim {dim}: apply"
+    with pytest.raises(ConfigError, match=message):
+        net.as_distributed(domain=fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=1, layout="cyx"))
+
+
+def test_ghost_cells_may_be_dropped_if_they_are_cells_of_the_field() -> None:
+    """Inside the field, and beyond the ends of periodic dims that later layers pad with the same cells."""
+    whole = np.random.default_rng(0).standard_normal((8, 6, 1))
+    net = nn.Sequential(nn.GroupNorm(1, 1), nn.Conv2d(1, 1, 3, padding=1, padding_mode=("circular", "zeros")))
+
+    def run(comm: Communicator, ghosts: int) -> Any:
+        sides = (ghosts, (0, 0))
+        grid = fsdpx.Grid(comm, (4, 6), dims=(2, 1), ghosts=sides, periods=(True, False))
+        rows = np.arange(4 * comm.rank - ghosts, 4 * comm.rank + 4 + ghosts) % 8
+        trainer = net.as_distributed(domain=grid, **options(comm))
+        trainer.step(whole[rows], np.ones((4, 6, 1)))
+        return trainer.predict(whole[rows]).tolist()
+
+    assert spawn(lambda comm: run(comm, 1), 2) == spawn(lambda comm: run(comm, 0), 2)
+
+    def faces(comm: Communicator) -> None:
+        grid = fsdpx.Grid(comm, (4, 6), dims=(2, 1), layout="cyx")
+        both = grid.faces("y", shared=True)
+        trainer = nn.Sequential(nn.FacesToCells(0), CONV).as_distributed(domain=both, **options(comm))
+        assert trainer.predict(np.ones((1, 5, 6))).shape == (1, 4, 6)
+
+    spawn(faces, 2)
+    grid = fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=1, layout="cyx", periods=(True, True))
+    with pytest.raises(ConfigError, match="would be ignored"):
+        nn.Sequential(nn.GroupNorm(1, 1), CONV).as_distributed(domain=grid)
+
+
+@pytest.mark.parametrize("periods", [(False, False), (True, False), (True, True)])
+def test_dropout_keeps_ghost_cells_with_the_mask_of_their_owners(periods: tuple[bool, bool]) -> None:
+    """Each ghost cell beyond a wall has one mask on all ranks that hold it."""
+    drop = nn.Sequential(nn.Dropout(0.4), nn.Tanh())
+    net = nn.Sequential(drop, nn.Conv2d(2, 3, 3, padding=1))
+    field = np.random.default_rng(0).standard_normal((2, SHAPE[0] + 2, SHAPE[1] + 2, 2))
+    inside = np.pad(field[:, 1:-1, 1:-1], ((0, 0), (1, 1), (1, 1), (0, 0)), "wrap")
+    rows, columns = (slice(None) if p else slice(1, -1) for p in periods)
+    field[:, rows, columns] = inside[:, rows, columns]
+
+    def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
+        mine = bounds(cuts, place_of(comm.rank, dims))
+        grid = grid_at(comm, dims, cuts, ghosts=1, periods=periods)
+        trainer = net.as_distributed(domain=grid, **options(comm))
+        x = field[:, *(slice(a, b + 2) for a, b in mine)]
+        losses = [trainer.step(x, wanted(SHAPE)[:, *(slice(a, b) for a, b in mine)]) for _ in range(3)]
+        return losses, trainer.parameters()
+
+    losses, parameters = spawn(lambda comm: run(comm, (1, 1), even(SHAPE, (1, 1))), 1)[0]
+    for dims in ((2, 1), (1, 3), (2, 2)):
+        for cuts in (even(SHAPE, dims), random_cuts(SHAPE, dims)):
+            for found, values in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
+                np.testing.assert_allclose(found, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
+                assert_close(values, parameters, 1e-8)
+    if all(periods):  # without ghost cells, circular padding reads the same cells
+        alone = nn.Sequential(drop, nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"))
+
+        def run_without_ghosts(comm: Communicator) -> list[float]:
+            trainer = alone.as_distributed(domain=grid_at(comm, (1, 1), even(SHAPE, (1, 1))), **options(comm))
+            return [trainer.step(field[:, 1:-1, 1:-1], wanted(SHAPE)) for _ in range(3)]
+
+        np.testing.assert_allclose(spawn(run_without_ghosts, 1)[0], losses, rtol=1e-11)
 
 
 def test_a_rollout_reads_ghost_cells_of_boundary_values() -> None:
