@@ -31,30 +31,10 @@ from fsdpx.nn.shard_specs import (
 )
 
 __all__ = [
-    "Array",
-    "AxisRanks",
-    "Layer",
-    "LayerAxes",
-    "LayerContext",
-    "ParameterSpec",
-    "Parameters",
-    "Params",
-    "Pending",
-    "ShardedLayer",
-    "collect_specs",
-    "find_sequence_length",
-    "format_constructor",
-    "group_arrays_by_child",
-    "iterate_layers",
-    "join_path",
-    "list_kernels",
-    "require_finite_arguments",
-    "require_fraction",
-    "require_last_dim",
-    "require_pair",
-    "require_positive",
-    "require_time_dim",
-    "store_init_args",
+    "Array", "AxisRanks", "Layer", "LayerAxes", "LayerContext", "ParameterSpec", "Parameters", "Params", "Pending",
+    "ShardedLayer", "collect_specs", "find_sequence_length", "format_constructor", "group_arrays_by_child",
+    "iterate_layers", "join_path", "list_kernels", "require_finite_arguments", "require_fraction", "require_last_dim",
+    "require_pair", "require_positive", "require_time_dim", "store_init_args",
 ]  # fmt: skip
 
 

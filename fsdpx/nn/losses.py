@@ -19,21 +19,10 @@ from fsdpx.nn.layer import Array, Layer, LayerContext, format_constructor, requi
 from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = [
-    "BCEWithLogitsLoss",
-    "CellWeights",
-    "CrossEntropyLoss",
-    "Loss",
-    "LossSum",
-    "MSELoss",
-    "TensorParallelModel",
-    "WeightedElementwiseLoss",
-    "WrappedLoss",
-    "backward_pieces",
-    "compute_difference_target_and_weights",
-    "require_one_output",
-    "require_target_shape",
-    "sum_weighted_losses_over_samples",
-]
+    "BCEWithLogitsLoss", "CellWeights", "CrossEntropyLoss", "Loss", "LossSum", "MSELoss", "TensorParallelModel",
+    "WeightedElementwiseLoss", "WrappedLoss", "backward_pieces", "compute_difference_target_and_weights",
+    "require_one_output", "require_target_shape", "sum_weighted_losses_over_samples",
+]  # fmt: skip
 
 
 class Loss(ABC):

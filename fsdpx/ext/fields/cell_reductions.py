@@ -23,19 +23,21 @@ def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str =
 
 
 def all_reduce_moments(
-    env: LayerContext, x: Array, dims: tuple[int, ...], what: str, weights: Array | None = None
-) -> Array:
+    env: LayerContext, x: Array, dims: tuple[int, ...], what: str, weights: Array | None = None,
+    count: Array | None = None,
+) -> Array:  # fmt: skip
     """Return the moments of a field over `dims`, for the parts of all ranks together. The moments are the rows of a
     float64 array: count, mean, and sum of squared deviations.
 
     `dims` must be the last dims of `x`. `weights` holds the weight of each element; if it is None, all weights are 1.
-    `what` is the name of the moments in error messages. The moments of the ranks are merged in rank order with the
-    formula of Chan et al. (1979). Communicates only if the field is partitioned."""
+    `count` is the sum of weights of this rank's part; if it is None, the weights are added up in this call. `what` is
+    the name of the moments in error messages. The moments of the ranks are merged in rank order with the formula of
+    Chan et al. (1979). Communicates only if the field is partitioned."""
     xp, size = env.xp, float(math.prod(x.shape[d] for d in dims))
     mean = (x if weights is None else weights * x).sum(axis=dims, dtype=np.float64)
-    count = xp.full(mean.shape, size, dtype=np.float64)
-    if weights is not None:
+    if count is None and weights is not None:
         count = xp.broadcast_to(weights, x.shape).sum(axis=dims, dtype=np.float64)
+    count = xp.full(mean.shape, size, dtype=np.float64) if count is None else xp.broadcast_to(count, mean.shape)
     mean = mean / xp.where(count > 0, count, 1.0)
     apart = x.astype(np.float64) - mean.reshape(*mean.shape, *(1,) * len(dims))
     squares = apart * apart

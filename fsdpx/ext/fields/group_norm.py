@@ -146,11 +146,17 @@ class GroupNorm(Layer, HoldsLocalArray):
             groups = self.num_groups if a.shape[1] > 1 else 1
             return a.reshape(a.shape[0], groups, a.shape[1] // groups, *a.shape[2:])
 
-        weights = self._get_weights(env, x)
+        weights, dims = self._get_weights(env, x), tuple(range(2, x.ndim + 1))
         weights = env.xp.broadcast_to(split(weights), (1, *split(x).shape[1:]))
-        moments = all_reduce_moments(env, split(x), tuple(range(2, x.ndim + 1)), "GroupNorm", weights)
-        if not getattr(env.xp, "holds_no_data", False) and not bool((moments[0] > 0).all()):
-            raise DataError(f"{self!r}: all weights of a group are 0: give some cell a weight above 0")
+        # add up and check the weights only once, because a check makes the host wait for a GPU
+        key = "sums of weights", id(self.weights), self.num_groups, weights.dtype.str
+        if (count := env.constants.get(key)) is None:
+            count = weights.sum(axis=dims, dtype=np.float64)
+        moments = all_reduce_moments(env, split(x), dims, "GroupNorm", weights, count)
+        if key not in env.constants and x.shape[0]:
+            if not getattr(env.xp, "holds_no_data", False) and not bool((moments[0] > 0).all()):
+                raise DataError(f"{self!r}: all weights of a group are 0: give some cell a weight above 0")
+            env.constants[key] = count
         return moments
 
     def _get_weights(self, env: LayerContext, x: Array) -> Array:

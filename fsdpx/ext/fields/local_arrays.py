@@ -13,12 +13,8 @@ from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = [
-    "HoldsLocalArray",
-    "convert_to_local_array",
-    "iterate_layers_with_rollout_nets",
-    "require_arrays_fit_local_part",
-    "require_weights_of_cells",
-    "require_weights_of_channels",
+    "HoldsLocalArray", "convert_to_local_array", "iterate_layers_with_rollout_nets", "require_arrays_fit_local_part",
+    "require_weights_of_cells", "require_weights_of_channels",
 ]  # fmt: skip
 
 

@@ -268,12 +268,14 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
         """Return the divisor for sums over all cells: the number of cells, or the sum of the weights `w`."""
         if w is None:
             return max(math.prod(self.get_partition(x).shape), 1)
-        dims = tuple(range(2, x.ndim))
-        total = env.xp.broadcast_to(w, (1, *x.shape[1:])).sum(axis=dims, dtype=np.float64)
-        total = all_reduce_over_parts(env, total, env.random.path)
-        if not getattr(env.xp, "holds_no_data", False) and not bool((total > 0).all()):
-            raise DataError(f"{self!r}: all weights of a channel are 0")
-        return total
+        key = "sums of weights over all parts", id(self.weights), x.shape[1], w.dtype.str
+        if key not in env.constants:  # the weights never change, and a check makes the host wait for a GPU
+            total = env.xp.broadcast_to(w, (1, *x.shape[1:])).sum(axis=tuple(range(2, x.ndim)), dtype=np.float64)
+            total = all_reduce_over_parts(env, total, env.random.path)
+            if not getattr(env.xp, "holds_no_data", False) and not bool((total > 0).all()):
+                raise DataError(f"{self!r}: all weights of a channel are 0")
+            env.constants[key] = total
+        return env.constants[key]
 
     def _get_broadcastable_weights(self, env: LayerContext, x: Array) -> Array | None:
         """Return the weights in a shape that broadcasts with x, or None if all weights are 1."""

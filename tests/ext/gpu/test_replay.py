@@ -77,6 +77,13 @@ def fourier() -> nn.Layer:
     return nn.Sequential(nn.FNO(2, 3, (3, 3), 4, 1), *resized)
 
 
+def volumes() -> nn.Layer:
+    """Layers whose weights are added up once."""
+    weights = np.linspace(0.5, 2.0, 32).reshape(8, 4)
+    norms = nn.GroupNorm(2, 4, weights=weights), nn.InstanceNorm(4, weights=np.tile(weights, (4, 1, 1)))
+    return nn.Sequential(nn.Conv2d(2, 4, 1), *norms, nn.GlobalMean(weights), nn.Linear(4, 5))
+
+
 def find_observer(engine: Any) -> Any:
     return next((one for one in engine.observers if isinstance(one, CudaGraphObserver)), None)
 
@@ -114,6 +121,7 @@ CASES: dict[str, tuple[int, Any, Any, dict[str, Any]]] = {
     "float32": (1, mlp, rows, {"precision": "float32"}),
     "unet": (1, unet, fields, {}),
     "fourier": (1, fourier, fields, {}),
+    "volumes": (1, volumes, lambda random: (random.standard_normal((2, 2, 8, 4)), random.standard_normal((2, 5))), {}),
     "norms": (1, norms, rows, {"group_bytes": 1 << 20, "microbatches": 2}),
     "gpt": (1, untied, text, {"optimizer": optim.SGD(lr=optim.schedules.Linear(0.1, 4))}),
     "scaled": (1, mlp, rows, {"precision": Precision(loss_scale="dynamic", growth_interval=1, initial_scale=4.0)}),
