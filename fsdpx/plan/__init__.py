@@ -23,17 +23,8 @@ if TYPE_CHECKING:
     from fsdpx.plan.searching import search as _search
 
 __all__ = [
-    "Candidate",
-    "Compute",
-    "DiskSpeed",
-    "KernelRates",
-    "Machine",
-    "NetworkLevel",
-    "Plan",
-    "Prediction",
-    "RankClass",
-    "predict",
-    "search",
+    "Candidate", "Compute", "DiskSpeed", "KernelRates", "Machine", "NetworkLevel", "Plan", "Prediction", "RankClass",
+    "predict", "search",
 ]  # fmt: skip
 
 

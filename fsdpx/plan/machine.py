@@ -15,8 +15,8 @@ from typing import Any
 
 from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.base.safe_files import describe_read_error, expanduser, read_file
-from fsdpx.errors import ConfigError
-from fsdpx.plan.kernels import KernelRates, explain_invalid_kernel_rates
+from fsdpx.errors import ConfigError, warn
+from fsdpx.plan.kernels import WEIGHTS, KernelRates, explain_invalid_kernel_rates
 
 __all__ = ["Compute", "DiskSpeed", "Machine", "NetworkLevel"]
 
@@ -253,7 +253,24 @@ def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
     kernels, measured = KernelRates(**found.get("kernels", {})), found.get("measured")
     computes = replace(parse_record(Compute, compute, "[compute]"), kernels=kernels)
     name = found.get("name", path.stem)
+    _warn_of_unknown_kernels(path, kernels)
     return Machine(name, tuple(made), computes, there, None if measured is None else tuple(measured))
+
+
+def _warn_of_unknown_kernels(path: Path, rates: KernelRates) -> None:
+    """Warn if a machine file has rates of kernels that do not exist, as after an update that renamed kernels."""
+    tables = (*rates.passes.values(), *rates.products.values())
+    names = {kernel.removeprefix(WEIGHTS) for table in tables for kernel in table}
+    if not names:
+        return
+    from fsdpx.plan.probes import find_names_of_measured_kernels
+
+    if unknown := sorted(names - find_names_of_measured_kernels()):
+        warn(
+            f"machine file {path} has rates of {', '.join(unknown)}, which this version of fsdpx does not measure: "
+            "these rates are ignored, and kernels without rates are priced as plain array code. Measure again: "
+            f"mpiexec -n N python -m fsdpx measure-machine --output {path}"
+        )
 
 
 def _explain_invalid_value(key: str, value: Any) -> str:

@@ -27,15 +27,8 @@ from fsdpx.errors import FsdpxError
 from fsdpx.ext.offload.choice import OffloadConfig
 
 __all__ = [
-    "ACTIVATION_BYTES_PER_GAP_BYTE",
-    "Holding",
-    "MemoryPeak",
-    "OptionChange",
-    "find_memory_peak",
-    "format_mesh_arguments",
-    "format_option_as_python",
-    "format_option_changes",
-    "format_options",
+    "ACTIVATION_BYTES_PER_GAP_BYTE", "Holding", "MemoryPeak", "OptionChange", "find_memory_peak",
+    "format_mesh_arguments", "format_option_as_python", "format_option_changes", "format_options",
     "list_memory_lowering_changes",
 ]  # fmt: skip
 

@@ -4,22 +4,26 @@ work of each one."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from functools import lru_cache
+from itertools import chain, product
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from fsdpx import optim
-from fsdpx.core.array import kernels
+from fsdpx.core.array import kernels, shapes
 from fsdpx.core.array.namespace import parse_dtype
-from fsdpx.core.array.shapes.flop_counter import record_traffic
+from fsdpx.core.array.shapes.flop_counter import counting_work, record_traffic
 from fsdpx.ext.fields import kernels as field_kernels
 from fsdpx.ext.fields.kernels import WindowStrides
 from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.optim import ShardSegment, ShardSegments
 
-__all__ = ["iterate_matmul_calls", "iterate_weight_heavy_convolution_calls", "make_calls_of_all_memory_bound_kernels"]
+__all__ = [
+    "find_names_of_measured_kernels", "iterate_matmul_calls", "iterate_weight_heavy_convolution_calls",
+    "make_calls_of_all_memory_bound_kernels",
+]  # fmt: skip
 
 Call = Callable[[], Any]
 
@@ -27,6 +31,16 @@ WIDTH, CHANNELS = 64, 16
 """Number of columns of a matrix, and number of channels of a field."""
 PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
 """Window of the pooling kernels."""
+
+
+@lru_cache(1)
+def find_names_of_measured_kernels() -> frozenset[str]:
+    """Return the names of all kernels that `measure-machine` measures."""
+    calls = [make_calls_of_all_memory_bound_kernels(shapes, name, 1) for name in ("float32", "bf16")]
+    with counting_work() as work:
+        for call in chain(*calls, iterate_matmul_calls(shapes, "float32")):
+            call()
+    return frozenset(one.kernel for one in (*work.passes, *work.products))
 
 
 def make_calls_of_all_memory_bound_kernels(xp: Any, name: str, nbytes: int) -> list[Call]:

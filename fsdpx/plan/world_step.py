@@ -39,18 +39,9 @@ from fsdpx.plan.peak import MemoryPeak, find_memory_peak
 from fsdpx.plan.time_model import MeshOnMachine, StepTimes
 
 __all__ = [
-    "CONTROL",
-    "Batch",
-    "RankClass",
-    "RankDryRun",
-    "WorldStep",
-    "find_representative_action",
-    "get_batch_shapes_and_dtypes",
-    "get_ranks_per_domain_dim",
-    "make_world_step",
-    "require_no_arrays",
-    "require_no_node_mesh_layers",
-    "require_positive_int",
+    "CONTROL", "Batch", "RankClass", "RankDryRun", "WorldStep", "find_representative_action",
+    "get_batch_shapes_and_dtypes", "get_ranks_per_domain_dim", "make_world_step", "require_no_arrays",
+    "require_no_node_mesh_layers", "require_positive_int",
 ]  # fmt: skip
 
 LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()

@@ -174,6 +174,17 @@ def test_a_machine_with_rates_of_kernels_is_read_as_it_was_written(tmp_path: Pat
     assert found.compute.kernels.passes == RATES.passes
 
 
+def test_rates_of_kernels_that_were_renamed_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    own = KernelRates({"float32": {**RATES.passes["float32"], "weights of correlate": [1e9, 1e9]}}, RATES.products)
+    path.write_text(format_machine_file(machine(kernels=own)))
+    Machine.load(path)
+    path.write_text(path.read_text().replace("relu", "rectify").replace("correlate", "convolve"))
+    message = rf"{path} has rates of convolve, rectify, which .*: mpiexec -n N python -m fsdpx measure-machine --output"
+    with pytest.warns(RuntimeWarning, match=message):
+        Machine.load(path)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
