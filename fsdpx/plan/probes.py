@@ -40,7 +40,7 @@ def find_names_of_measured_kernels() -> frozenset[str]:
     with counting_work() as work:
         for call in chain(*calls, iterate_matmul_calls(shapes, "float32")):
             call()
-    return frozenset(one.kernel for one in (*work.passes, *work.products))
+    return frozenset({one.kernel for one in work.passes} | {one.kernel for one in work.products})
 
 
 def make_calls_of_all_memory_bound_kernels(xp: Any, name: str, nbytes: int) -> list[Call]:
