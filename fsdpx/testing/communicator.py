@@ -334,6 +334,9 @@ class CommunicatorContract:
             (ConfigError, "wire=bfloat16 with AVG", lambda: c.all_reduce(x, ReduceOp.AVG, wire="bfloat16")),
             (ConfigError, "wire=float16 with SUM by 'ring'", lambda: c.all_reduce(x, SUM, "ring", wire="float16")),
             (ConfigError, "unknown algorithm 'tree'", lambda: c.all_reduce(x, ReduceOp.SUM, "tree")),
+            (ConfigError, "is an array of .* reductions work in place", lambda: c.all_reduce(x, x)),  # type: ignore[arg-type]
+            (ConfigError, r"unknown algorithm \['ring'\]", lambda: c.all_reduce(x, SUM, ["ring"])),  # type: ignore[arg-type]
+            (ConfigError, r"wire=\[1\] is not a dtype", lambda: c.all_reduce(x, wire=[1])),
             (ConfigError, "unknown reduce operation 'median'", lambda: c.all_reduce(x, "median")),  # type: ignore[arg-type]
             (ShapeError, "is root and needs an array for recv", lambda: alone.gather(x, None, 0)),
         ]  # fmt: skip

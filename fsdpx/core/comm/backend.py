@@ -29,6 +29,7 @@ from fsdpx.core.comm.calls import (
     copy_unless_same,
     make_balanced_partition,
     make_partition_from_counts,
+    to_wire_dtype,
 )
 from fsdpx.core.comm.communicator import CALL_SPECS, CallSpec, Communicator
 from fsdpx.core.comm.p2p_collectives import COLLECTIVES, ROUNDED_COLLECTIVES, Pairs, iterate_ring_all_reduce
@@ -256,7 +257,7 @@ def _check_and_resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> No
     """Replace the name in `call.wire` with the dtype that it stands for (the dtype in which arrays are sent). `dtype`
     is the dtype of the arrays themselves. Raise ConfigError if this reduction, or arrays of `dtype`, cannot be sent in
     the dtype `call.wire`."""
-    call.wire = np.dtype(call.wire)
+    call.wire = to_wire_dtype(call.wire)
     if get_dtype_kind(dtype) != "float" or not is_half(call.wire):
         raise_call_error(
             ConfigError, comm, call, f"wire={call.wire.name} for {dtype}: float32 or float64 in a 16-bit format"

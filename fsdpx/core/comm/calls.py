@@ -80,7 +80,20 @@ class ReduceOp(enum.Enum):
         if name in cls._value2member_map_:
             return cls(name)
         names = ", ".join(member.name for member in cls)
+        if hasattr(op, "shape"):  # as in mpi4py's `comm.Allreduce(send, recv)`
+            raise ConfigError(
+                f"the reduce operation is an array of {op.shape}: reductions work in place, so copy the values to the "
+                f"array of the result first, and pass that array and one of ReduceOp.{{{names}}}"
+            )
         raise ConfigError(f"unknown reduce operation {op!r}: use one of ReduceOp.{{{names}}}")
+
+
+def to_wire_dtype(wire: Any) -> np.dtype[Any]:
+    """Return the dtype in which a call sends its arrays, from the argument `wire`. Raise ConfigError if it is none."""
+    try:
+        return np.dtype(wire)
+    except (TypeError, ValueError):
+        raise ConfigError(f"wire={wire!r} is not a dtype: use 'float16' or 'bfloat16'") from None
 
 
 class FlatPartition(NamedTuple):

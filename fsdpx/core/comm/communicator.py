@@ -12,8 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
-import numpy as np
-
 from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.comm.calls import (
     COMPLETED,
@@ -29,6 +27,7 @@ from fsdpx.core.comm.calls import (
     get_progress,
     make_balanced_partition,
     split_evenly,
+    to_wire_dtype,
 )
 from fsdpx.core.comm.plain_codec import pack, unpack
 from fsdpx.core.comm.windows import Window
@@ -136,7 +135,7 @@ def get_arguments_equal_on_all_ranks(call: Call) -> dict[str, Any]:
     if verb.reduces:
         terms_by_name["op"] = ReduceOp.from_name(call.op).name
         if call.wire is not None:
-            terms_by_name["wire"] = np.dtype(call.wire)
+            terms_by_name["wire"] = to_wire_dtype(call.wire)
     if verb.partitioned and verb.same_size:
         counts = call.partitions[0].counts if call.partitions else call.counts[0]
         terms_by_name["counts"] = "even" if counts is None else list(counts)
