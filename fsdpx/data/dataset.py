@@ -25,18 +25,8 @@ from fsdpx.core.base.safe_files import describe_read_error, expanduser, open_fil
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = [
-    "ArrayDataset",
-    "Dataset",
-    "OpenFiles",
-    "TextDataset",
-    "TokenDataset",
-    "WindowDataset",
-    "collate",
-    "hash_first_sample",
-    "make_file_mapper",
-    "memory_map_array",
-    "python_stdlib_folder",
-    "read_npy_header",
+    "ArrayDataset", "Dataset", "OpenFiles", "TextDataset", "TokenDataset", "WindowDataset", "collate",
+    "hash_first_sample", "make_file_mapper", "memory_map_array", "python_stdlib_folder", "read_npy_header",
 ]  # fmt: skip
 
 MAX_OPEN_FILES = 64

@@ -76,7 +76,7 @@ class SupervisedDataset:
         written: Any = template or (lambda role, content: (f"{role}: ", f"{content}\n"))
         found = []
         for where, line in _iterate_json_lines(self.path):
-            tokens, learnt = self._truncate(self._encode_line(line, encode, written, where), where)
+            tokens, learnt = self._truncate_tokens(self._encode_line(line, encode, written, where), where)
             if learnt[1:].any():
                 found.append((tokens, learnt))
             else:
@@ -124,7 +124,7 @@ class SupervisedDataset:
             learnt += [answer] * len(words)
         return tokens, learnt
 
-    def _truncate(self, found: Encoded, where: str) -> tuple[np.ndarray, np.ndarray]:
+    def _truncate_tokens(self, found: Encoded, where: str) -> tuple[np.ndarray, np.ndarray]:
         tokens, learnt = (part[: self.seq_len + 1] for part in found)
         if len(tokens) < 2:
             raise DataError(f"{where}: a conversation needs two tokens or more")

@@ -66,18 +66,19 @@ class ChatTemplate:
     def encode_question(self, prompt: str) -> list[int]:
         """Return the tokens of a conversation that consists of a single user question, up to the start of the
         assistant's answer."""
-        text = self._render([{"role": "user", "content": prompt}], None, prompt=True)
+        text = self._render_messages([{"role": "user", "content": prompt}], None, prompt=True)
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _render_with_answer_spans(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        whole = self._render(messages, tools)
+        whole = self._render_messages(messages, tools)
         if BEGIN in whole:
             parts = re.split(f"[{BEGIN}{END}]", whole)
             ends = [sum(map(len, parts[:n])) for n in range(len(parts) + 1)]
             return "".join(parts), list(zip(ends[1::2], ends[2::2], strict=False))
         spans = []
         for n in (n for n, message in enumerate(messages) if message.get("role") == "assistant"):
-            before, after = self._render(messages[:n], tools, prompt=True), self._render(messages[: n + 1], tools)
+            before = self._render_messages(messages[:n], tools, prompt=True)
+            after = self._render_messages(messages[: n + 1], tools)
             if not (whole.startswith(before) and whole.startswith(after)):
                 raise DataError(
                     f"{self.where} writes message {n + 1} in another way where others follow, so that no part of the "
@@ -86,7 +87,7 @@ class ChatTemplate:
             spans.append((len(before), len(after)))
         return whole, spans
 
-    def _render(self, messages: Sequence[Message], tools: Any, prompt: bool = False) -> str:
+    def _render_messages(self, messages: Sequence[Message], tools: Any, prompt: bool = False) -> str:
         plain = [{key: value for key, value in one.items() if value is not None} for one in messages]
         given = {"messages": plain, "tools": tools, "documents": None, "add_generation_prompt": prompt, **self.names}
         process = self._get_or_start_process()

@@ -32,20 +32,9 @@ from fsdpx.nn.layer import AxisRanks, Pending
 from fsdpx.nn.shard_specs import shard_bounds
 
 __all__ = [
-    "PendingCollective",
-    "all_gather_dim",
-    "all_gather_replicated",
-    "all_reduce_sum",
-    "all_to_all_dims",
-    "all_to_all_rows",
-    "mark_separate",
-    "reduce_scatter_dim",
-    "require_divisible_dim",
-    "slice_dim",
-    "start_all_gather_dim",
-    "start_all_reduce_sum",
-    "start_reduce_scatter_dim",
-    "take_shard",
+    "PendingCollective", "all_gather_dim", "all_gather_replicated", "all_reduce_sum", "all_to_all_dims",
+    "all_to_all_rows", "mark_separate", "reduce_scatter_dim", "require_divisible_dim", "slice_dim",
+    "start_all_gather_dim", "start_all_reduce_sum", "start_reduce_scatter_dim", "take_shard",
 ]  # fmt: skip
 
 Array = Any

@@ -83,9 +83,9 @@ class KernelRates:
         -------
         float : FLOP per second; None if the kernel was not measured
         """
-        grid = self._grids.get((name, product.kernel))
+        grid = self._rate_grids.get((name, product.kernel))
         if grid is None and product.itemsize == 2:
-            grid = self._grids.get(("float32", product.kernel))
+            grid = self._rate_grids.get(("float32", product.kernel))
         return None if grid is None else grid.interpolate_at(locate_product_in_rate_table(product))
 
     def compute_product_seconds(self, product: ProductCount, name: str) -> float | None:
@@ -121,9 +121,9 @@ class KernelRates:
         -------
         float : seconds; None for kernels whose matrix products were not measured
         """
-        if (name, kernel_pass.kernel) in self._grids:
+        if (name, kernel_pass.kernel) in self._rate_grids:
             return self._get_extra_copy_seconds(kernel_pass.nbytes, name)
-        if kernel_pass.itemsize != 2 or ("float32", kernel_pass.kernel) not in self._grids:
+        if kernel_pass.itemsize != 2 or ("float32", kernel_pass.kernel) not in self._rate_grids:
             return None
         cast = KernelPass(CAST, 2, kernel_pass.nbytes + 2 * kernel_pass.nbytes)
         rate = self.get_bytes_per_second(cast, name)
@@ -136,7 +136,7 @@ class KernelRates:
         return 0.0 if far is None or near is None else max(nbytes / far - nbytes / near, 0.0)
 
     @cached_property
-    def _grids(self) -> Mapping[tuple[str, str], _RateGrid]:
+    def _rate_grids(self) -> Mapping[tuple[str, str], _RateGrid]:
         grids = ((name, *one) for name, kernels in self.products.items() for one in kernels.items())
         return {(name, kernel): _RateGrid.from_rows(rows) for name, kernel, rows in grids}
 

@@ -129,10 +129,10 @@ def pack_message(facts: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
 
     Raises DataError if `facts` are not plain data."""
     head = pack([facts, [[array.dtype.name, list(array.shape)] for array in arrays]])
-    starts, at = [], _align(LENGTH_BYTES + len(head))
+    starts, at = [], _round_up_to_alignment(LENGTH_BYTES + len(head))
     for array in arrays:
         starts.append(at)
-        at = _align(at + array.nbytes)
+        at = _round_up_to_alignment(at + array.nbytes)
     body = np.empty(at, np.uint8)
     body[:LENGTH_BYTES].view(np.int64)[0] = len(head)
     body[LENGTH_BYTES : LENGTH_BYTES + len(head)] = np.frombuffer(head, np.uint8)
@@ -145,12 +145,12 @@ def unpack_message(body: np.ndarray) -> tuple[Any, list[np.ndarray]]:
     """Return the facts and the arrays that `pack_message` packed into `body`. The arrays are views of `body`."""
     length = int(body[:LENGTH_BYTES].view(np.int64)[0])
     facts, kinds = unpack(body[LENGTH_BYTES : LENGTH_BYTES + length])
-    arrays, at = [], _align(LENGTH_BYTES + length)
+    arrays, at = [], _round_up_to_alignment(LENGTH_BYTES + length)
     for name, shape in kinds:
         dtype = parse_number_dtype(name)
         stop = at + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         arrays.append(body[at:stop].view(dtype).reshape(shape))
-        at = _align(stop)
+        at = _round_up_to_alignment(stop)
     return facts, arrays
 
 
@@ -163,5 +163,5 @@ def parse_number_dtype(name: str) -> np.dtype:
     return dtype
 
 
-def _align(nbytes: int) -> int:
+def _round_up_to_alignment(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

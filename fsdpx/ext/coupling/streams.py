@@ -173,7 +173,7 @@ class Sender:
         elif not is_closed:
             self._wait_for_answers(max(self._depth - 1, 0))
             if not self.has_closed_receiver():
-                self._ship(number, make_body)
+                self._send_snapshot(number, make_body)
             if self._depth == 0:
                 self._wait_for_answers(0)
 
@@ -220,7 +220,7 @@ class Sender:
             self._is_asked = False
             self._out.send(self._receivers[0], AT, number, 0, 0)
         if self._taken == number:
-            self._ship(number, make_body, number - self._noticed_at)
+            self._send_snapshot(number, make_body, number - self._noticed_at)
         elif 0 <= self._taken < number:
             for rank in self._receivers:
                 self._out.send(rank, MISSED, number, 0, 0)
@@ -238,10 +238,10 @@ class Sender:
     def _ship_kept(self) -> None:
         if self._kept is not None and not self.has_closed_receiver():
             number, bodies = self._kept
-            self._ship(number, bodies.__getitem__)
+            self._send_snapshot(number, bodies.__getitem__)
         self._kept = None
 
-    def _ship(self, number: int, make_body: MakeBody, early: int = 0) -> None:
+    def _send_snapshot(self, number: int, make_body: MakeBody, early: int = 0) -> None:
         for rank in self._receivers:
             body = make_body(rank)
             self._out.send(rank, DATA, number, early, body.size, body=body)
@@ -352,13 +352,13 @@ class Receiver:
         rank of this side has not received the entire snapshot yet. Collective over this side if the stream is
         `on_request` or `wait` is False."""
         while not self.has_ended:
-            self._ask()
+            self._ask_for_snapshot()
             if wait:
                 wait_until(
-                    self._comm, self._advance, "a snapshot from the other side of the bridge", self._is_receiving
+                    self._comm, self._receive_parts, "a snapshot from the other side of the bridge", self._is_receiving
                 )
             raise_if_rank_lost(self._comm, "receive from the other side of the bridge")
-            is_complete = self._advance()
+            is_complete = self._receive_parts()
             outcome = END if self._ended else max((header.kind for header, _ in self._found.values()), default=DATA)
             if self._on_request or not wait:
                 everyone = self._side.all_gather_data((is_complete, outcome))
@@ -397,7 +397,7 @@ class Receiver:
         for rank in self._senders:
             self._out.send(rank, kind, value)
 
-    def _ask(self) -> None:
+    def _ask_for_snapshot(self) -> None:
         """If this rank is the lead (the rank that asks for snapshots) and has no pending request, ask the senders for a
         snapshot."""
         if self._choice is not None and not self._has_asked:
@@ -405,7 +405,7 @@ class Receiver:
             self._choice.start()
             self._send_control(ASK, 0)
 
-    def _advance(self) -> bool:
+    def _receive_parts(self) -> bool:
         """Process incoming messages, and return whether every sender rank's part of this snapshot has arrived."""
         self._out.is_complete()
         for rank in self._senders:
@@ -444,6 +444,6 @@ class Receiver:
 
     def _discard_until_end(self) -> bool:
         """Discard incoming messages, and return whether all senders have closed the stream."""
-        self._advance()
+        self._receive_parts()
         self._found.clear()
         return len(self._ended) == len(self._senders)

@@ -554,7 +554,7 @@ class FieldDataset:
             self._read_sample_into(self._view_channels_first(x[row]), self._view_channels_first(y[row]), given, int(i))
         inputs = [x] if f is None else [x, f]
         if self.scalars:
-            rows = [self._locate(int(i))[0].scalars[self._locate(int(i))[1]] for i in indices]
+            rows = [self._locate_sample(int(i))[0].scalars[self._locate_sample(int(i))[1]] for i in indices]
             inputs.append(np.array(rows, self.dtype).reshape(len(rows), len(self.scalars)))
         return x if len(inputs) == 1 else tuple(inputs), y
 
@@ -576,7 +576,7 @@ class FieldDataset:
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.coords, self.grid.ghosts, strict=True)
         return {letter: (edges[r] - low, edges[r + 1] + high) for letter, edges, r, (low, high) in cuts}
 
-    def _locate(self, i: int) -> tuple[TrajectoryFile, int, int]:
+    def _locate_sample(self, i: int) -> tuple[TrajectoryFile, int, int]:
         """Return the file that contains sample `i`, and the indices of the sample's trajectory and time window in this
         file."""
         k = int(np.searchsorted(self._ends, i, "right"))
@@ -585,7 +585,7 @@ class FieldDataset:
 
     def _read_sample_into(self, x: np.ndarray, y: np.ndarray, f: np.ndarray | None, i: int) -> None:
         """Read sample `i` into the arrays `x`, `y` and, if there is forcing, `f`, which are (channels, *cells)."""
-        source, trajectory, window = self._locate(i)
+        source, trajectory, window = self._locate_sample(i)
         at, fixed = 0, self.inputs * self.channels
         for variable in source.variables:
             if "t" not in variable.dims:

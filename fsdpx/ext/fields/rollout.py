@@ -244,10 +244,10 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
             for i in range(step, step + self.inputs):
                 if i < self.inputs or not self.detach:
                     piece = _take_range(dwindow, dim, (i - step) * channels, channels)
-                    dstates[i] = _add(xp, dstates[i], piece)
+                    dstates[i] = _add_or_copy_piece(xp, dstates[i], piece)
             if self.constants:
                 constants = _take_range(dwindow, dim, self.inputs * channels, self.constants)
-                dconstants = _add(xp, dconstants, constants)
+                dconstants = _add_or_copy_piece(xp, dconstants, constants)
             for found_per_step, dother in zip(per_step, dothers, strict=True):
                 if dother is not None:
                     found_per_step[step] = dother
@@ -412,6 +412,6 @@ def _take_range(array: Array, dim: int, start: int, count: int) -> Array:
     return array[(slice(None),) * dim + (slice(start, start + count),)]
 
 
-def _add(xp: Any, total: Array | None, piece: Array) -> Array:
+def _add_or_copy_piece(xp: Any, total: Array | None, piece: Array) -> Array:
     """Return `total` + `piece`, or a copy of `piece` if `total` is None."""
     return piece.copy() if total is None else total + piece

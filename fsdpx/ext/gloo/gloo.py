@@ -67,9 +67,9 @@ class GlooCommunicator(MessageBackend):
 
     def __init__(self, rendezvous: Rendezvous, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         rendezvous.worlds += 1
-        self._connect(rendezvous, str(rendezvous.worlds), rendezvous.rank, rendezvous.size, timeout, Progress())
+        self._connect_ranks(rendezvous, str(rendezvous.worlds), rendezvous.rank, rendezvous.size, timeout, Progress())
 
-    def _connect(
+    def _connect_ranks(
         self, rendezvous: Rendezvous, name: str, rank: int, size: int, timeout: float, progress: Progress
     ) -> None:
         super().__init__(rank, size, progress)
@@ -212,7 +212,7 @@ class GlooCommunicator(MessageBackend):
         ranks = [rank for _, rank in sorted((key, rank) for rank, (wanted, key) in enumerate(given) if wanted == color)]
         group = object.__new__(type(self))
         name = f"{self._name}/{self._groups}.{color}"
-        group._connect(self.rendezvous, name, ranks.index(self.rank), len(ranks), self.timeout, self.progress)
+        group._connect_ranks(self.rendezvous, name, ranks.index(self.rank), len(ranks), self.timeout, self.progress)
         return group
 
     def close(self) -> None:

@@ -36,13 +36,13 @@ class GraphMemory:
         cuda.set_pinned_memory_allocator(_allocate_pinned_or_raise_in_capture)
         # graphs use the work memory of FFT plans, so the plans must stay cached
         xp.fft.config.get_plan_cache().set_size(-1)
-        self.pool = cuda.MemoryPool(self._allocate)
+        self.pool = cuda.MemoryPool(self._allocate_memory)
         self.stream = cuda.Stream(non_blocking=True)
         self._kept: list[Any] = []
         self._starts: list[int] = []
         self._stops: list[int] = []
 
-    def _allocate(self, nbytes: int) -> Any:
+    def _allocate_memory(self, nbytes: int) -> Any:
         cuda = import_cupy().cuda
         memory = cuda.Memory(nbytes)
         self.add_range(memory, memory.ptr, nbytes)

@@ -159,16 +159,16 @@ class CublasLibrary:
 
     def set_stream(self, handle: int, stream: int) -> None:
         """Make `handle` issue work on a stream. CuPy's wrappers set the stream again before each call."""
-        self._check(self._library.cublasSetStream_v2(handle, stream))
+        self._check_status(self._library.cublasSetStream_v2(handle, stream))
 
     def gemmEx(self, *given: int) -> None:
-        self._check(self._library.cublasGemmEx(*given))
+        self._check_status(self._library.cublasGemmEx(*given))
 
     def gemmStridedBatchedEx(self, *given: int) -> None:
-        self._check(self._library.cublasGemmStridedBatchedEx(*given))
+        self._check_status(self._library.cublasGemmStridedBatchedEx(*given))
 
     @staticmethod
-    def _check(status: int) -> None:
+    def _check_status(status: int) -> None:
         if status:
             raise RuntimeError(f"cuBLAS returned status {status} while a graph was recorded")
 

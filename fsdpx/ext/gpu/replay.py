@@ -230,10 +230,10 @@ class CudaGraphObserver(Observer):
         before = counters.total
         result = call.function(call.saved)
         if counters.total != before:
-            self._refuse(now, call.unit, part.number, "its layers communicate")
+            self._refuse_unit_part(now, call.unit, part.number, "its layers communicate")
         return result
 
-    def _refuse(self, now: Recording, unit: Unit, number: int, why: str) -> None:
+    def _refuse_unit_part(self, now: Recording, unit: Unit, number: int, why: str) -> None:
         """Run part `number` of a unit as usual, without a graph, from now on."""
         now.refusals.add((unit.index, number))
         self._log_why_not_recorded(f"unit {unit.name!r}: {why}")
@@ -255,7 +255,7 @@ class CudaGraphObserver(Observer):
             why = "its forward pass was not recorded"
         else:
             return True
-        self._refuse(now, call.unit, part.number, why)
+        self._refuse_unit_part(now, call.unit, part.number, why)
         return False
 
     def _record_call(self, now: Recording, call: UnitCall, part: UnitPart) -> Any:
@@ -273,7 +273,7 @@ class CudaGraphObserver(Observer):
                 result = call.function(None if saved is None else list(saved))
         except Exception as error:
             if call.unit.index in now.parts or len(call.unit.nodes) == 1:
-                self._refuse(now, call.unit, part.number, _describe_error(error))
+                self._refuse_unit_part(now, call.unit, part.number, _describe_error(error))
             else:  # report the reason later, once it is known which layer cannot be recorded
                 now.splitting.add(call.unit.index)
                 now.refusals.add((call.unit.index, 0))

@@ -213,7 +213,7 @@ class _FieldTrace(TorchFunctionMode):
         try:
             values = convert_function(call)
         except NoTwinError as error:
-            values = [self._explain(f"{call.name}()", str(error))] * len(results)
+            values = [self._make_conversion_error(f"{call.name}()", str(error))] * len(results)
         for tensor, value in zip(results, values, strict=True):
             self._set_value(tensor, value)
         return result
@@ -292,9 +292,9 @@ class _FieldTrace(TorchFunctionMode):
                 )
             return FieldValue(self.add_step(layer, value.name, name=path), value.channels_last)
         except NoTwinError as error:
-            return self._explain("", str(error))
+            return self._make_conversion_error("", str(error))
 
-    def _explain(self, what: str, why: str) -> ConfigError:
+    def _make_conversion_error(self, what: str, why: str) -> ConfigError:
         """Return the error to raise when a result is used that no layer computes. `what` names the function that
         computed the result ("" for a module), and `why` is the reason."""
         what = what and f" calls {what}, which"

@@ -134,12 +134,12 @@ class LocalGraph:
     def gather_senders(self, env: LayerContext, x: Array) -> Array:
         """Gather the row of x (samples, rows, features) at each edge's sender, and return (samples, edges,
         features)."""
-        return self._gather(env, x, "senders")
+        return self._gather_rows(env, x, "senders")
 
     def gather_receivers(self, env: LayerContext, x: Array) -> Array:
         """Gather the row of x (samples, rows, features) at each edge's receiver, and return (samples, edges,
         features)."""
-        return self._gather(env, x, "receivers")
+        return self._gather_rows(env, x, "receivers")
 
     def sum_at_receivers(self, env: LayerContext, values: Array) -> Array:
         """Sum edge values (samples, edges, features) over each node's incoming edges, and return (samples, nodes,
@@ -193,7 +193,7 @@ class LocalGraph:
             cached = env.constants[key] = array, env.xp.asarray(array if dtype is None else array.astype(dtype))
         return cached[1]
 
-    def _gather(self, env: LayerContext, x: Array, name: str) -> Array:
+    def _gather_rows(self, env: LayerContext, x: Array, name: str) -> Array:
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.edges, *x.shape[2:]), dtype=x.dtype)
         return env.xp.take(x, self.get_attribute_on_device(env, name), axis=1)

@@ -114,7 +114,7 @@ class Partition(Domain):
                 raise ConfigError(f"owners has {of_ghosts.size} ranks for {numbers.size - count} ghosts")
             return given._replace(owners=np.concatenate([np.full(count, rank), of_ghosts]))
 
-        self._build(comm, parse)
+        self._build_partition(comm, parse)
 
     @classmethod
     def from_numbers(
@@ -137,7 +137,7 @@ class Partition(Domain):
                 found, parse_owned_mask(owned_mask, found.size), edges, positions, edge_features, undirected
             )
 
-        return cls._make(_as_communicator(comm), parse)
+        return cls._make_partition(_as_communicator(comm), parse)
 
     @classmethod
     def from_cells(
@@ -169,7 +169,7 @@ class Partition(Domain):
             mask, edges = parse_owned_mask(owned_mask, found.size), list_edges_of_cells(rows, pairs)
             return parse_graph(found, mask, edges, positions, None, True)
 
-        return cls._make(_as_communicator(comm), parse)
+        return cls._make_partition(_as_communicator(comm), parse)
 
     @classmethod
     def from_dolfinx(
@@ -232,7 +232,7 @@ class Partition(Domain):
             owned = np.concatenate([owned, np.zeros(numbers.size - rows, bool)])
             if positions.shape[:1] == (rows,):
                 positions = positions[mesh.owned]
-        return cls._make(comm, lambda: parse_graph(numbers, owned, edges, positions, None, True), rows)
+        return cls._make_partition(comm, lambda: parse_graph(numbers, owned, edges, positions, None, True), rows)
 
     @classmethod
     def split(
@@ -309,7 +309,7 @@ class Partition(Domain):
             positions=None if given.positions is None else given.positions[rows],
             edge_features=None if given.edge_features is None else given.edge_features[wanted],
         )
-        made = cls._make(comm, lambda: local)
+        made = cls._make_partition(comm, lambda: local)
         if not given.undirected:
             taken, made._passed_edges = np.flatnonzero(wanted), given.edges.shape[1]
             made._routes = made._routes._replace(sent=[taken[rows] for rows in made._routes.sent])
@@ -373,12 +373,12 @@ class Partition(Domain):
         return cls._from_part_sizes(sizes, rank % ranks, parse_count("edge_features", edge_features, "edge features"))
 
     @classmethod
-    def _make(cls, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> Partition:
+    def _make_partition(cls, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> Partition:
         made = cls.__new__(cls)
-        made._build(comm, parse, rows)
+        made._build_partition(comm, parse, rows)
         return made
 
-    def _build(self, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> None:
+    def _build_partition(self, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> None:
         """Finish constructing the partition from this rank's arguments, which `parse` returns.
 
         The caller's arrays have only the first `rows` rows of these arguments. If `rows` is None, the arrays have all
@@ -621,7 +621,7 @@ class Partition(Domain):
             error = f"{type(array).__name__} that cannot be changed in place: give a writable numpy array"
         elif array.shape[:1] != (self._local_rows,):
             error = f"an array of shape {array.shape}, but the rank has {self._local_rows} rows with ghosts"
-        self._all_gather_or_raise("update_ghosts", error, _describe(array, 0) if not error else None)
+        self._all_gather_or_raise("update_ghosts", error, _describe_array(array, 0) if not error else None)
         flat = array.reshape(len(array), int(np.prod(array.shape[1:])))
         found = exchange_arrays(self.comm, [flat[rows] for rows in self._lent_rows])
         for rows, values in zip(self._ghost_rows, found, strict=True):
@@ -655,7 +655,7 @@ class Partition(Domain):
             error = "undirected=True: compute values of each direction, whose ends are in `edges`"
         elif array.ndim not in (2, 3) or array.shape[-2] != self._passed_edges:
             error = f"an array of shape {array.shape} has not the {self._passed_edges} edges that the rank passed"
-        self._all_gather_or_raise("exchange_edges", error, _describe(array, -2) if not error else None)
+        self._all_gather_or_raise("exchange_edges", error, _describe_array(array, -2) if not error else None)
         others = (*array.shape[:-2], array.shape[-1])
         flat = np.moveaxis(array, -2, 0).reshape(self._passed_edges, prod(others))
         found = np.concatenate(exchange_arrays(self.comm, [flat[rows] for rows in self._routes.sent]))
@@ -708,7 +708,7 @@ class Partition(Domain):
         if array.ndim < 1 or array.shape[dim] not in self.row_counts:
             error = f"an array of shape {array.shape} does not have the {self.graph.nodes} rows of its nodes"
         else:
-            kind = _describe(array, dim)
+            kind = _describe_array(array, dim)
             array = self.take_owned_rows(array) if dim else self.take_owned_rows(array[None])[0]
         everyone = self._all_gather_or_raise("gather", error, kind, (np.ascontiguousarray(self.numbers), array))
         whole = np.empty((*array.shape[:dim], self.total_nodes, *array.shape[dim + 1 :]), array.dtype)
@@ -718,8 +718,8 @@ class Partition(Domain):
 
     def _all_gather_or_raise(self, method: str, error: str, kind: Any, value: Any = None) -> list[Any]:
         """All-gather `value`. If any rank passes a nonempty `error`, raise DataError on all ranks, with the first such
-        `error` as the message. `kind` is the description of the rank's array that `_describe` returned; raise DataError
-        if the descriptions differ."""
+        `error` as the message. `kind` is the description of the rank's array that `_describe_array` returned; raise
+        DataError if the descriptions differ."""
         everyone = all_gather_plain_data(self.comm, (error, kind, value))
         for rank, (text, *_) in enumerate(everyone):
             if text:
@@ -739,7 +739,7 @@ def _as_communicator(comm: Any) -> Any:
     return comm
 
 
-def _describe(array: np.ndarray, dim: int) -> str:
+def _describe_array(array: np.ndarray, dim: int) -> str:
     """Describe an array's dtype and shape, except for the number of rows (the size of dim `dim`)."""
     sizes = [str(n) for n in array.shape]
     sizes[dim] = "rows"

@@ -26,7 +26,7 @@ def assign_parts(method: str, parts: int, nodes: int, edges: np.ndarray, positio
     if positions is None:
         raise ConfigError('method="coordinates" needs positions=, or choose method="metis"')
     found = np.zeros(nodes, np.int64)
-    _bisect(found, np.arange(nodes), positions, 0, parts)
+    _bisect_nodes(found, np.arange(nodes), positions, 0, parts)
     return found
 
 
@@ -52,7 +52,7 @@ def count_part_sizes(ranks: int, parts: np.ndarray, edges: np.ndarray, undirecte
     return tuple(PartSizes(*part) for part in zip(*counts, sends, receives, strict=True))
 
 
-def _bisect(found: np.ndarray, nodes: np.ndarray, positions: np.ndarray, first: int, parts: int) -> None:
+def _bisect_nodes(found: np.ndarray, nodes: np.ndarray, positions: np.ndarray, first: int, parts: int) -> None:
     """Assign `nodes` to the parts from `first` to first + parts - 1, and write the results to found[nodes]. Uses
     recursive coordinate bisection (Berger and Bokhari 1987): nodes are divided along the dim with the largest extent,
     and then each half is divided in the same way."""
@@ -64,8 +64,8 @@ def _bisect(found: np.ndarray, nodes: np.ndarray, positions: np.ndarray, first: 
     sorted_nodes = nodes[np.lexsort((nodes, here[:, dim]))]
     low = parts // 2
     half = nodes.size * low // parts
-    _bisect(found, sorted_nodes[:half], positions, first, low)
-    _bisect(found, sorted_nodes[half:], positions, first + low, parts - low)
+    _bisect_nodes(found, sorted_nodes[:half], positions, first, low)
+    _bisect_nodes(found, sorted_nodes[half:], positions, first + low, parts - low)
 
 
 def _split_with_metis(parts: int, nodes: int, edges: np.ndarray) -> np.ndarray:

@@ -103,7 +103,7 @@ _sigmoid_backward_loop, _tanh_backward_loop = map(
 )
 
 
-def _run(loop: Any, arrays: tuple[np.ndarray, ...], first: float = 0.0, second: float = 0.0) -> np.ndarray:
+def _run_loop(loop: Any, arrays: tuple[np.ndarray, ...], first: float = 0.0, second: float = 0.0) -> np.ndarray:
     """Run `loop(*arrays, result, first, second)` on 1-D views of `arrays` and of a new array, and return the new
     array."""
     flat, out = make_flat_views_and_output(*arrays)
@@ -113,39 +113,39 @@ def _run(loop: Any, arrays: tuple[np.ndarray, ...], first: float = 0.0, second: 
 
 @register_compiled_kernel(lambda x, w, s: (x, 0.1))
 def leaky_relu(xp: Any, x: np.ndarray, slope: float) -> np.ndarray:
-    return _run(_leaky_relu_loop, (x,), slope)
+    return _run_loop(_leaky_relu_loop, (x,), slope)
 
 
 @register_compiled_kernel(lambda x, w, s: (x, x, 0.1))
 def leaky_relu_backward(xp: Any, x: np.ndarray, dy: np.ndarray, slope: float) -> np.ndarray:
-    return _run(_leaky_relu_backward_loop, (x, dy), slope)
+    return _run_loop(_leaky_relu_backward_loop, (x, dy), slope)
 
 
 @register_compiled_kernel(lambda x, w, s: (x, 1.0))
 def elu(xp: Any, x: np.ndarray, alpha: float) -> np.ndarray:
-    return _run(_elu_loop, (x,), alpha)
+    return _run_loop(_elu_loop, (x,), alpha)
 
 
 @register_compiled_kernel(lambda x, w, s: (x, x, 1.0))
 def elu_backward(xp: Any, x: np.ndarray, dy: np.ndarray, alpha: float) -> np.ndarray:
-    return _run(_elu_backward_loop, (x, dy), alpha)
+    return _run_loop(_elu_backward_loop, (x, dy), alpha)
 
 
 @register_compiled_kernel(lambda x, w, s: (x, 1.0, 20.0))
 def softplus(xp: Any, x: np.ndarray, beta: float, threshold: float) -> np.ndarray:
-    return _run(_softplus_loop, (x,), beta, threshold)
+    return _run_loop(_softplus_loop, (x,), beta, threshold)
 
 
 @register_compiled_kernel(lambda x, w, s: (x, x, 1.0, 20.0))
 def softplus_backward(xp: Any, x: np.ndarray, dy: np.ndarray, beta: float, threshold: float) -> np.ndarray:
-    return _run(_softplus_backward_loop, (x, dy), beta, threshold)
+    return _run_loop(_softplus_backward_loop, (x, dy), beta, threshold)
 
 
 @register_compiled_kernel(lambda x, w, s: (x, x))
 def sigmoid_backward(xp: Any, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    return _run(_sigmoid_backward_loop, (y, dy))
+    return _run_loop(_sigmoid_backward_loop, (y, dy))
 
 
 @register_compiled_kernel(lambda x, w, s: (x, x))
 def tanh_backward(xp: Any, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    return _run(_tanh_backward_loop, (y, dy))
+    return _run_loop(_tanh_backward_loop, (y, dy))

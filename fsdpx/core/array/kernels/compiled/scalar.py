@@ -153,11 +153,11 @@ _tail_shift = make_polynomial((SHIFT32,), (SHIFT64,))
 @register_jitable
 def exp(x):
     """Return e^x, with a relative error of about 2e-16 in float64 and 1e-7 in float32. NaN stays NaN."""
-    return _exp_in_range(_clamp(x, _limit(x)))
+    return _exp_in_range(_clamp_to_limit(x, _limit(x)))
 
 
 @register_jitable
-def _clamp(x, limit):
+def _clamp_to_limit(x, limit):
     x = limit if x > limit else x
     return -limit if x < -limit else x
 

@@ -207,15 +207,15 @@ LONG = 256
 a sum."""
 
 
-def _transpose(matrix: Any) -> Any:
+def _transpose_matrix(matrix: Any) -> Any:
     return tuple(zip(*matrix, strict=True))
 
 
 _of_input, _of_weight = make_winograd_input_loop(B, TILE, "of_input"), make_winograd_input_loop(G, TILE, "of_weight")
 _of_reversed = make_winograd_input_loop([row[::-1] for row in G], TILE, "of_reversed")
-_of_gradient = make_winograd_input_loop(_transpose(A), TILE, "of_gradient")
+_of_gradient = make_winograd_input_loop(_transpose_matrix(A), TILE, "of_gradient")
 _to_output = make_winograd_output_loop(A, TILE, "to_output")
-_to_weight = make_winograd_output_loop(_transpose(G), TILE, "to_weight")
+_to_weight = make_winograd_output_loop(_transpose_matrix(G), TILE, "to_weight")
 
 
 @jit
