@@ -384,13 +384,15 @@ def list_input_names(layer: Layer) -> tuple[str, ...]:
     return ("x",) if layer.n_inputs == 1 else tuple(f"x{i}" for i in range(layer.n_inputs))
 
 
+def list_output_names(layer: Layer) -> tuple[str, ...]:
+    """Return the names of a model's outputs. If the model is not a container, it declares them."""
+    return layer.outputs if isinstance(layer, Container) else layer.get_declared_output_names()
+
+
 def list_child_output_names(name: str, layer: Layer) -> tuple[str, ...]:
     """Return the names of the values that the child layer `name` returns: `name` itself, or, if it has several outputs,
     `name.output` for each output."""
-    if layer.n_outputs == 1:
-        return (name,)
-    assert isinstance(layer, Container), f"{layer!r}: only containers give several outputs"
-    return tuple(f"{name}.{output}" for output in layer.outputs)
+    return (name,) if layer.n_outputs == 1 else tuple(f"{name}.{output}" for output in list_output_names(layer))
 
 
 def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:

@@ -300,11 +300,13 @@ class ShardedLayer:
     kind : sharding of the layer's result
     partial : names of parameters that are not sharded but have only a partial gradient on each rank; the partial
         gradients are summed over the ranks
+    kinds : sharding of each result, for a layer whose results are sharded differently; default (): as `kind`
     """
 
     layer: Layer
     kind: Kind
     partial: Iterable[str] = ()
+    kinds: tuple[Kind, ...] = ()
 
 
 def require_pair(found: Any, method: str = "backward_input", wanted: str = "(dx, kept)") -> tuple[Any, Any]:
@@ -328,7 +330,8 @@ class Layer(ABC):
     p : parameters by name, for the names in `specs()`; the arrays are views of flat buffers
     g : gradients by name, only for trainable parameters; a layer *adds* to these arrays
     x : the input, or a tuple of inputs if `n_inputs` is not 1; dim 0 is the sample dim and may have size 0
-    dy : the gradient of the result, with the same shape as the result
+    dy : the gradient of the result, with the same shape as the result. If `n_outputs` is not 1, a tuple of gradients,
+        with None for a result that the loss does not depend on
 
     A method must not change `x`, `p` or `dy`, but may return a view of them. Constructors raise ConfigError for
     invalid arguments, and `forward` raises ShapeError or DataError for invalid inputs.
@@ -338,7 +341,7 @@ class Layer(ABC):
     """Number of input arrays of `forward`, or None for any number. They are passed as a tuple unless there is exactly
     one."""
     n_outputs: int = 1
-    """Number of arrays that `forward` returns; only containers may return more than one."""
+    """Number of arrays that `forward` returns. They are returned as a tuple unless there is exactly one."""
     cheap: bool = False
     """Whether `forward` takes no longer than one pass over the layer's arrays. If so, a container saves what
     `recompute` needs, instead of the result."""
@@ -407,6 +410,11 @@ class Layer(ABC):
         """Return the names of the `n_inputs` inputs, for a layer that is trained as a whole model. Callers may pass a
         dict with these names as keys. By default, return (): the inputs have the names "x", or "x0", "x1", ..."""
         return ()
+
+    def get_declared_output_names(self) -> tuple[str, ...]:
+        """Return the names of the `n_outputs` results, for a layer with several results. In an `nn.Graph`, these are
+        read as "name.result". By default, the names are "0", "1", ..."""
+        return tuple(map(str, range(self.n_outputs)))
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
         """Recompute the result of `forward` from its saved values. Layers with `cheap = True` must define this method.

@@ -1,6 +1,7 @@
 """Convert a model to the list of its leaf layers in execution order. Training steps are compiled from this list. Also
 compute the shapes of all values in a dry run without data."""
 
+import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,19 +62,19 @@ class Node:
     path : dotted path of the layer; its parameters are named `path.name`
     layer : a leaf layer, or a container whose parameters are gathered together (an FSDP unit)
     inputs : ids of the values that the layer reads
-    output : id of the value that the layer returns
+    outputs : ids of the values that the layer returns
     """
 
     path: str
     layer: Layer
     inputs: tuple[int, ...]
-    output: int
+    outputs: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class LayerList:
     """The leaf layers of a model in execution order. The id of a value is its index in the list of all values: first
-    the model's inputs, then one value per node.
+    the model's inputs, then the results of each node.
 
     Parameters
     ----------
@@ -94,6 +95,10 @@ class LayerList:
     initial: Mapping[str, Init] = field(default_factory=dict)
     takes: tuple[str, ...] = ()
 
+    def find_node_of_value(self, value: int) -> Node:
+        """Return the node that returns the value with the id `value`, which is not an input of the model."""
+        return next(node for node in self.nodes if value in node.outputs)
+
 
 def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
     """Return the leaf layers of `model` in execution order. A container is replaced with its children, unless its class
@@ -103,14 +108,15 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
     with their children."""
     inputs = list_input_names(model)
     nodes: list[Node] = []
+    ids = itertools.count(len(inputs))
     ties: dict[str, str] = {}
     frozen: set[str] = set()
     initial: dict[str, Init] = {}
 
     def visit_layer(layer: Layer, path: str, values: Sequence[int]) -> list[int]:
         if not isinstance(layer, Container) or (layer.unit and not units):
-            nodes.append(Node(path, layer, tuple(values), len(inputs) + len(nodes)))
-            return [nodes[-1].output]
+            nodes.append(Node(path, layer, tuple(values), tuple(itertools.islice(ids, layer.n_outputs))))
+            return list(nodes[-1].outputs)
         ties.update({join_path(path, alias): join_path(path, name) for alias, name in layer.ties.items()})
         frozen.update(join_path(path, name) for name, spec in layer.specs().items() if not spec.trainable)
         for name, init in layer.initial.items():
@@ -123,7 +129,7 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
 
     outputs = visit_layer(model, at, range(len(inputs)))
     ends = {alias: get_canonical_name(ties, alias) for alias in ties}
-    wants = _find_dtypes_read_by_layers(((n.layer, n.inputs, (n.output,)) for n in reversed(nodes)), outputs)
+    wants = _find_dtypes_read_by_layers(((n.layer, n.inputs, n.outputs) for n in reversed(nodes)), outputs)
     takes = tuple(choose_dtype_word(wants[v]) for v in range(len(inputs)))
     return LayerList(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial, takes)
 
@@ -271,7 +277,7 @@ def value_shapes(
     training: bool = True,
     axes: LayerAxes | None = None,
 ) -> list[Any]:
-    """Return all values of a model (inputs, then the result of each node) as shape-only arrays. The arguments and
+    """Return all values of a model (inputs, then the results of each node) as shape-only arrays. The arguments and
     errors are the same as for `output_shapes`."""
     if len(inputs) != len(model.inputs):
         raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
@@ -286,11 +292,11 @@ def value_shapes(
 
 def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: bool, axes: LayerAxes) -> list[Any]:
     env = LayerContext(xp, axes, Random(0), training, time=find_sequence_length(inputs), dtype=real)
-    values, known = list(inputs), dict[Any, tuple[Any, Any]]()
+    values, known = list(inputs), dict[Any, list[tuple[Any, Any]]]()
     for node in model.nodes:
         key = (id(node.layer), *((values[i].shape, values[i].dtype) for i in node.inputs))
         if key in known:  # a layer that occurs several times runs once per combination of input shapes
-            values.append(xp.ShapeArray(*known[key]))
+            values.extend(xp.ShapeArray(*one) for one in known[key])
             continue
         p = {
             name: xp.ShapeArray(spec.local_shape(axes.tensor.rank, axes.tensor.size), real)
@@ -298,7 +304,7 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
         }
         x = [values[i] for i in node.inputs]
         try:
-            y, wrong, cause = _run_node_on_shapes(env, node, p, x, real)
+            results, wrong, cause = _run_node_on_shapes(env, node, p, x, real)
         except (ValueError, IndexError) as error:
             hint = f". As indices: {TAKES}" if isinstance(error, IndexError) else ""
             raise ShapeError(_describe_misfit(model, node, values, error) + hint) from error
@@ -306,39 +312,44 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
             if isinstance(node.layer, Container):  # run children one by one, so that the error names the failing child
                 value_shapes(linearize(node.layer, node.path, units=True), x, real, training, axes)
             raise ConfigError(f"layer {node.path!r} {node.layer!r} {wrong}") from cause
-        if isinstance(y, xp.ShapeArray):
-            known[key] = y.shape, y.dtype
-        values.append(y)
+        if all(isinstance(y, xp.ShapeArray) for y in results):
+            known[key] = [(y.shape, y.dtype) for y in results]
+        values.extend(results)
     return values
 
 
 def _run_node_on_shapes(
     env: LayerContext, node: Node, p: Params, x: Sequence[Any], dtype: Any
-) -> tuple[Any, str, Exception | None]:
-    """Run a layer on shape-only arrays. Return three values: the layer's result, a description of a problem with the
+) -> tuple[Sequence[Any], str, Exception | None]:
+    """Run a layer on shape-only arrays. Return three values: the layer's results, a description of a problem with the
     layer ("" if there is none), and the exception that the layer raised (None if there is none)."""
     try:
-        y = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
+        found = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:
         if is_numpy_call_error(error):
-            return None, f"{CALLS_NUMPY} ({error})", error
+            return (), f"{CALLS_NUMPY} ({error})", error
         if is_missing_function_error(error):
-            return None, f"calls {error}; {UNKNOWN}", error
+            return (), f"calls {error}; {UNKNOWN}", error
         error.add_note(f"in forward of layer {node.path!r} {node.layer!r}")
         raise
-    if not hasattr(y, "dtype"):
-        return y, f"returns {type(y).__name__} where an array is needed", None
-    if not y.shape:
-        return y, RETURNS_NUMBER, None
+    results, count = found if isinstance(found, tuple) else (found,), len(node.outputs)
+    if len(results) != count:
+        return results, f"returns {len(results)} arrays, but declares n_outputs = {count}", None
+    for y in results:
+        if not hasattr(y, "dtype"):
+            return results, f"returns {type(y).__name__} where an array is needed", None
+        if not y.shape:
+            return results, RETURNS_NUMBER, None
     if any(part.dtype.kind in "iub" for part in x):
         words = find_dtypes_read_by_inputs(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
         odd = [part.dtype for part, word in zip(x, words, strict=True) if part.dtype.kind in "iub" and word == NUMBERS]
         if odd:
-            return y, f"takes numbers, but gets {odd[0]}: {TAKES}", None
-    if y.dtype.kind != "f" or y.dtype in (dtype, *(part.dtype for part in x)):
-        return y, "", None
-    cure = "make constants Python floats, and arrays by env.xp with dtype=x.dtype"
-    return y, f"returns {y.dtype} where the model computes in {np.dtype(dtype)}: {cure}", None
+            return results, f"takes numbers, but gets {odd[0]}: {TAKES}", None
+    for y in results:
+        if y.dtype.kind == "f" and y.dtype not in (dtype, *(part.dtype for part in x)):
+            cure = "make constants Python floats, and arrays by env.xp with dtype=x.dtype"
+            return results, f"returns {y.dtype} where the model computes in {np.dtype(dtype)}: {cure}", None
+    return results, "", None
 
 
 TAKES = 'a layer that takes whole numbers says so in its class, takes = "indices"'
@@ -373,7 +384,7 @@ def _describe_misfit(model: LayerList, node: Node, values: Sequence[Any], error:
 def _describe_value_source(model: LayerList, value: int) -> str:
     if value < len(model.inputs):
         return f"the model's input {model.inputs[value]!r}"
-    node = model.nodes[value - len(model.inputs)]
+    node = model.find_node_of_value(value)
     return f"layer {node.path!r} {node.layer!r}"
 
 

@@ -86,7 +86,7 @@ class ShardingWalk:
             context = ShardingContext(path, kinds, self.width, mark, self.sequence, self.redistribution_functions)
             portion = layer.shard_over_ranks(context)
             self.partial.update(join_path(path, name) for name in portion.partial)
-            return portion.layer, [portion.kind]
+            return portion.layer, list(portion.kinds or (portion.kind,) * layer.n_outputs)
         if mark is not None:
             raise ConfigError(
                 f"tensor_plan: {path!r} is a {type(layer).__name__}, which cannot be a {type(mark).__name__}: name "

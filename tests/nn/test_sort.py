@@ -18,7 +18,7 @@ from fsdpx.nn.shard_specs import shard_bounds
 
 
 def flow(model):
-    return [(node.path, node.inputs, node.output) for node in nn.sharding.linearize(model).nodes]
+    return [(node.path, node.inputs, *node.outputs) for node in nn.sharding.linearize(model).nodes]
 
 
 def test_a_lone_layer_is_one_node():

@@ -55,12 +55,16 @@ def run_unit_forward(
         inputs = node.inputs
         x = values[inputs[0]] if len(inputs) == 1 else tuple(values[v] for v in inputs)
         try:
-            values[node.output], kept = node.layer.forward(env, p, x)
+            y, kept = node.layer.forward(env, p, x)
         except Exception as error:
             _annotate_layer_error(error, "forward", node)
             raise
-        saved.append(kept if keep and node.output not in constant else None)
-        x = kept = None  # so that the memory of released activations is free when the next layer allocates its output
+        if len(node.outputs) == 1:
+            values[node.outputs[0]] = y
+        else:
+            values.update(zip(node.outputs, y, strict=True))
+        saved.append(kept if keep and any(v not in constant for v in node.outputs) else None)
+        x = y = kept = None  # free the memory of released activations before the next layer allocates its output
         for v in released[n] if released else ():
             del values[v]
     return saved
@@ -82,7 +86,7 @@ def run_unit_backward(
     are added to this dict. Activations in `constant` need no gradient."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
-        dy = dvalues.pop(node.output, None)
+        dy = _pop_output_gradients(node, dvalues)
         if dy is None:  # skip this node, because the loss does not depend on it
             continue
         leaf = all(v in constant for v in node.inputs)
@@ -93,7 +97,7 @@ def run_unit_backward(
             _annotate_layer_error(error, "backward", node)
             raise
         if not leaf:
-            if getattr(dx, "dtype", None) is not dy.dtype:
+            if getattr(dx, "dtype", None) is not getattr(dy, "dtype", dy):
                 _require_same_gradient_dtypes(node, dx, dy)
             _accumulate_input_gradients(node.inputs, dx, dvalues, constant)
 
@@ -111,7 +115,7 @@ def run_unit_backward_input(
     kept: list[Any] = [NO_VALUE] * len(unit.nodes)
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
-        dy = dvalues.pop(node.output, None)
+        dy = _pop_output_gradients(node, dvalues)
         if dy is None:
             continue
         try:
@@ -142,6 +146,15 @@ UNIT_FUNCTIONS = UnitFunctions(run_unit_forward, run_unit_backward, run_unit_bac
 """The functions that run the layers of a unit, unless observers replace them."""
 
 
+def _pop_output_gradients(node: Node, dvalues: dict[int, Any]) -> Any:
+    """Remove the gradients of a node's outputs from `dvalues`, and return them as an array, or as a tuple if there are
+    several. In the tuple, an output that the loss does not depend on has None. If all outputs do, return None."""
+    if len(node.outputs) == 1:
+        return dvalues.pop(node.outputs[0], None)
+    found = tuple([dvalues.pop(v, None) for v in node.outputs])
+    return None if all(dy is None for dy in found) else found
+
+
 def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
     """Add a note to `error` with the layer that failed, the method (`where`, such as "forward"), and the likely cause
     if it is known. If the layer called a NumPy function that shape-only arrays do not support, raise ConfigError
@@ -156,10 +169,11 @@ def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
 def _require_same_gradient_dtypes(node: Node, dx: Any, dy: Any) -> None:
     """Raise ConfigError if an input gradient `dx` and the output gradient `dy` have different dtypes. Without this
     check, the mistake would show up in another layer, or not at all."""
+    dtypes = [one.dtype for one in (dy if isinstance(dy, tuple) else (dy,)) if one is not None]
     for part in dx if isinstance(dx, tuple) else (dx,):
-        if part is not None and part.dtype != dy.dtype:
+        if part is not None and part.dtype not in dtypes:
             raise ConfigError(
-                f"layer {node.path!r} {node.layer!r}: backward returns {part.dtype} for a dy of {dy.dtype}: make "
+                f"layer {node.path!r} {node.layer!r}: backward returns {part.dtype} for a dy of {dtypes[0]}: make "
                 "constants Python floats, and arrays by env.xp with dtype=dy.dtype"
             )
 
@@ -228,7 +242,8 @@ def _run_forward(
         whole = run.units[u]
         for node in whole.nodes:
             description = f"the output of layer {node.path!r} in unit {whole.name!r}"
-            require_finite(place, values[node.output], description, action)
+            for v in node.outputs:
+                require_finite(place, values[v], description, action)
     return outputs, saved
 
 

@@ -64,7 +64,7 @@ class StageMessages:
         if not is_dtype_sent(edge, value.dtype):
             return None
         assert action.mb is not None
-        node = place.model.nodes[edge.value - len(place.model.inputs)]
+        node = place.model.find_node_of_value(edge.value)
         description = f"{action} {'gradient' if edge.gradient else 'output'} of {node.path!r}"
         peer = edge.receiver if edge.sender == stage.rank else edge.sender
         number = stage.get_message_tag(edge, action.mb, self._microbatches)

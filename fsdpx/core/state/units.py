@@ -116,7 +116,7 @@ class Unit:
 def list_values_released_by_node(nodes: Iterable[Node], needed: Container[int]) -> list[list[int]]:
     """For each node (layer call), return the IDs (integers) of the activations that no later node uses. These
     activations can be released after the node has run. IDs in `needed` are excluded."""
-    last = {v: n for n, node in enumerate(nodes) for v in (*node.inputs, node.output)}
+    last = {v: n for n, node in enumerate(nodes) for v in (*node.inputs, *node.outputs)}
     released: list[list[int]] = [[] for _ in range(max(last.values(), default=-1) + 1)]
     for v, n in last.items():
         if v not in needed:
@@ -181,7 +181,7 @@ class ModelLayout:
         trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
         nodes = [node for unit in self.units for node in unit.nodes]
         named = zip(_list_node_parameters(nodes, self.aliases), nodes, strict=True)
-        rows = ((names, node.inputs, (node.output,)) for names, node in named)
+        rows = ((names, node.inputs, node.outputs) for names, node in named)
         return find_values_without_gradient(rows, trained, (v for v in range(len(self.inputs)) if v not in wanted))
 
     @cached_property
@@ -366,9 +366,9 @@ def _make_unit(
     trained: Sequence[bool],
 ) -> Unit:
     nodes = [model.nodes[i] for i in group]
-    inside = {node.output for node in nodes}
+    inside = {v for node in nodes for v in node.outputs}
     inputs = dict.fromkeys(v for node in nodes for v in node.inputs if v not in inside)
-    outputs = tuple(node.output for node in nodes if last_use.get(node.output, -1) > group[-1])
+    outputs = tuple(v for node in nodes for v in node.outputs if last_use.get(v, -1) > group[-1])
     names = [ties.get(f, f) for node in nodes for f in (join_path(node.path, n) for n in node.layer.specs())]
     pages = dict.fromkeys(home[n] for n in names if n in home)
     trains = tuple(trained[i] for i in group)

@@ -142,13 +142,13 @@ class UnitPart(NamedTuple):
         needed: set[int] = set()
         for node in self.unit.nodes:
             needed |= {*node.inputs} - made
-            made.add(node.output)
+            made.update(node.outputs)
         return needed
 
     @property
     def activations(self) -> set[int]:
         """IDs of all activations that the part reads or computes."""
-        return {v for node in self.unit.nodes for v in (*node.inputs, node.output)}
+        return {v for node in self.unit.nodes for v in (*node.inputs, *node.outputs)}
 
 
 def _split_unit(unit: Unit, lengths: Iterable[int]) -> list[UnitPart]:

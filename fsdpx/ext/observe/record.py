@@ -192,7 +192,7 @@ class _SlotTensors:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, layout = engine, engine.placement.layout
-        outputs = {node.output: node.path for unit in layout.units for node in unit.nodes}
+        outputs = {v: node.path for unit in layout.units for node in unit.nodes for v in node.outputs}
         self.names = {**{v: f"input {name}" for v, name in enumerate(layout.inputs)}, **outputs}
 
     def iterate_parts(self, slot: Slot, value: Any, action: Action) -> Iterator[Part]:
