@@ -193,7 +193,9 @@ def _plan_redistributions(reader: Layer, kinds: Sequence[Kind]) -> list[Redistri
 
     `kinds` describes the distribution of each input over the ranks. Fields of the same shape can have different
     partitions, for example after odd strides. The common partition is the one with the smallest maximum part size. In a
-    tie, the first partition is chosen."""
+    tie, the first partition is chosen. A container needs none, because this function plans those of its steps."""
+    if isinstance(reader, Container):
+        return [None] * len(kinds)
     first = min(
         (kind for kind in kinds if isinstance(kind, FieldPartition)),
         key=lambda kind: kind.largest_part_cells,

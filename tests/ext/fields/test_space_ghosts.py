@@ -586,3 +586,14 @@ def test_a_rollout_reads_ghost_cells_of_boundary_values() -> None:
 def domain_with_ghosts(widths: tuple[int, ...]) -> fsdpx.Grid:
     grids = [fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=width, layout="cyx") for width in widths]
     return grids[0].with_inputs(*grids)
+
+
+@pytest.mark.parametrize("widths", [(1, 0), (0, 1), (1, 2)])
+def test_a_model_inside_another_reads_the_ghost_cells_of_each_input(widths: tuple[int, int]) -> None:
+    nodes: dict[str, Any] = {"a": (CONV, "u"), "b": (CONV, "f"), "sum": (nn.Add(), "a", "b")}
+    inner = nn.Graph(nodes, inputs=("u", "f"), outputs=("sum",))
+    outer = nn.Graph({"net": (inner, "u", "f")}, inputs=("u", "f"), outputs=("net",))
+    one, two = (model.as_distributed(domain=domain_with_ghosts(widths)) for model in (inner, outer))
+    two.load_parameters({f"net.{name}": value for name, value in one.parameters().items()})
+    x = tuple(np.random.default_rng(w).standard_normal((1, 8 + 2 * w, 6 + 2 * w)) for w in widths)
+    np.testing.assert_array_equal(two.predict(x), one.predict(x))
