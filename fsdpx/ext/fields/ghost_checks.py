@@ -111,16 +111,17 @@ def _propagate_ghosts_through_layer(
         return [found[name] for name in layer.outputs]
     text, scalars = f"{path!r} {layer!r}", getattr(layer, "scalar_inputs", ())
     fields = [value for i, value in enumerate(values) if i not in scalars]
+    if isinstance(net := getattr(layer, "net", None), Layer):
+        count = len(list_input_names(net))
+        # the ghost cells of boundary values, inputs after those of `net`, become ghost cells of later states
+        given = [_merge_values_of_same_kind([value, *values[count + i :][:1]]) for i, value in enumerate(values)]
+        results = _propagate_ghosts_through_layer(net, path, given[:count], read, padded)
+        return [result.without_ghosts(f"{text} drops them") for result in results]
     if can_take_ghosts(layer) and len({value.kind for value in fields}) > 1:
         about = f"{text} combines it with a field of other ghost cells or none"
         values = fields = [value.without_ghosts(about) for value in values]
     result = _merge_values_of_same_kind(fields) if fields else _Value()
-    if hasattr(layer, "net"):
-        count = len(list_input_names(layer.net))
-        # the ghost cells of boundary values, an input after those of `net`, become ghost cells of later states
-        given = [_merge_values_of_same_kind([values[0], *values[count:]]), *values[1:count]]
-        (result,) = _propagate_ghosts_through_layer(layer.net, path, given, read, padded)
-    elif isinstance(layer, WindowLayer) and can_take_ghosts(layer):
+    if isinstance(layer, WindowLayer) and can_take_ghosts(layer):
         pads = layer.window.low, layer.window.high
         reached = {end for end in (*result.sources, *result.dropped) if sum(pads[end.side][end.dim : end.dim + 1]) > 0}
         read |= result.sources & reached

@@ -25,6 +25,12 @@ class HoldsLocalArray:
         """Raise ShapeError unless the array fits `cells`, the shape of this rank's part."""
         raise NotImplementedError
 
+    def require_fit_local_part(self, find_cells: Callable[[FieldPartition], tuple[int, ...]]) -> None:
+        """Raise ShapeError unless the array fits this rank's part of the field that the layer reads. `find_cells`
+        returns the shape of this rank's part of a partition."""
+        if isinstance(parts := getattr(self, "parts", None), FieldPartition):
+            self.require_local_cells(find_cells(parts))
+
 
 def iterate_layers_with_rollout_nets(model: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
     """Yield (dotted path, layer) for each layer that `iterate_layers` visits and for each layer inside the net of a
@@ -40,9 +46,9 @@ def require_arrays_fit_local_part(model: Layer, find_cells: Callable[[FieldParti
     gives the path of the layer, if an array does not fit the part. `find_cells` returns the shape of this rank's part
     of a partition."""
     for path, layer in iterate_layers_with_rollout_nets(model):
-        if isinstance(layer, HoldsLocalArray) and isinstance(parts := getattr(layer, "parts", None), FieldPartition):
+        if isinstance(layer, HoldsLocalArray):
             try:
-                layer.require_local_cells(find_cells(parts))
+                layer.require_fit_local_part(find_cells)
             except ShapeError as error:
                 raise ShapeError(f"{path!r} {error}" if path else str(error)) from None
 

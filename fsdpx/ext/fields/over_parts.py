@@ -4,6 +4,7 @@ redistributions as needed."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from fsdpx.errors import ConfigError
@@ -16,8 +17,8 @@ from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated
 from fsdpx.nn.tensor_plan import Redistribution, ShardingWalk
 
 __all__ = [
-    "PartitionedModel", "TakesScalars", "find_scalar_inputs", "partition_model", "partition_model_of_fields",
-    "require_all_fields_or_all_scalars",
+    "PartitionedModel", "TakesScalars", "TakesSeveralGrids", "find_scalar_inputs", "partition_model",
+    "partition_model_of_fields", "require_all_fields_or_all_scalars",
 ]  # fmt: skip
 
 
@@ -27,6 +28,10 @@ class TakesScalars:
 
     scalar_inputs: tuple[int, ...] = ()
     """Indices of the inputs that are scalars."""
+
+
+class TakesSeveralGrids:
+    """Base class for layers whose inputs may lie on different grids, each with its own ghost cells."""
 
 
 class PartitionedModel(NamedTuple):
@@ -58,13 +63,14 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
 
 
 def partition_model_of_fields(
-    model: Layer, parts: Sequence[FieldPartition], known: Sequence[FieldPartition] = ()
+    model: Layer, parts: Sequence[FieldPartition], known: Sequence[FieldPartition] = (), outputs: Sequence[Kind] = ()
 ) -> PartitionedModel:
     """Like `partition_model`, but allow several inputs and outputs, which may be fields or scalars.
 
     `parts` are the partitions of the inputs that are fields: one partition shared by all, or one per input. If an
-    output has as many cells as one of these partitions, it gets the same partition. Otherwise, the partitions in
-    `known` are tried."""
+    output has as many cells as one of these partitions or of those in `known`, it gets the same partition. If several
+    have as many cells, the output keeps its partition if it is one of them, and otherwise gets the first. `outputs` may
+    name another partition for each of the first outputs, which applies if it has as many cells."""
     scalars = find_scalar_inputs(model)
     fields = scalars.count(False)
     if len(parts) not in (1, fields):
@@ -77,18 +83,27 @@ def partition_model_of_fields(
     functions = (require_all_fields_or_all_scalars, _plan_ghost_drops, _plan_redistributions)
     made, kinds = ShardingWalk(1, None, {}, functions).shard_layer(model, "", kinds)
     if any(drops):
-        layers = [drop and drop.layer for drop in drops]
-        made = WithInputOutput(made, layers[0] if len(layers) == 1 else _LayerPerInput(layers), None)
-    wanted: dict[tuple[int, ...], FieldPartition] = {}
-    for one in (*parts, *known):
-        wanted.setdefault(one.shape, one.without_ghosts())
-    outputs = tuple(wanted.get(kind.shape, kind) if isinstance(kind, FieldPartition) else kind for kind in kinds)
+        made = WithInputOutput(made, _join_layers([drop and drop.layer for drop in drops]), None)
+    choices = [one.without_ghosts() for one in (*parts, *known)]
+    given = zip_longest(kinds, outputs[: len(kinds)])
+    chosen = tuple([_choose_output_partition(kind, own, choices) for kind, own in given])
     shifts = {
         i: RepartitionField(kind, output)
-        for i, (kind, output) in enumerate(zip(kinds, outputs, strict=True))
+        for i, (kind, output) in enumerate(zip(kinds, chosen, strict=True))
         if kind != output and isinstance(kind, FieldPartition) and isinstance(output, FieldPartition)
     }
-    return PartitionedModel(_append_layers_to_outputs(made, shifts), inputs, outputs)
+    return PartitionedModel(_append_layers_to_outputs(made, shifts), inputs, chosen)
+
+
+def _choose_output_partition(kind: Kind, own: Kind | None, choices: Sequence[FieldPartition]) -> Kind:
+    """Return how an output of the model is distributed, given its distribution `kind`. If `own`, or otherwise one of
+    `choices`, has as many cells, return it."""
+    if not isinstance(kind, FieldPartition):
+        return kind
+    if isinstance(own, FieldPartition) and own.shape == kind.shape:
+        return own.without_ghosts()
+    same = [one for one in choices if one.shape == kind.shape]
+    return next((one for one in same if one.cuts == kind.cuts), same[0] if same else kind)
 
 
 class _LayerPerInput(Layer):
@@ -110,11 +125,17 @@ class _LayerPerInput(Layer):
         return tuple(found), ()
 
 
+def _join_layers(layers: Sequence[Layer | None]) -> Layer | None:
+    """Return a layer that applies one of `layers` to each of its inputs."""
+    return layers[0] if len(layers) == 1 else _LayerPerInput(layers)
+
+
 def _append_layers_to_outputs(model: Layer, shifts: Mapping[int, Layer]) -> Layer:
     """Return a model that applies layers to some outputs of `model`. `shifts` maps the index of an output to its
     layer."""
     if not isinstance(model, Container):
-        return WithInputOutput(model, None, shifts[0]) if shifts else model
+        layers = [shifts.get(i) for i in range(model.n_outputs)]
+        return WithInputOutput(model, None, _join_layers(layers)) if shifts else model
     steps, names = list(model.steps), list(model.outputs)
     for i, shift in shifts.items():
         name = make_unused_name(model, "shift" if len(names) == 1 else f"shift_{i}")
@@ -178,7 +199,7 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistributi
     `kinds` describes the distribution of each input over the ranks. Ghost cells are dropped if `reader` cannot take
     them, or if its inputs have different partitions."""
     partitions = {kind for kind in kinds if isinstance(kind, FieldPartition)}
-    takes = isinstance(reader, Container) or (can_take_ghosts(reader) and len(partitions) == 1)
+    takes = isinstance(reader, Container | TakesSeveralGrids) or (can_take_ghosts(reader) and len(partitions) == 1)
     return [
         Redistribution("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
         if isinstance(kind, FieldPartition) and kind.ghosts and not takes
@@ -194,7 +215,7 @@ def _plan_redistributions(reader: Layer, kinds: Sequence[Kind]) -> list[Redistri
     `kinds` describes the distribution of each input over the ranks. Fields of the same shape can have different
     partitions, for example after odd strides. The common partition is the one with the smallest maximum part size. In a
     tie, the first partition is chosen. A container needs none, because this function plans those of its steps."""
-    if isinstance(reader, Container):
+    if isinstance(reader, Container | TakesSeveralGrids):
         return [None] * len(kinds)
     first = min(
         (kind for kind in kinds if isinstance(kind, FieldPartition)),

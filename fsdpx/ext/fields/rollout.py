@@ -6,21 +6,21 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from numbers import Real
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fsdpx.core.array.namespace import concatenate_on_device
+from fsdpx.core.base.messages import shorten_value
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.ghost_cells import (
-    add_to_own_cells,
-    drop_ghost_cells,
-    exchange_ghost_cells,
-    exchange_ghost_cells_backward,
+from fsdpx.ext.fields.local_arrays import HoldsLocalArray
+from fsdpx.ext.fields.over_parts import (
+    TakesScalars,
+    TakesSeveralGrids,
+    find_scalar_inputs,
+    partition_model_of_fields,
 )
-from fsdpx.ext.fields.local_arrays import HoldsLocalArray, require_weights_of_cells, require_weights_of_channels
-from fsdpx.ext.fields.over_parts import TakesScalars, find_scalar_inputs, partition_model
-from fsdpx.nn.container import list_input_names, unwrap_single
+from fsdpx.ext.fields.rollout_state import StateField, StateGradients, take_range
+from fsdpx.nn.container import list_input_names, list_output_names, unwrap_single
 from fsdpx.nn.layer import (
     Array,
     Layer,
@@ -33,7 +33,7 @@ from fsdpx.nn.layer import (
 )
 from fsdpx.nn.layer_list import choose_dtype_word, find_dtypes_read_by_inputs, insert_integer_casts
 from fsdpx.nn.losses import CellWeights
-from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated, ShardingContext
+from fsdpx.nn.shard_specs import FieldPartition, Kind, ShardingContext
 from fsdpx.nn.tensor_plan import ShardingWalk
 
 __all__ = ["Rollout"]
@@ -44,19 +44,25 @@ class SavedStates(NamedTuple):
 
     Attributes
     ----------
-    states : the states, starting with the input states; an entry is None if no step with a gradient reads the state
-    constants : the constant channels, or None
-    others : all inputs of the model except the first
-    boundary : the values of the ghost cells beyond walls in each step, or None
+    states : for each time, starting with those of the input states, a tuple with one state per field; None if no step
+        with a gradient reads these states
+    constants : for each field, the constant channels, or None
+    others : all inputs of the model that are not states
+    walls : for each field, the values of the ghost cells beyond walls in each step; () without boundary values
     """
 
-    states: tuple[Array | None, ...]
-    constants: Array | None
+    states: tuple[tuple[Array, ...] | None, ...]
+    constants: tuple[Array | None, ...]
     others: tuple[Array, ...]
-    boundary: Array | None = None
+    walls: tuple[Array, ...] = ()
 
 
-class Rollout(Layer, HoldsLocalArray, TakesScalars):
+def _make_state_option(name: str) -> Any:
+    """Return a property with an option of a `Rollout`: a value, or a tuple with one value per field of the state."""
+    return property(lambda self: unwrap_single([getattr(state, name) for state in self.states]))
+
+
+class Rollout(Layer, HoldsLocalArray, TakesScalars, TakesSeveralGrids):
     """Applies a model repeatedly, `steps` times, to its own output, and returns all new states, stacked along dim 1.
 
     The layer maps (samples, channels, ...) to (samples, steps x channels, ...). Its parameters and their names are the
@@ -67,9 +73,15 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
 
     The first input of the model has the form that `data.FieldDataset` returns: the last `inputs` states, oldest first,
     followed by `constants` channels that never change. The model returns the next state. Any further inputs of the
-    model are also inputs of the Rollout. Inputs named in `forcing` hold the values for all steps, stacked along dim 1,
-    (samples, steps x channels, ...). All other inputs are the same in every step. Further inputs are fields or scalars
-    (samples, n). Inputs have the names that they have in the model.
+    model are also inputs of the Rollout.
+
+    If the model returns several fields, the state consists of all of them: output i of the model is the next state of
+    input i, and the Rollout has as many outputs as the model. Each field has its own channels and, with
+    `Grid.with_inputs`, its own grid, such as velocities on faces and a pressure in cells. States may also be scalars.
+
+    Inputs named in `forcing` hold the values for all steps, stacked along dim 1, (samples, steps x channels, ...). All
+    other inputs are the same in every step. Further inputs are fields or scalars (samples, n). Inputs have the names
+    that they have in the model.
 
     If the arrays of a grid have ghost cells, each rank receives the ghost cells of later states from neighboring ranks.
     Periodic dims wrap around. Ghost cells beyond walls keep their values from the input or, with `boundary`, get new
@@ -81,15 +93,16 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     net : model that returns the next state, given the last states as its first input
     steps : number of times that the model is applied
     inputs : number of states that the model reads; default 1
-    constants : number of constant channels, such as a land mask, that follow the states in the first input; default 0
+    constants : number of constant channels, such as a land mask, that follow the states in the first input; for several
+        fields, a sequence with the number of each field. Default 0
     forcing : names of the inputs of `net` whose values differ from step to step, such as solar radiation. If `net` is
         not a container, its inputs are named "x0", "x1" and so on. Default: none
     noise : standard deviation of the Gaussian noise that is added to the input states during training. The noise
         teaches the model to correct its own errors (Sanchez-Gonzalez et al. 2020). The noise does not depend on how the
-        field is partitioned over ranks. Default 0
+        field is partitioned over ranks. For several fields, one number for all or one per field. Default 0
     noise_weights : factor by which the noise is multiplied in each cell of this rank's part, such as 0 on boundaries:
         an array (*cells) or (channels, *cells) of numbers >= 0; on a mesh (nodes,) or (nodes, features), for the nodes
-        that this rank owns. Default: all 1
+        that this rank owns. For several fields, a sequence with one array or None per field. Default: all 1
     pushforward : number of initial steps without gradient, which only produce the input of the next step (Brandstetter
         et al. 2022 use 1 of 2 steps). The errors of these steps are included in the loss but contribute no gradient.
         Default 0
@@ -97,12 +110,11 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     boundary : whether the Rollout takes one more input, after the inputs of the model, with boundary values for each
         step. This input has the shape of `steps` states with ghost cells, stacked along dim 1. Step i reads the ghost
         cells beyond walls from state i of this input, except that the first step reads them from the first input. All
-        other cells of this input are ignored. Default False
+        other cells of this input are ignored. For several fields, there is one such input per field. Default False
     """
 
     takes_ghosts = True
-    parts: FieldPartition | None = None
-    """Partition of the states, with ghost cells. If None, this rank holds the full field."""
+    constants, noise, noise_weights = map(_make_state_option, ("constants", "noise", "noise_weights"))
 
     def __init__(
         self,
@@ -110,96 +122,117 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         steps: int,
         *,
         inputs: int = 1,
-        constants: int = 0,
+        constants: int | Sequence[int] = 0,
         forcing: str | Sequence[str] = (),
-        noise: float = 0.0,
+        noise: float | Sequence[float] = 0.0,
         noise_weights: Any = None,
         pushforward: int = 0,
         detach: bool = False,
         boundary: bool = False,
     ) -> None:
         require_positive(self, steps=steps, inputs=inputs)
-        if not isinstance(net, Layer) or not net.n_inputs or net.n_outputs != 1:
-            raise ConfigError(f"Rollout: the model must have one output and at least one input, got {net!r}")
-        for name, value, stop in (("constants", constants, math.inf), ("pushforward", pushforward, steps)):
-            if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= value < stop:
-                below = f", below steps={steps}" if name == "pushforward" else ""
-                raise ConfigError(f"Rollout: {name} must be a whole number >= 0{below}, got {value!r}")
-        if isinstance(noise, bool) or not isinstance(noise, int | float | np.number) or not 0 <= noise < math.inf:
-            raise ConfigError(f"Rollout: noise must be a number >= 0, got {noise!r}")
-        self.net, self.steps, self.inputs, self.noise = insert_integer_casts(net, None), steps, inputs, float(noise)
+        if not isinstance(net, Layer) or not net.n_inputs or net.n_inputs < net.n_outputs:
+            raise ConfigError(f"Rollout: the model must have an input for each output, got {net!r}")
+        self.net, self.steps, self.inputs = insert_integer_casts(net, None), steps, inputs
         self.forcing = (forcing,) if isinstance(forcing, str) else tuple(forcing)
-        self.constants, self.pushforward, self.detach = int(constants), int(pushforward), bool(detach)
-        self.noise_weights = None if noise_weights is None else CellWeights("Rollout", noise_weights)
-        names = list_input_names(net)
-        if wrong := [name for name in self.forcing if name not in names[1:]]:
+        self.pushforward, self.detach = _parse_whole_number("pushforward", pushforward, steps), bool(detach)
+        names, count = list_input_names(net), net.n_outputs
+        self._names = names
+        self.n_outputs = count
+        options = (
+            _parse_each("constants", constants, count, constants == 0, _parse_whole_number),
+            _parse_each("noise", noise, count, isinstance(noise, Real), _parse_noise),
+            _parse_each("noise_weights", noise_weights, count, noise_weights is None, _parse_weights),
+        )
+        rows = zip(names[:count], *options, strict=True)
+        self.states = tuple(StateField(name, name if count > 1 else "", inputs, *row) for name, *row in rows)
+        if wrong := [name for name in self.forcing if name not in names[count:]]:
+            after = "its first" if count == 1 else f"its {count} states"
             raise ConfigError(
-                f"Rollout: forcing names {', '.join(map(repr, wrong))}; the inputs of the model after its first are "
-                f"{', '.join(map(repr, names[1:])) or 'none'}"
+                f"Rollout: forcing names {', '.join(map(repr, wrong))}; the inputs of the model after {after} are "
+                f"{', '.join(map(repr, names[count:])) or 'none'}"
             )
-        self.n_inputs = len(names) + bool(boundary)
+        self.n_inputs = len(names) + bool(boundary) * count
         self.scalar_inputs = tuple(i for i, scalar in enumerate(find_scalar_inputs(net)) if scalar)
-        words = find_dtypes_read_by_inputs(net, len(names), [frozenset({"numbers"})])
+        words = find_dtypes_read_by_inputs(net, len(names), [frozenset({"numbers"})] * count)
         # later states have the dtype of the results, so a state that layers read in several dtypes is passed as numbers
-        takes = (choose_dtype_word(words[0]) if len(words[0]) == 1 else "numbers", *map(choose_dtype_word, words[1:]))
-        self.takes = (*takes, "numbers") if boundary else takes
+        of_states = (choose_dtype_word(one) if len(one) == 1 else "numbers" for one in words[:count])
+        self.takes = (*of_states, *map(choose_dtype_word, words[count:]), *["numbers"] * (self.n_inputs - len(names)))
         self.collective, self.kernel_names = net.collective, list_kernels(net)
 
     def specs(self) -> dict[str, ParameterSpec]:
         return self.net.specs()
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        kind, *others = request.kinds
-        if not isinstance(kind, FieldPartition):
+        kinds, names = request.kinds, self._names
+        if not any(isinstance(kind, FieldPartition) for kind in kinds[: self.n_outputs]):
             return super().shard_over_ranks(request)
         location = f"{request.path!r} {self!r}"
-        for i, other in enumerate(others, 1):
-            if kind.has_cells and other != (Replicated() if i in self.scalar_inputs else kind):
-                wanted = "scalars, which each rank has in full" if i in self.scalar_inputs else f"{kind}, as the state"
-                raise ConfigError(f"{location} reads {other} as input {i}, which must be {wanted}")
-        net, found = self._shard_net(request, kind)
-        if found != kind.without_ghosts():
-            raise ConfigError(
-                f"{location}: a step returns {found} for {kind}: it must keep the shape and the partition"
-            )
-        made = copy(self)
-        made.net, made.parts, made.kernel_names = net, kind, list_kernels(net)
-        return ShardedLayer(made, found)
-
-    def _shard_net(self, request: ShardingContext, kind: FieldPartition) -> tuple[Layer, Kind]:
-        """Return the model that each rank runs if states are distributed as `kind`, and the distribution of its
-        output."""
-        if kind.has_cells:
-            return partition_model(self.net, kind)
-        walk = ShardingWalk(1, None, {}, request.redistribution_functions)
-        net, kinds = walk.shard_layer(self.net, request.path, request.kinds)
-        return net, kinds[0]
-
-    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
-        first, *others = x if self.n_inputs != 1 else (x,)
-        walls = self._require_fitting_boundary_values(first, others.pop()) if self.boundary else None
-        states, constants = self._split_states_and_constant_channels(first)
-        if self._adds_noise(env):
-            states = [self._add_noise(env, state, i) for i, state in enumerate(states)]
-        last, ghosts, dim, found = states[-1], self._ghost_partition, self._stack_dim, list[Array]()
-        for step in range(self.steps):
-            given = self._make_step_inputs(env, SavedStates(tuple(states), constants, tuple(others)), step)
-            y, _ = self.net.forward(env.child(f"step{step}"), p, given)
-            if y.shape[dim] != last.shape[dim] or (ghosts is None and tuple(y.shape) != tuple(last.shape)):
-                raise ShapeError(
-                    f"{self!r}: a step returns {tuple(y.shape)} for {tuple(last.shape)}: it must keep the shape"
+        has_cells = all(kind.has_cells for kind in kinds if isinstance(kind, FieldPartition))
+        for i, (name, kind) in enumerate(zip(names, kinds, strict=False)):
+            if has_cells and isinstance(kind, FieldPartition) == (i in self.scalar_inputs):
+                wanted = "scalars, which each rank has in full" if i in self.scalar_inputs else "a field"
+                raise ConfigError(f"{location} reads {kind} as input {name!r}, which must be {wanted}")
+        for state, kind, boundary in zip(self.states, kinds, kinds[len(names) :], strict=False):
+            if boundary != kind:
+                raise ConfigError(
+                    f"{location} reads {boundary} as boundary values, which must be {kind}, as state {state.name!r}: "
+                    "give both inputs the same grid"
                 )
-            found.append(y)
-            if ghosts is not None and step < self.steps - 1:
-                y = exchange_ghost_cells(env, y, last if walls is None else self._take_walls(walls, step + 1), ghosts)
-            states.append(y)
-        kept = (None,) * self.pushforward + tuple(states[self.pushforward : -1])
-        return concatenate_on_device(env.xp, found, dim), tuple(SavedStates(kept, constants, tuple(others), walls))
+        net, found = self._shard_net(request, has_cells)
+        for state, kind, output in zip(self.states, kinds, found, strict=False):
+            if output != (kind.without_ghosts() if isinstance(kind, FieldPartition) else kind):
+                raise ConfigError(
+                    f"{location}: a step returns {output} for {kind}{state.describe(' of state')}: it must keep the "
+                    f"shape and the partition{state.order_advice}"
+                )
+        made = copy(self)
+        made.net, made.kernel_names = net, list_kernels(net)
+        parts = (kind if isinstance(kind, FieldPartition) else None for kind in kinds)
+        made.states = tuple(replace(state, parts=one) for state, one in zip(self.states, parts, strict=False))
+        return ShardedLayer(made, found[0], kinds=tuple(found))
 
-    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+    def _shard_net(self, request: ShardingContext, has_cells: bool) -> tuple[Layer, Sequence[Kind]]:
+        """Return the model that each rank runs, and the distribution of its outputs."""
+        kinds = request.kinds[: len(self._names)]
+        if has_cells:
+            parts = [kind for kind in kinds if isinstance(kind, FieldPartition)]
+            made = partition_model_of_fields(self.net, parts, outputs=kinds)
+            return made.model, made.outputs
+        walk = ShardingWalk(1, None, {}, request.redistribution_functions)
+        return walk.shard_layer(self.net, request.path, kinds)
+
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
+        given, fields = x if self.n_inputs != 1 else (x,), self.states
+        others, walls = tuple(given[len(fields) : len(self._names)]), tuple(given[len(self._names) :])
+        windows, constants = zip(*[f.split(self, a) for f, a in zip(fields, given, strict=False)], strict=True)
+        for field, window, own in zip(fields, windows, walls, strict=False):
+            field.require_fitting_walls(self, window[0], own, self.steps)
+        noisy = [
+            [field.add_noise(env, self, state, i) for i, state in enumerate(window)]
+            for field, window in zip(fields, windows, strict=True)
+        ]
+        states, found = list(zip(*noisy, strict=True)), []
+        last = states[-1]
+        for step in range(self.steps):
+            inputs = self._make_step_inputs(env, SavedStates(tuple(states), constants, others), step)
+            y, _ = self.net.forward(env.child(f"step{step}"), p, inputs)
+            found.append(y if len(fields) > 1 else (y,))
+            for field, result, own in zip(fields, found[-1], last, strict=True):
+                field.require_fitting_result(self, result, own)
+            if step < self.steps - 1:
+                around = [f.take_walls(a, b.shape[1], step + 1) for f, a, b in zip(fields, walls, last, strict=False)]
+                rows = zip(fields, found[-1], around or last, strict=True)
+                states.append(tuple([field.fill_ghosts(env, result, initial) for field, result, initial in rows]))
+        kept = (None,) * self.pushforward + tuple(states[self.pushforward :])
+        by_field = zip(fields, zip(*found, strict=True), strict=True)
+        y = unwrap_single([concatenate_on_device(env.xp, list(one), field.stack_dim) for field, one in by_field])
+        return y, tuple(SavedStates(kept, constants, others, walls))
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
         kept = []
 
-        def run_step(step: int, at: LayerContext, held: Any, dy_step: Array) -> Any:
+        def run_step(step: int, at: LayerContext, held: Any, dy_step: Any) -> Any:
             dx, more = self.net.backward_input(at, p, held, dy_step)
             kept.append((step, more))
             return dx
@@ -210,208 +243,138 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         for step, more in kept:
             self.net.backward_params(env.child(f"step{step}"), g, more)
 
-    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Any:
-        def run_step(step: int, at: LayerContext, held: Any, dy_step: Array) -> Any:
+    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
+        def run_step(step: int, at: LayerContext, held: Any, dy_step: Any) -> Any:
             return self.net.backward(at, p, g, held, dy_step)
 
         return self._run_steps_backward(env, p, SavedStates(*saved), dy, run_step)
 
     def _run_steps_backward(
-        self, env: LayerContext, p: Params, saved: SavedStates, dy: Array, run_step: Callable[..., Any]
+        self, env: LayerContext, p: Params, saved: SavedStates, dy: Any, run_step: Callable[..., Any]
     ) -> Any:
         """Run the backward passes of all steps that have a gradient, in reverse order, and return the gradients of the
         inputs. `run_step(step, context, saved, dy)` runs the backward pass of one step, and returns the gradients with
         respect to the model's inputs."""
-        xp, ghosts, dim = env.xp, self._ghost_partition, self._stack_dim
-        channels = dy.shape[dim] // self.steps
-        shape = next(state.shape for state in saved.states if state is not None)
-        dstates: list[Array | None] = [None] * (self.inputs + self.steps)
-        dwalls = None if ghosts is None else xp.zeros(shape, dtype=dy.dtype)
-        dboundary = None if saved.boundary is None else xp.zeros(saved.boundary.shape, dtype=dy.dtype)
-        dconstants, per_step = None, [dict[int, Array]() for _ in saved.others]
+        dys = dy if self.n_outputs > 1 else (dy,)
+        dtype = next(one.dtype for one in dys if one is not None)
+        rows = zip(self.states, saved.states[-1] or (), saved.constants, saved.walls or dys, strict=True)
+        gradients = [
+            StateGradients(env, field, self.steps, state, constants, walls if saved.walls else None, dtype)
+            for field, state, constants, walls in rows
+        ]
+        per_step = [dict[int, Array]() for _ in saved.others]
         for step in reversed(range(self.pushforward, self.steps)):
-            dy_step = xp.ascontiguousarray(_take_range(dy, dim, step * channels, channels))
-            dnext = dstates[self.inputs + step]
-            if dnext is not None:
-                into = dwalls if dboundary is None else self._take_walls(dboundary, step + 1)
-                dnext = dnext if ghosts is None else exchange_ghost_cells_backward(env, dnext, into, ghosts)
-                dy_step = dy_step + dnext
-            dstates[self.inputs + step] = None
+            dresults = [one.take_gradient_of_result(own, step) for one, own in zip(gradients, dys, strict=True)]
             at = env.child(f"step{step}")
-            given = self._make_step_inputs(env, saved, step)
-            found = run_step(step, at, self.net.forward(replace(at, recomputing=True), p, given)[1], dy_step)
-            dwindow, *dothers = found if self._has_step_values else (found,)
-            for i in range(step, step + self.inputs):
-                if i < self.inputs or not self.detach:
-                    piece = _take_range(dwindow, dim, (i - step) * channels, channels)
-                    dstates[i] = _add_or_copy_piece(xp, dstates[i], piece)
-            if self.constants:
-                constants = _take_range(dwindow, dim, self.inputs * channels, self.constants)
-                dconstants = _add_or_copy_piece(xp, dconstants, constants)
-            for found_per_step, dother in zip(per_step, dothers, strict=True):
+            held = self.net.forward(replace(at, recomputing=True), p, self._make_step_inputs(env, saved, step))[1]
+            found = run_step(step, at, held, unwrap_single(dresults))
+            dwindows = found if len(self._names) > 1 else (found,)
+            for gradient, dwindow in zip(gradients, dwindows, strict=False):
+                if dwindow is not None:
+                    gradient.add_gradient_of_input(dwindow, step, self.detach)
+            for found_per_step, dother in zip(per_step, dwindows[len(gradients) :], strict=True):
                 if dother is not None:
                     found_per_step[step] = dother
-        first = [xp.zeros(shape, dtype=dy.dtype) if d is None else d for d in dstates[: self.inputs]]
-        if dwalls is not None:
-            first[-1] = first[-1] + dwalls
-        if self._adds_noise(env) and ghosts is not None:
-            first = [self._add_noise_backward(env, d) for d in first]
-        if self.constants:
-            first.append(dconstants)
-        dx = first[0] if len(first) == 1 else concatenate_on_device(xp, first, dim)
-        rows = zip(saved.others, per_step, self._has_step_values, strict=True)
-        dothers = [self._join_step_gradients_of_input(xp, *row) for row in rows]
-        return unwrap_single([dx, *dothers, *([] if dboundary is None else [dboundary])])
+        others = zip(self._names[len(gradients) :], saved.others, per_step, strict=True)
+        dothers = [self._join_step_gradients_of_input(env.xp, *row) for row in others]
+        dwalls = [one.boundary for one in gradients if one.boundary is not None]
+        return unwrap_single([*(one.join_gradient_of_input() for one in gradients), *dothers, *dwalls])
 
     def require_ghost_cells(self, parts: FieldPartition | None) -> None:
         """Raise ConfigError if the Rollout has boundary values and `parts`, the partition of the states, has no ghost
         cells."""
-        if self.boundary and (parts is None or not parts.ghosts):
-            raise ConfigError(f"{self!r}: boundary=True needs a grid with ghost cells, as in fsdpx.Grid(..., ghosts=1)")
+        for state in self.states if self.boundary else ():
+            state.require_ghost_cells(self, parts)
 
-    def _take_walls(self, walls: Array, step: int) -> Array:
-        """Return a view of the boundary values of a step."""
-        channels = walls.shape[1] // self.steps
-        return _take_range(walls, 1, step * channels, channels)
-
-    def _require_fitting_boundary_values(self, first: Array, walls: Array) -> Array:
-        """Return `walls`, the last input of the Rollout, which holds the boundary values. Raise an error unless it fits
-        `first`, the first input."""
-        self.require_ghost_cells(self.parts)
-        channels = (first.shape[1] - self.constants) // self.inputs
-        wanted = (first.shape[0], self.steps * channels, *first.shape[2:])
-        if tuple(walls.shape) != wanted:
-            raise ShapeError(f"{self!r} wants boundary values of shape {wanted}, got {tuple(walls.shape)}")
-        return walls
-
-    def _join_step_gradients_of_input(
-        self, xp: Any, other: Array, found: dict[int, Array], has_step_values: bool
-    ) -> Array | None:
+    def _join_step_gradients_of_input(self, xp: Any, name: str, other: Array, found: dict[int, Array]) -> Array | None:
         """Return the gradient of an input other than the states. `found` maps each step to the gradient of the input's
         values in that step. If `found` is empty, as for integer inputs, return None."""
         if not found:
             return None
-        if not has_step_values:
+        if name not in self.forcing:
             return sum(list(found.values())[1:], start=next(iter(found.values())))
         zeros = xp.zeros_like(next(iter(found.values())))
         return concatenate_on_device(xp, [found.get(step, zeros) for step in range(self.steps)], self._get_dim(other))
 
     def get_declared_input_names(self) -> tuple[str, ...]:
-        """Return the names of the model's inputs, followed by a name for the boundary values if these are an input."""
-        names = list_input_names(self.net)
-        return (*names, "boundary_" if "boundary" in names else "boundary") if self.boundary else names
+        """Return the names of the model's inputs, followed by a name for each input with boundary values."""
+        names = list(self._names)
+        for state in self.states if self.boundary else ():
+            name = f"{state.label}_boundary" if state.label else "boundary"
+            while name in names:
+                name += "_"
+            names.append(name)
+        return tuple(names)
+
+    def get_declared_output_names(self) -> tuple[str, ...]:
+        return list_output_names(self.net)
 
     @property
     def boundary(self) -> bool:
-        """Whether the last input holds the boundary values of each step."""
-        return self.n_inputs != len(list_input_names(self.net))
+        """Whether the last inputs hold the boundary values of each step."""
+        return self.n_inputs != len(self._names)
 
     @property
-    def _ghost_partition(self) -> FieldPartition | None:
-        """The partition of the states if arrays have ghost cells, otherwise None."""
-        return self.parts if self.parts is not None and self.parts.ghosts else None
-
-    @property
-    def _has_step_values(self) -> tuple[bool, ...]:
-        """For each input except the first, whether it has different values in each step."""
-        return tuple(name in self.forcing for name in list_input_names(self.net)[1:])
-
-    @property
-    def _stack_dim(self) -> int:
-        """The dim along which states are stacked: the dim of the channels or, on a mesh, the dim of the node
-        features."""
-        return 1 if self.parts is None or self.parts.has_cells else 2
+    def parts(self) -> FieldPartition | None:
+        """Partition of the first state that is a field, with ghost cells. If None, this rank holds the full fields."""
+        return next((state.parts for state in self.states if state.parts is not None), None)
 
     def _get_dim(self, other: Array) -> int:
         """Return the dim along which `other` stacks its values for all steps. `other` is any input except the states.
         Scalars, (samples, n), are stacked along their last dim."""
-        return min(self._stack_dim, other.ndim - 1)
-
-    def _split_states_and_constant_channels(self, x: Array) -> tuple[list[Array], Array | None]:
-        """Split the first input into the states, oldest first, and the constant channels (None if there are none)."""
-        dim = self._stack_dim
-        channels, rest = divmod(x.shape[dim] - self.constants, self.inputs) if x.ndim > dim else (0, 0)
-        if channels < 1 or rest:
-            each, shape = ("channels", "channels, ...") if dim == 1 else ("features", "nodes, features")
-            raise ShapeError(
-                f"{self!r} wants (samples, {shape}) with {self.inputs} states of as many {each}, and "
-                f"{self.constants} constants after them, got {tuple(x.shape)}"
-            )
-        if self.inputs == 1 and not self.constants:
-            return [x], None
-        states = [_take_range(x, dim, i * channels, channels) for i in range(self.inputs)]
-        return states, _take_range(x, dim, self.inputs * channels, self.constants) if self.constants else None
+        return min(max(state.stack_dim for state in self.states), other.ndim - 1)
 
     def _make_step_inputs(self, env: LayerContext, saved: SavedStates, step: int) -> Any:
         """Return the model's inputs for one step: a single array, or a tuple if there are several inputs."""
-        window = [*saved.states[step : step + self.inputs], *([] if saved.constants is None else [saved.constants])]
-        first = window[0] if len(window) == 1 else concatenate_on_device(env.xp, window, self._stack_dim)
-        others = []
-        for other, has_step_values in zip(saved.others, self._has_step_values, strict=True):
-            if has_step_values:
+        times, given = saved.states[step : step + self.inputs], []
+        for number, (field, constants) in enumerate(zip(self.states, saved.constants, strict=True)):
+            window = [at[number] for at in times if at is not None] + ([] if constants is None else [constants])
+            given.append(window[0] if len(window) == 1 else concatenate_on_device(env.xp, window, field.stack_dim))
+        for name, other in zip(self._names[len(given) :], saved.others, strict=True):
+            if name in self.forcing:
                 dim = self._get_dim(other)
                 size, rest = divmod(other.shape[dim], self.steps) if other.ndim > 1 else (0, 0)
                 if size < 1 or rest:
                     raise ShapeError(
-                        f"{self!r} wants {self.steps} values of each forcing in dim {dim}, got {tuple(other.shape)}"
+                        f"{self!r} wants {self.steps} values of forcing {name!r} in dim {dim}, got {tuple(other.shape)}"
                     )
-                other = env.xp.ascontiguousarray(_take_range(other, dim, step * size, size))
-            others.append(other)
-        return unwrap_single([first, *others])
+                other = env.xp.ascontiguousarray(take_range(other, dim, step * size, size))
+            given.append(other)
+        return unwrap_single(given)
 
-    def _adds_noise(self, env: LayerContext) -> bool:
-        return env.training and self.noise > 0
-
-    def _add_noise(self, env: LayerContext, state: Array, index: int) -> Array:
-        """Return `state`, which is input state number `index`, plus Gaussian noise. The noise is computed with the
-        Box-Muller method (1958) from random numbers that depend on the position in the full field."""
-        ghosts, xp = self._ghost_partition, env.xp
-        own = state if ghosts is None else drop_ghost_cells(env, state, ghosts)
-
-        parts = self.parts if ghosts is None else ghosts.without_ghosts()
-
-        def make_fractions(name: str) -> Array:
-            random, shape = env.random.child(f"{name}{index}"), tuple(own.shape)
-            if parts is None:
-                return random.get_number_range(shape).make_fractions(xp).reshape(shape)
-            return parts.get_random_numbers(random, shape, env.mesh.domain).make_fractions(xp).reshape(shape)
-
-        radius = xp.sqrt(-2.0 * xp.log(1.0 - make_fractions("radius").astype(np.float64)))
-        noise = self.noise * radius * xp.cos(2.0 * math.pi * make_fractions("angle").astype(np.float64))
-        if self.noise_weights is not None:
-            noise = self._multiply_noise_by_weights(env, noise)
-        own = own + noise.astype(state.dtype)
-        return own if ghosts is None else exchange_ghost_cells(env, own, state, ghosts)
-
-    def _multiply_noise_by_weights(self, env: LayerContext, noise: Array) -> Array:
-        """Return the noise multiplied by `noise_weights`."""
-        parts = FieldPartition if self.parts is None else self.parts
-        first: Array = parts.to_channels_first(noise)
-        assert self.noise_weights is not None
-        weights = self.noise_weights if parts.has_cells else self.noise_weights.of_nodes
-        require_weights_of_channels(self, "noise_weights", weights, first)
-        if getattr(env.xp, "holds_no_data", False):  # in a dry run, `noise` may cover the full field
-            return noise
-        weights.require_broadcastable(self, first.shape, "noise_weights", ShapeError)
-        return parts.to_channels_first(first * weights.reshape_to_broadcast(env, first))
-
-    def require_local_cells(self, cells: tuple[int, ...]) -> None:
-        require_weights_of_cells(self, "noise_weights", self.noise_weights, cells)
-
-    def _add_noise_backward(self, env: LayerContext, dstate: Array) -> Array:
-        """Return the gradient of an input state with ghost cells, given the gradient `dstate` of the noisy state."""
-        ghosts = self._ghost_partition
-        assert ghosts is not None
-        dwalls = env.xp.zeros_like(dstate)
-        own = exchange_ghost_cells_backward(env, dstate.copy(), dwalls, ghosts)
-        return add_to_own_cells(env, own, dwalls, ghosts)
+    def require_fit_local_part(self, find_cells: Callable[[FieldPartition], tuple[int, ...]]) -> None:
+        for state in self.states:
+            if state.parts is not None:
+                state.require_local_cells(self, find_cells(state.parts))
 
 
-def _take_range(array: Array, dim: int, start: int, count: int) -> Array:
-    """Return a view of `count` elements along dim `dim`, starting at `start`."""
-    return array[(slice(None),) * dim + (slice(start, start + count),)]
+def _parse_each(
+    name: str, value: Any, count: int, is_shared: bool, parse: Callable[[str, Any], Any]
+) -> tuple[Any, ...]:
+    """Return a tuple of the results of `parse(name, entry)` for each of `count` states. If the value is shared, or if
+    there is one state, the entry of each state is `value`; otherwise, `value` is a sequence of entries."""
+    if count == 1 or is_shared:
+        value = [value] * count
+    elif not isinstance(value, list | tuple) or len(value) != count:
+        raise ConfigError(
+            f"Rollout: the model has {count} states: {name} must be a tuple with one entry for each, got "
+            f"{shorten_value(value)}"
+        )
+    return tuple([parse(name, one) for one in value])
 
 
-def _add_or_copy_piece(xp: Any, total: Array | None, piece: Array) -> Array:
-    """Return `total` + `piece`, or a copy of `piece` if `total` is None."""
-    return piece.copy() if total is None else total + piece
+def _parse_whole_number(name: str, value: Any, stop: float = math.inf) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= value < stop:
+        below = "" if stop == math.inf else f", below steps={stop}"
+        raise ConfigError(f"Rollout: {name} must be a whole number >= 0{below}, got {value!r}")
+    return int(value)
+
+
+def _parse_noise(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise ConfigError(f"Rollout: {name} must be a number >= 0, got {value!r}")
+    return float(value)
+
+
+def _parse_weights(name: str, value: Any) -> CellWeights | None:
+    return None if value is None else CellWeights("Rollout", value)

@@ -132,7 +132,8 @@ class _Values:
             return [known[name] for name in layer.outputs]
         if isinstance(layer, Rollout):
             layer.require_ghost_cells(nodes)
-            return [self.record_same_kind([given[0], *self.record_kinds_of_layer(layer.net, given, nodes)])]
+            results = self.record_kinds_of_layer(layer.net, given, nodes)
+            return [self.record_same_kind(pair) for pair in zip(given, results, strict=False)]
         if isinstance(layer, TakesRows):
             for value, rows in zip(given, layer.reads, strict=True):
                 self.set_kind(value, rows)

@@ -230,7 +230,7 @@ def test_a_rollout_is_its_model_again_and_again() -> None:
     x, rollout = noise(2, 2, 6), nn.Rollout(net, 3)
     assert rollout.specs().keys() == net.specs().keys()
     y, saved = rollout.forward(ENV, p, x)
-    assert [a.shape for a in saved[0]] == [x.shape] * 3
+    assert [a.shape for (a,) in saved[0]] == [x.shape] * 3
     dy = noise(*y.shape, seed=9)
     g, split, wanted = ({name: np.zeros_like(a) for name, a in p.items()} for _ in range(3))
     dx = rollout.backward(ENV, p, g, saved, dy)
@@ -280,7 +280,7 @@ def test_nothing_cancels_in_a_variance() -> None:
         (lambda: nn.Upsample(2, align_corners=True), "align_corners is of modes other than 'nearest'"),
         (lambda: nn.GroupNorm(4, 6), "GroupNorm: num_channels=6 must be a multiple of num_groups=4"),
         (lambda: nn.SpectralConv(1, 1, (4, 4, 4, 4)), "give one number for each of 1 to 3 dims"),
-        (lambda: nn.Rollout(nn.Add(), 2), "Rollout: the model must have one output and at least one input, got "),
+        (lambda: nn.Rollout(nn.Add(), 2), "Rollout: the model must have an input for each output, got "),
         (lambda: nn.UNet(1, 1, dims=4), "UNet: dims=4: a field has 1 to 3 dims of cells"),
         (lambda: nn.UNet(1, 1, norm="layer"), "UNet: norm='layer': choose 'batch', 'group' or None"),
         (lambda: nn.UNet(1, 1, activation="swish"), "UNet: activation='swish': choose one of relu, tanh, gelu, silu"),

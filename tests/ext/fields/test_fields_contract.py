@@ -4,6 +4,19 @@ from layer_cases import contract_tests, rows
 
 from fsdpx import nn
 
+
+def make_step_on_faces():
+    """Map two velocities on 6 faces, and two pressures and a depth in 5 cells, to the next velocity and pressure."""
+    nodes = {
+        "inside": (nn.FacesToCells(0), "velocity"),
+        "both": (nn.Concat(1), "inside", "pressure"),
+        "film": (nn.FiLM(2, 5), "both", "s"),
+        "next": (nn.Sequential(nn.Conv1d(5, 1, 3, padding=1), nn.Tanh()), "film"),
+        "push": (nn.CellsToFaces(0), "next"),
+    }
+    return nn.Graph(nodes, inputs=("velocity", "pressure", "s"), outputs=("push", "next"))
+
+
 CASES = {
     "Conv2d": (lambda: nn.Conv2d(2, 3, 3), lambda: rows(3, 2, 5, 6)),
     "Conv2dStrided": (
@@ -53,6 +66,10 @@ CASES = {
     "Rollout": (
         lambda: nn.Rollout(nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 2, 1)), 3),
         lambda: rows(3, 2, 5),
+    ),
+    "RolloutOfFields": (
+        lambda: nn.Rollout(make_step_on_faces(), 2, inputs=2, constants=(0, 1), forcing="s"),
+        lambda: (rows(3, 2, 6), rows(3, 3, 5), rows(3, 4)),
     ),
     "TimeDistributed": (
         lambda: nn.TimeDistributed(nn.Sequential(nn.Conv1d(2, 3, 3), nn.GlobalSum(), nn.Linear(3, 2)), 3),

@@ -365,7 +365,7 @@ CONV = nn.Conv2d(2, 2, 3, padding=1)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: nn.Rollout(nn.Graph({"a": (CONV, "x"), "b": (CONV, "x")}, outputs=("a", "b")), 2), "one output and"),
+        (lambda: nn.Rollout(nn.Graph({"a": (CONV, "x"), "b": (CONV, "x")}, outputs=("a", "b")), 2), "input for each"),
         (lambda: nn.Rollout(CONV, 2, pushforward=2), "pushforward must be a whole number >= 0, below steps=2, got 2"),
         (lambda: nn.Rollout(CONV, 2, constants=-1), "Rollout: constants must be a whole number >= 0, got -1"),
         (lambda: nn.Rollout(CONV, 2, inputs=0), "Rollout: inputs must be a whole number >= 1, got 0"),
@@ -395,8 +395,8 @@ def test_numbers_may_be_those_of_numpy() -> None:
     ("x", "message"),
     [
         ((FIRST[:, :4], *INPUTS[1:]), "with 2 states of as many channels, and 1 constants after them, got (3, 4, "),
-        ((FIRST, FORCING[:, :2], *INPUTS[2:]), "wants 3 values of each forcing in dim 1, got (3, 2,"),
-        ((FIRST, FORCING, TIMES[:, :2], NUMBERS), "wants 3 values of each forcing in dim 1, got (3, 2)"),
+        ((FIRST, FORCING[:, :2], *INPUTS[2:]), "wants 3 values of forcing 'f' in dim 1, got (3, 2,"),
+        ((FIRST, FORCING, TIMES[:, :2], NUMBERS), "wants 3 values of forcing 't' in dim 1, got (3, 2)"),
     ],
 )
 def test_batches_of_other_sizes_are_refused(x: Any, message: str) -> None:

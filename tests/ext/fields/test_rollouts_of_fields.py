@@ -1,0 +1,393 @@
+"""Rollouts whose state consists of several fields, each on its own grid: equal to PyTorch, and on any partition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from amount import in_full
+from grids import Cuts, cuts_of, even, grid_at
+from ranks import from_rank_0
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.local import make_single_rank_communicator
+from fsdpx.testing import LayerContract, assert_close
+
+SHAPE, ROWS, STEPS, STATES = (7, 9), 2, 3, 2
+RNG = np.random.default_rng(0)
+
+
+def shapes_of(periodic: bool) -> tuple[tuple[int, int], ...]:
+    """Cells of u on the faces across x, of v on the faces across y, of p, and of the wind."""
+    ny, nx = SHAPE
+    return (ny, nx + 1), (ny + (not periodic), nx), (ny, nx), (ny, nx)
+
+
+WALLS = [np.random.default_rng(5).standard_normal((ROWS, STEPS, ny + 2, nx + 2)) for ny, nx in shapes_of(True)[:3]]
+
+
+def arrays_of(periodic: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Inputs u, v, p with a constant, wind of each step, dt of each step; and later states."""
+    rng, channels = np.random.default_rng(1), (STATES, STATES, STATES + 1, STEPS)
+    cells = shapes_of(periodic)
+    given = [rng.standard_normal((ROWS, n, *shape)) for n, shape in zip(channels, cells, strict=True)]
+    later = [rng.standard_normal((ROWS, STEPS, *shape)) for shape in cells[:3]]
+    return [*given, rng.standard_normal((ROWS, STEPS))], later
+
+
+def net(periodic: bool = False) -> nn.Layer:
+    """Map two states of velocities on faces, of a pressure and a depth in cells, a wind in cells and a time step to the
+    next velocities and pressure."""
+    faces: Any = {"faces": "low", "padding_mode": "circular"} if periodic else {}
+    end = ("circular", "replicate") if periodic else "replicate"
+    nodes: dict[str, Any] = {
+        "near": (nn.Conv2d(2, 1, 3, padding=1, padding_mode=end), "u"),
+        "uc": (nn.FacesToCells(1), "near"),
+        "beside": (nn.Conv2d(2, 2, 3, padding=1, padding_mode=end), "v"),
+        "vc": (nn.FacesToCells(0, **faces), "beside"),
+        "pc": (nn.Conv2d(3, 2, 3, padding=1, padding_mode=end), "p"),
+        "all": (nn.Concat(1), "uc", "vc", "pc", "wind"),
+        "film": (nn.FiLM(1, 6), "all", "dt"),
+        "mid": (nn.Sequential(nn.Conv2d(6, 3, 3, padding=1, padding_mode=end), nn.Tanh()), "film"),
+        "push": (nn.Conv2d(3, 1, 1), "mid"),
+        "du": (nn.CellsToFaces(1, 1), "push"),
+        "u_next": (nn.Add(), "near", "du"),
+        "v_next": (nn.CellsToFaces(0, 0, **faces), "push"),
+        "p_next": (nn.Conv2d(3, 1, 1), "mid"),
+    }
+    return nn.Graph(nodes, inputs=("u", "v", "p", "wind", "dt"), outputs=("u_next", "v_next", "p_next"))
+
+
+def rollout(periodic: bool = False, **more: Any) -> nn.Layer:
+    return nn.Rollout(net(periodic), STEPS, inputs=STATES, constants=(0, 0, 1), forcing=("wind", "dt"), **more)
+
+
+def torch_rollout(torch: Any, p: dict[str, Any], x: Sequence[Any], pushforward: int, detach: bool) -> list[Any]:
+    F = torch.nn.functional
+
+    def conv(name: str, a: Any) -> Any:
+        size = p[f"{name}.weight"].shape[-1] // 2
+        return F.conv2d(F.pad(a, (size,) * 4, mode="replicate"), p[f"{name}.weight"], p[f"{name}.bias"])
+
+    depth, wind, dt = x[2][:, STATES:], x[3], x[4]
+    states = [list(a[:, :STATES].split(1, dim=1)) for a in x[:3]]
+    found: list[list[Any]] = [[], [], []]
+    for step in range(STEPS):
+        with torch.set_grad_enabled(step >= pushforward):
+            u, v, q = (torch.cat(one[-STATES:], dim=1) for one in states)
+            near, v, q = conv("near", u), conv("beside", v), conv("pc", torch.cat([q, depth], dim=1))
+            uc, vc = (near[..., 1:] + near[..., :-1]) / 2, (v[..., 1:, :] + v[..., :-1, :]) / 2
+            y = torch.cat([uc, vc, q, wind[:, step : step + 1]], dim=1)
+            s = dt[:, step : step + 1] @ p["film.linear.weight"].T + p["film.linear.bias"]
+            scale, shift = s[..., None, None].chunk(2, dim=1)
+            mid = torch.tanh(conv("mid.0", (1 + scale) * y + shift))
+            push = conv("push", mid)
+            u = near + F.pad(push[..., 1:] - push[..., :-1], (1, 1))
+            wide = F.pad(push, (0, 0, 1, 1), mode="replicate")
+            v = (wide[..., 1:, :] + wide[..., :-1, :]) / 2
+            results = u, v, conv("p_next", mid)
+        for all_states, into, result in zip(states, found, results, strict=True):
+            into.append(result)
+            all_states.append(result.detach() if detach else result)
+    return [torch.cat(one, dim=1) for one in found]
+
+
+@pytest.mark.parametrize(("pushforward", "detach"), [(0, False), (1, False), (2, False), (0, True), (1, True)])
+def test_gradients_are_those_of_pytorch(pushforward: int, detach: bool) -> None:
+    torch = pytest.importorskip("torch")
+    layer, env = rollout(pushforward=pushforward, detach=detach), LayerContract()._make_layer_context(np)
+    x, dy = arrays_of(False)
+    p = {name: RNG.standard_normal(spec.shape) * 0.3 for name, spec in layer.specs().items()}
+    tp, tx = ({k: torch.tensor(a, requires_grad=True) for k, a in d.items()} for d in (p, dict(enumerate(x))))
+    wanted = torch_rollout(torch, tp, list(tx.values()), pushforward, detach)
+    torch.autograd.backward(wanted, [torch.tensor(a) for a in dy])
+    y, saved = layer.forward(env, p, tuple(x))
+    for got, want in zip(y, wanted, strict=True):
+        np.testing.assert_allclose(got, want.detach(), rtol=1e-12, atol=1e-12)
+    for two_passes in (False, True):
+        g = {name: np.zeros_like(a) for name, a in p.items()}
+        if two_passes:
+            dx, kept = layer.backward_input(env, p, saved, tuple(dy))
+            layer.backward_params(env, g, kept)
+        else:
+            dx = layer.backward(env, p, g, saved, tuple(dy))
+        for name, value in g.items():
+            np.testing.assert_allclose(value, tp[name].grad, rtol=1e-11, atol=1e-12, err_msg=name)
+        for i, d in enumerate(dx):
+            want = np.zeros_like(d) if tx[i].grad is None else tx[i].grad  # no step with a gradient reads the input
+            np.testing.assert_allclose(d, want, rtol=1e-11, atol=1e-12, err_msg=f"input {i}")
+
+
+def test_a_result_that_no_loss_reads_has_no_gradient_of_its_own() -> None:
+    """It has one as an input of later steps. A state that the model never reads has none."""
+    layer, env = rollout(), LayerContract()._make_layer_context(np)
+    x, dy = arrays_of(False)
+    p = {name: RNG.standard_normal(spec.shape) * 0.3 for name, spec in layer.specs().items()}
+    saved = layer.forward(env, p, tuple(x))[1]
+    found = [layer.backward(env, p, {}, saved, one) for one in ((None, None, dy[2]), (0 * dy[0], 0 * dy[1], dy[2]))]
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
+    nodes: dict[str, Any] = {"a": (nn.Scale(2.0), "u"), "b": (nn.Scale(3.0), "u")}
+    both = nn.Rollout(nn.Graph(nodes, inputs=("u", "v"), outputs=("a", "b")), 2).as_distributed(precision="float64")
+    a, b = both.forward((np.ones((1, 1, 4)), np.ones((1, 1, 4))))
+    np.testing.assert_array_equal(np.concatenate([a, b], axis=1)[0, :, 0], [2, 4, 3, 6])
+    du, dv = both.backward((np.ones_like(a), np.ones_like(b)))
+    np.testing.assert_array_equal(du, 2 + 4 + 3 + 6)
+    np.testing.assert_array_equal(dv, 0)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "noise": {"noise": (0.2, 0.1, 0.0)},
+    "pushforward": {"noise": 0.2, "pushforward": 1},
+    "detach": {"detach": True},
+    "boundary": {"boundary": True, "detach": True},
+}
+LOSS = nn.MultiOutputLoss(nn.MSELoss(), nn.RelativeL2(), nn.L1Loss())
+OPTIONS: dict[str, Any] = {"loss": LOSS, "optimizer": optim.AdamW(lr=1e-2), "precision": "float64", "microbatches": 2}
+
+
+def take_wide(grid: fsdpx.Grid, wide: np.ndarray) -> tuple[Any, ...]:
+    """The index of this rank's part with ghost cells in a full array that has a ghost cell on each side."""
+    rows = zip(grid.offsets, grid.local_shape, grid.ghosts, strict=True)
+    return (slice(None), slice(None), *(slice(a + 1 - low, a + 1 + n + high) for a, n, (low, high) in rows))
+
+
+def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghosts: bool, shared: bool = False) -> Any:
+    """Train five steps, predict, and compute the gradients of the inputs. With ghost cells, y is periodic, and the wind
+    has none."""
+    cells = grid_at(comm, dims, cuts, layout="cyx", ghosts=int(ghosts), periods=(ghosts, False))
+    states = [cells.faces("x", shared), cells.faces("y"), cells]
+    wind = grid_at(comm, dims, cuts, layout="cyx")
+    x, later = arrays_of(ghosts)
+    wides = [np.pad(np.pad(a, ((0, 0), (0, 0), (1, 1), (0, 0)), "wrap"), ((0, 0),) * 3 + ((1, 1),)) for a in x[:3]]
+    walls = WALLS if kind == "boundary" else []
+    grids, given = [*states, wind], [*x]
+    if ghosts:
+        given[:3] = [np.ascontiguousarray(w[take_wide(g, w)]) for g, w in zip(states, wides, strict=True)]
+    else:
+        given[:3] = [np.ascontiguousarray(g.take_local(a)) for g, a in zip(states, x, strict=False)]
+    given[3] = np.ascontiguousarray(wind.take_local(x[3]))
+    if walls:
+        grids += states
+        given += [np.ascontiguousarray(w[take_wide(g, w)]) for g, w in zip(states, walls, strict=True)]
+    model = rollout(ghosts, **KINDS[kind])
+    trainer = model.as_distributed(domain=cells.with_inputs(*grids), comm=comm, **OPTIONS)
+    target = tuple(g.take_local(a) for g, a in zip(states, later, strict=True))
+    losses = [trainer.step(tuple(given), target) for _ in range(5)]
+    outputs = [out.gather(y) for out, y in zip(trainer.output_grid, trainer.predict(tuple(given)), strict=True)]
+    assert [out.local_shape for out in trainer.output_grid] == [grid.local_shape for grid in states]
+    trainer.forward(tuple(given))
+    dx = list(trainer.backward(target))
+    for i, (grid, d) in enumerate(zip(grids[:3] + grids[3:4] + [None] + grids[4:], dx, strict=True)):
+        if grid is not None:
+            into = np.zeros((*d.shape[:2], *(n + 2 for n in grid.shape)))
+            into[take_wide(grid, into)] = d  # a cell has a gradient on each rank that has it as a ghost
+            dx[i] = into
+            comm.all_reduce(into.reshape(-1)).wait()
+    found = {f"dx{i}": d for i, d in enumerate(dx)} | {f"y{i}": y for i, y in enumerate(outputs)}
+    return losses, found | trainer.gradients() | trainer.parameters()
+
+
+@lru_cache
+def alone(kind: str, ghosts: bool) -> Any:
+    return spawn(lambda comm: trained(comm, kind, (1, 1), even(SHAPE, (1, 1)), ghosts), 1)[0]
+
+
+def compare(found: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
+    assert_close(found[1], wanted[1], 1e-12)
+
+
+CASES = [
+    ("plain", (2, 1), False), ("noise", (1, 3), False), ("pushforward", (2, 2), False), ("detach", (5, 1), False),
+    ("noise", (4, 2), False), ("boundary", (1, 2), True), ("noise", (3, 1), True), ("plain", (2, 2), True),
+    ("pushforward", (1, 5), True), ("boundary", (2, 4), True),
+]  # fmt: skip
+
+
+@in_full
+@pytest.mark.filterwarnings("ignore:fsdpx. dim . is :RuntimeWarning")  # paddings and ghost cells of all kinds meet
+@pytest.mark.parametrize(("kind", "dims", "ghosts"), CASES, ids=str)
+def test_fields_of_several_grids_on_any_parts(kind: str, dims: tuple[int, int], ghosts: bool) -> None:
+    """Uneven parts, some of them empty. Faces between ranks are stored once or twice."""
+    ranks = int(np.prod(dims))
+    behind = tuple((0, n - (d > 1), *(n,) * (d - 1)) for n, d in zip(SHAPE, dims, strict=True))
+    for cuts in (cuts_of(SHAPE, dims, 1).cuts, behind)[: 1 if ranks == 8 else 2]:
+        shared = ghosts and dims[0] != 3
+        for found in spawn(lambda comm, c=cuts, s=shared: trained(comm, kind, dims, c, ghosts, s), ranks):
+            compare(found, alone(kind, ghosts))
+
+
+@pytest.mark.filterwarnings("ignore:fsdpx. dim . is :RuntimeWarning")
+@pytest.mark.world
+@pytest.mark.mpi
+def test_fields_of_several_grids_under_mpi(world: Communicator) -> None:
+    MPI = pytest.importorskip("mpi4py.MPI")
+    dims = MPI.Compute_dims(world.size, 2)
+    kind, ghosts = (("noise", False), ("boundary", True))[world.size % 2]
+    compare(trained(world, kind, dims, cuts_of(SHAPE, dims, 1).cuts, ghosts), from_rank_0(world, alone, kind, ghosts))
+
+
+def test_independent_fields_roll_out_as_each_alone() -> None:
+    """With two states, constants, ghost cells, periodic dims and boundary values."""
+    options: dict[str, Any] = {"inputs": 2, "boundary": True}
+    nodes = {"a": (nn.Conv2d(3, 1, 3, padding=1), "u"), "b": (nn.Conv2d(2, 1, 3, padding=1), "v")}
+    cells = fsdpx.Grid.from_shape((6, 5), (1, 1), layout="cyx", ghosts=1, periods=(True, False))
+    faces = cells.faces("x")
+    both = nn.Rollout(nn.Graph(nodes, inputs=("u", "v"), outputs=("a", "b")), 3, constants=(1, 0), **options)
+    assert both.get_declared_input_names() == ("u", "v", "u_boundary", "v_boundary")
+    u, v, walls_u, walls_v = (RNG.standard_normal((n, 8, 7 + f)) for n, f in ((3, 0), (2, 1), (3, 0), (3, 1)))
+    trainer = both.as_distributed(domain=cells.with_inputs(cells, faces, cells, faces), precision="float64")
+    p = trainer.parameters()
+    given = {"u": u, "v": v, "u_boundary": walls_u, "v_boundary": walls_v}
+    found = trainer.predict(given)
+    rows = ("a", 1, cells, (u, walls_u)), ("b", 0, faces, (v, walls_v))
+    for (name, constants, grid, x), got in zip(rows, found, strict=True):
+        one = nn.Rollout(nodes[name][0], 3, constants=constants, **options)
+        alone = one.as_distributed(domain=grid, precision="float64")
+        alone.load_parameters({key.removeprefix(f"{name}."): a for key, a in p.items() if key.startswith(name)})
+        np.testing.assert_allclose(got, alone.predict(x), rtol=1e-13, atol=1e-14)
+
+
+def test_noise_differs_between_fields_and_keeps_to_its_weights() -> None:
+    nodes = {"a": (nn.Scale(1.0), "u"), "b": (nn.Scale(1.0), "v")}
+    net, u = nn.Graph(nodes, inputs=("u", "v"), outputs=("a", "b")), np.zeros((4, 1, 30, 30))
+    weights = np.arange(900.0).reshape(30, 30) % 2
+
+    def run(**more: Any) -> Any:
+        return nn.Rollout(net, 1, **more).as_distributed(precision="float64").forward((u, u), training=True)
+
+    a, b = run(noise=0.5)
+    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.05
+    assert abs(b.std() - 0.5) < 0.02
+    x, y = run(noise=(0.5, 0.25), noise_weights=(weights, None))
+    np.testing.assert_allclose(x, a * weights, rtol=1e-12)
+    np.testing.assert_allclose(y, b / 2, rtol=1e-12)
+
+
+def train_with_scalars(comm: Communicator, ranks: int) -> Any:
+    """A field and the speed of something that it moves, which is a scalar; and a coarse field of its own parts."""
+    nodes: dict[str, Any] = {
+        "wide": (nn.ConcatScalars(), "u", "speed"),
+        "up": (nn.Upsample(scale_factor=2), "coarse"),
+        "all": (nn.Concat(1), "wide", "up"),
+        "mid": (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh()), "all"),
+        "u_next": (nn.Conv2d(4, 1, 1), "mid"),
+        "speed_next": (nn.Sequential(nn.GlobalMean(), nn.Linear(4, 1)), "mid"),
+        "coarse_next": (nn.Sequential(nn.Conv2d(4, 1, 1), nn.AvgPool2d(2)), "mid"),
+    }
+    inputs, outputs = ("u", "speed", "coarse"), ("u_next", "speed_next", "coarse_next")
+    rollout = nn.Rollout(nn.Graph(nodes, inputs=inputs, outputs=outputs), 3, noise=(0.1, 0.0, 0.1))
+    drag = nn.TimeDistributed(nn.Sequential(nn.GlobalSum(), nn.Linear(1, 1)), 3)
+    states = ("r.u_next", "r.speed_next", "r.coarse_next")
+    model = nn.Graph({"r": (rollout, *inputs), "drag": (drag, states[0])}, inputs=inputs, outputs=(*states, "drag"))
+    fine, low = (grid_at(comm, (ranks, 1), cuts_of(n, (ranks, 1), 1).cuts, layout="cyx") for n in ((8, 6), (4, 3)))
+    trainer = model.as_distributed(
+        domain=fine.with_inputs(fine, low), comm=comm, loss=nn.MultiOutputLoss(*[nn.MSELoss()] * 4),
+        optimizer=optim.SGD(0.05), precision="float64",
+    )  # fmt: skip
+    rng = np.random.default_rng(4)
+    x = fine.take_local(rng.random((1, 8, 6))), [0.5], low.take_local(rng.random((1, 4, 3)))
+    y = fine.take_local(rng.random((3, 8, 6))), [0.1, 0.2, 0.3], low.take_local(rng.random((3, 4, 3))), [0.5, 0.2, 0.1]
+    losses = [trainer.step(x, y) for _ in range(5)]
+    u, speed, coarse, drags = trainer.predict(x)
+    trainer.forward(x)
+    speeds = trainer.backward(tuple(np.asarray(a, np.float64) for a in y))[1]
+    assert speed.shape == drags.shape == (3,)
+    return losses, trainer.parameters() | {"u": fine.gather(u), "c": low.gather(coarse), "s": speed, "ds": speeds}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_scalars_and_several_resolutions_are_states_too(ranks: int) -> None:
+    wanted = spawn(train_with_scalars, 1, 1)[0]
+    for found in spawn(train_with_scalars, ranks, ranks):
+        compare(found, wanted)
+
+
+def test_fields_of_the_same_size_keep_their_own_parts() -> None:
+    nodes: dict[str, Any] = {
+        "both": (nn.Concat(1), "u", "v"),
+        "a": (nn.Conv1d(2, 1, 3, padding=1), "both"),
+        "b": (nn.Conv1d(2, 1, 3, padding=1), "both"),
+    }
+    model = nn.Rollout(nn.Graph(nodes, inputs=("u", "v"), outputs=("a", "b")), 2)
+    u, v = RNG.standard_normal((2, 1, 9))
+
+    def run(comm: Communicator, cuts: Sequence[Cuts]) -> Any:
+        one, two = (grid_at(comm, (comm.size,), c, layout="cx") for c in cuts)
+        trainer = model.as_distributed(domain=one.with_inputs(one, two), comm=comm, precision="float64")
+        y = trainer.predict((one.take_local(u), two.take_local(v)))
+        assert [out.local_shape for out in trainer.output_grid] == [one.local_shape, two.local_shape]
+        return [out.gather(a) for out, a in zip(trainer.output_grid, y, strict=True)]
+
+    wanted = spawn(run, 1, [[(0, 9)]] * 2)[0]
+    for found in spawn(run, 3, [[(0, 2, 5, 9)], [(0, 6, 6, 9)]]):
+        for got, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
+
+
+def identity(*names: str) -> nn.Layer:
+    nodes = {f"{name}_next": (nn.Scale(1.0), name) for name in names}
+    return nn.Graph(nodes, names, tuple(nodes))
+
+
+SWAPPED = nn.Graph({"a": (nn.Scale(1.0), "u"), "b": (nn.Scale(1.0), "v")}, ("u", "v"), ("b", "a"))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda g: nn.Rollout(SWAPPED, 2).as_distributed(domain=g.with_inputs(g, g.faces("x"))),
+            "a step returns a part of a field of 8 x 9 cells for a part of a field of 8 x 8 cells of state 'u': it "
+            "must keep the shape and the partition, and return the states in the order of its inputs",
+        ),
+        (
+            lambda g: nn.Rollout(SWAPPED, 2).as_distributed().predict((np.ones((1, 1, 4)), np.ones((1, 1, 5)))),
+            "a step returns (1, 1, 5) for (1, 1, 4) of state 'u': it must keep the shape, and return the states in the",
+        ),
+        (
+            lambda g: nn.Rollout(identity("u", "v"), 2, constants=1),
+            "Rollout: the model has 2 states: constants must be a tuple with one entry for each, got 1",
+        ),
+        (lambda g: nn.Rollout(identity("u", "v"), 2, constants=(1, -1)), "constants must be a whole number >= 0, got "),
+        (lambda g: nn.Rollout(identity("u", "v"), 2, noise=(1.0,)), "noise must be a tuple with one entry for"),
+        (lambda g: nn.Rollout(identity("u", "v"), 2, noise_weights=np.ones(4)), "noise_weights must be a tuple with"),
+        (
+            lambda g: nn.Rollout(identity("u", "v"), 2, forcing="v"),
+            "forcing names 'v'; the inputs of the model after its 2 states are none",
+        ),
+        (
+            lambda g: nn.Rollout(identity("u", "v"), 2, inputs=2)
+            .as_distributed().predict((np.ones((1, 2, 4)), np.ones((1, 3, 4)))),
+            "wants input 'v' (samples, channels, ...) with 2 states of as many channels, and 0 constants after them",
+        ),
+        (
+            lambda g: nn.Rollout(identity("u", "v"), 2, boundary=True).as_distributed(domain=g.with_inputs(*[g] * 4))
+            .predict((np.ones((1, 8, 8)),) * 2 + (np.ones((2, 8, 8)),) * 2),
+            "boundary=True needs a grid with ghost cells for state 'u', as in fsdpx.Grid(..., ghosts=1)",
+        ),
+        (
+            lambda g: nn.Rollout(identity("u", "v"), 2, boundary=True)
+            .as_distributed(domain=g.with_inputs(g, g, g, g.faces("x"))),
+            "reads a part of a field of 8 x 9 cells as boundary values, which must be a part of a field of 8 x 8 "
+            "cells, as state 'v': give both inputs the same grid",
+        ),
+        (
+            lambda g: nn.Rollout(identity("u", "v"), 2, noise=0.1, noise_weights=(None, np.ones((4, 4))))
+            .as_distributed(domain=fsdpx.Grid(make_single_rank_communicator(), (8, 8), dims=(1, 1))),
+            "noise_weights of state 'v' of shape (4, 4) do not fit: this rank's part of the field has (8, 8) cells",
+        ),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(call: Any, message: str) -> None:
+    grid = fsdpx.Grid.from_shape((8, 8), (1, 1), layout="cyx")
+    with pytest.raises(fsdpx.errors.FsdpxError) as error:
+        call(grid)
+    assert message in str(error.value)
