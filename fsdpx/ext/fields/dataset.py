@@ -29,6 +29,7 @@ from fsdpx.data.opening import (
 )
 from fsdpx.data.storage import NumberEncoding, find_number_encoding
 from fsdpx.errors import ConfigError, DataError, FsdpxError
+from fsdpx.nn.container import unwrap_single
 from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = [
@@ -262,6 +263,7 @@ def find_dim_sizes(
 
 
 Name = str | os.PathLike[str]
+Names = str | Sequence[str | Sequence[str]]
 
 
 class GridLike(Protocol):
@@ -341,6 +343,11 @@ class FieldDataset:
     With `scalars`, samples are ((x, s), y), or ((x, f, s), y) if there is forcing as well, where `s` holds the scalars
     (n,) of the trajectory.
 
+    If the grid has a grid for each input of the model (`Grid.with_inputs`), the state consists of several fields, such
+    as velocities on faces and a pressure in cells. `fields` and `forcing` then have one entry for each of these grids,
+    in this order, and samples are ((x1, x2, ..., f1, f2, ..., s), (y1, y2, ...)), as a Rollout of several fields takes
+    them. An entry is the name of a dataset, or a sequence of names whose datasets are stacked along the channels.
+
     Supported files are HDF5 (with the groups of The Well, or with PDEBench's datasets in one group or in one group per
     trajectory) and NetCDF-4, both read by h5py; Zarr folders that hold a group or an array; and `.npy` files. If an
     HDF5 file refers to an array in another file, by an external link or as a virtual dataset, DataError is raised.
@@ -356,10 +363,10 @@ class FieldDataset:
         expect. With a `fsdpx.Partition`, files hold the values of all nodes, in the order of their global numbers, and
         samples are (nodes, channels) for the nodes that this rank owns
     fields : names of the datasets to read, in the order of the channels; by default, all datasets with more dims than
-        there are cell dims
+        there are cell dims. With `Grid.with_inputs`, one entry for each field of the state
     inputs, targets : number of states in `x` and in `y`; default 1
     forcing : names of datasets with a time dim whose future values are known in advance, such as solar radiation. These
-        datasets are not part of the states. Default: none
+        datasets are not part of the states. With `Grid.with_inputs`, one entry for each forcing. Default: none
     scalars : names of scalars that belong to a trajectory, such as a Reynolds number. Each scalar is an attribute, or
         an array in the group of the fields or in The Well's group "scalars". Each scalar has one value, or one value
         per trajectory. Default: none
@@ -373,19 +380,23 @@ class FieldDataset:
 
     Raises
     ------
+    ConfigError : on all ranks if `fields` and `forcing` do not have one entry for each grid of `Grid.with_inputs`
     DataError : on all ranks if a file cannot be read, or if a dataset is missing, does not hold real numbers, or does
         not match the grid's number of cells. The message names the file
     """
+
+    _reads_states = True
+    """Whether the dataset reads states, and not only forcing."""
 
     def __init__(
         self,
         files: Name | Sequence[Name],
         grid: GridLike | MeshLike | None = None,
-        fields: str | Sequence[str] | None = None,
+        fields: Names | None = None,
         *,
         inputs: int = 1,
         targets: int = 1,
-        forcing: str | Sequence[str] = (),
+        forcing: Names = (),
         scalars: str | Sequence[str] = (),
         stride: int = 1,
         every: int = 1,
@@ -396,17 +407,21 @@ class FieldDataset:
             if not hasattr(value, "__index__") or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"FieldDataset({key}={value!r}): a whole number, 1 or more, is needed")
         self.inputs, self.targets, self.stride, self.every = map(int, (inputs, targets, stride, every))
-        self.forcing = (forcing,) if isinstance(forcing, str) else tuple(forcing)
+        self.forcing: tuple[Any, ...] = (forcing,) if isinstance(forcing, str) else tuple(forcing)
         self.scalars = (scalars,) if isinstance(scalars, str) else tuple(scalars)
         self.grid: GridLike | None = NodeRows(grid) if isinstance(grid, MeshLike) else grid
         self.dtype = to_numpy_dtype("FieldDataset", dtype)
         if self.dtype.kind not in "fV":
             raise ConfigError(f"FieldDataset(dtype={dtype!r}): samples are real numbers, such as float32")
         self._open = OpenFiles(open_fields)
-        if both := [name for name in self.forcing if name in ((fields,) if isinstance(fields, str) else fields or ())]:
+        wanted: Any = (fields,) if isinstance(fields, str) else None if fields is None else tuple(fields)
+        if both := [name for name in self.forcing if name in (wanted or ())]:
             raise ConfigError(f"FieldDataset: fields and forcing both name {_format_names(both)}")
         paths = [expanduser(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
-        wanted = (fields,) if isinstance(fields, str) else None if fields is None else tuple(fields)
+        self._each: tuple[FieldDataset, ...] = ()
+        if grids := getattr(grid, "input_grids", ()):
+            self._open_for_each_grid(paths, grids, wanted or (), dims)
+            return
         problem: FsdpxError | None = None
         try:
             self._open_sources(paths, wanted, dims)
@@ -422,12 +437,43 @@ class FieldDataset:
             own += f", and {self.forcing_channels} of forcing" * bool(self.forcing)
             own += f", and scalars {_format_names(self.scalars)}" * bool(self.scalars)
             own += f", {self.sources[0].names}" * bool(self.sources[0].names)
-        everyone = self.grid.all_gather_data((str(problem or ""), isinstance(problem, ConfigError), own))
+        self._require_agreement(self.grid, problem, own)
+
+    def _require_agreement(self, grid: GridLike, problem: FsdpxError | None, own: str) -> None:
+        """Raise an error on all ranks if `problem` is not None on any rank, or if ranks differ in `own`, a description
+        of what they read. Collective."""
+        everyone = grid.all_gather_data((str(problem or ""), isinstance(problem, ConfigError), own))
         for rank, (text, config, found) in enumerate(everyone):
             if text:
                 raise (ConfigError if config else DataError)(f"rank {rank}: {text}") from problem
             if found != everyone[0][2] and not any(one[0] for one in everyone):
                 raise DataError(f"FieldDataset: rank 0 has {everyone[0][2]}, rank {rank} has {found}")
+
+    def _open_for_each_grid(
+        self, paths: Sequence[Path], grids: Sequence[Any], fields: Sequence[Any], dims: str | None
+    ) -> None:
+        """Open a dataset for each grid: those of the fields of the state, then those of forcing. Collective."""
+        given, problem = f"fields={tuple(fields)!r} and forcing={self.forcing!r}", None
+        if len(grids) != len(fields) + len(self.forcing) or not fields:
+            problem = ConfigError(
+                f"FieldDataset: the grid has the grids of {len(grids)} inputs: give fields and forcing one entry for "
+                f"each of them, got {given}"
+            )
+        self._require_agreement(grids[0], problem, given)
+        options: Any = {"inputs": self.inputs, "targets": self.targets, "stride": self.stride, "every": self.every}
+        options |= {"dims": dims, "dtype": self.dtype}
+        for number, (grid, names) in enumerate(zip(grids, fields, strict=False)):
+            one = FieldDataset(paths, grid, names, scalars=() if number else self.scalars, **options)
+            self._each += (one,)
+        for grid, names in zip(grids[len(fields) :], self.forcing, strict=True):
+            self._each += (_ForcingDataset(paths, grid, forcing=names, **options),)
+        for one, names in zip(self._each, (*fields, *self.forcing), strict=True):
+            counts = [[(source.count, source.windows) for source in each.sources] for each in (self._each[0], one)]
+            if counts[0] != counts[1]:
+                raise DataError(
+                    f"FieldDataset: {fields[0]!r} has {len(self)} samples, and {names!r} {len(one)}: all of them need "
+                    "as many trajectories and steps"
+                )
 
     def _open_sources(self, paths: Sequence[Path], fields: tuple[str, ...] | None, dims: str | None) -> None:
         if not paths:
@@ -445,9 +491,10 @@ class FieldDataset:
                 root = self._open(path)
                 cells = find_cell_letters(path, root, dims, letters)
                 letters = letters or cells
-                for group, arrays in list_arrays_by_group(root, fields, len(cells)).items():
+                names_in_group = fields if self._reads_states else self.forcing
+                for group, arrays in list_arrays_by_group(root, names_in_group, len(cells)).items():
                     states = {name: array for name, array in arrays.items() if name not in self.forcing}
-                    variables = find_variables(path, group, states, fields, cells, dims)
+                    variables = find_variables(path, group, states, fields, cells, dims) if self._reads_states else ()
                     given = find_variables(path, group, arrays, self.forcing, cells, dims) if self.forcing else ()
                     known = {} if shape is None else dict(zip(letters, shape, strict=True))
                     sizes = find_dim_sizes(path, (*variables, *given), cells, known)
@@ -457,7 +504,7 @@ class FieldDataset:
                     source = TrajectoryFile(path, group, variables, names, sizes["n"], given, scalars=numbers)
                     self.sources.append(self._check_and_copy_with_window_count(source, sizes["t"]))
         assert letters is not None
-        self.shape, self._letters = shape or (), letters
+        self.shape = shape or ()
         self.layout = f"c{letters}" if self.grid is None else self.grid.layout
         self._bounds = self._find_bounds_with_ghosts()
         most = max(self.channels * self.inputs + self.constants, self.forcing_channels * self.targets)
@@ -497,39 +544,57 @@ class FieldDataset:
         return self.__dict__ | {"grid": None if self._node_rows is None else self.grid}
 
     @property
+    def _letters(self) -> str:
+        """Letters of the cell dims, in the order of the layout."""
+        return self.layout.replace("c", "")
+
+    @property
+    def _fields(self) -> tuple[FieldDataset, ...]:
+        """If the grid has the grids of several inputs, a dataset for each field of the state; otherwise ()."""
+        return self._each[: len(self._each) - len(self.forcing)] if self._each else ()
+
+    @property
     def _node_rows(self) -> np.ndarray | None:
         """Global indices of the nodes that this rank owns, or None if samples are not node values."""
         return self.grid.rows if isinstance(self.grid, NodeRows) else None
 
     @property
-    def channels(self) -> int:
-        """Number of channels of a state."""
+    def channels(self) -> Any:
+        """Number of channels of a state; a tuple if there are several fields."""
+        if self._fields:
+            return unwrap_single([one.channels for one in self._fields])
         return sum(v.channel_count for v in self.sources[0].variables if "t" in v.dims)
 
     @property
-    def constants(self) -> int:
-        """Number of channels in `x` that come from fields without a time dim. These channels follow the states."""
+    def constants(self) -> Any:
+        """Number of channels in `x` that come from fields without a time dim. These channels follow the states. A tuple
+        if there are several fields."""
+        if self._fields:
+            return unwrap_single([one.constants for one in self._fields])
         return sum(v.channel_count for v in self.sources[0].variables) - self.channels
 
     @property
-    def forcing_channels(self) -> int:
-        """Number of forcing channels in one step."""
+    def forcing_channels(self) -> Any:
+        """Number of forcing channels in one step; a tuple if there are several forcings, each on its own grid."""
+        if self._fields:
+            return unwrap_single([one.forcing_channels for one in self._each[len(self._fields) :]])
         return sum(v.channel_count for v in self.sources[0].forcing)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self._fields[0]) if self._fields else self._ends[-1]
 
-    def __getitem__(self, i: int) -> tuple[Any, np.ndarray]:
+    def __getitem__(self, i: int) -> tuple[Any, Any]:
         if not -len(self) <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        x, y = self.read_samples(np.array([i % len(self)]))
-        return tuple(one[0] for one in x) if isinstance(x, tuple) else x[0], y[0]
+        x, y = (tuple(a[0] for a in _as_tuple(one)) for one in self.read_samples(np.array([i % len(self)])))
+        return unwrap_single(x), unwrap_single(y)
 
     def __repr__(self) -> str:
-        size = " x ".join(map(str, self.shape))
-        return f"FieldDataset({len(self)} windows of {self.channels} channels on {size} cells)"
+        each = self._fields or (self,)
+        fields = (f"{one.channels} channels on {' x '.join(map(str, one.shape))} cells" for one in each)
+        return f"FieldDataset({len(self)} windows of {', '.join(fields)})"
 
-    def read_samples(self, indices: np.ndarray) -> tuple[Any, np.ndarray]:
+    def read_samples(self, indices: np.ndarray) -> tuple[Any, Any]:
         """Return this rank's part of the samples at `indices`, as a batch. Does not communicate.
 
         Parameters
@@ -540,12 +605,18 @@ class FieldDataset:
         -------
         tuple of (numpy.ndarray, numpy.ndarray)
             x and y, in the grid's layout, with a leading dim of k samples; with `forcing` and `scalars`, x is a tuple
-            (x, f, s), and s has the shape (k, n)
+            (x, f, s), and s has the shape (k, n). For several fields, y is a tuple as well
 
         Raises
         ------
         DataError : if a file cannot be read
         """
+        if self._fields:
+            pairs = [one.read_samples(indices) for one in self._fields]
+            (first, *scalars), *others = [_as_tuple(x) for x, _ in pairs]
+            forcing = [one.read_samples(indices)[0][1] for one in self._each[len(self._fields) :]]
+            y = unwrap_single([y for _, y in pairs])
+            return unwrap_single([first, *(x for (x,) in others), *forcing, *scalars]), y
         x = self._allocate_samples(len(indices), self.inputs * self.channels + self.constants)
         y = self._allocate_samples(len(indices), self.targets * self.channels)
         f = self._allocate_samples(len(indices), self.targets * self.forcing_channels) if self.forcing else None
@@ -647,6 +718,17 @@ class FieldDataset:
         block = block.transpose(order)
         cells = block.shape[block.ndim - len(self._letters) :]
         return block.reshape(block.shape[0] if "t" in letters else 1, variable.channel_count, *cells)
+
+
+class _ForcingDataset(FieldDataset):
+    """Windows of forcing alone, which lies on another grid than the states. Samples are ((x, f), y), where x and y are
+    empty."""
+
+    _reads_states = False
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _merge_close_rows_into_slices(rows: np.ndarray) -> list[slice]:

@@ -321,6 +321,11 @@ class Grid(Domain):
         return made
 
     @property
+    def input_grids(self) -> tuple[Grid, ...]:
+        """The grids that `with_inputs` got, one for each model input that is a field; otherwise ()."""
+        return self._inputs
+
+    @property
     def busiest_ranks(self) -> tuple[int, ...]:
         """The ranks whose memory and traffic a dry run reports, given as positions in the grid in C order.
 

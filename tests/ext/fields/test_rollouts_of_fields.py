@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
+from fsdpx.data import DataLoader, FieldDataset
+from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import LayerContract, assert_close
 
 SHAPE, ROWS, STEPS, STATES = (7, 9), 2, 3, 2
@@ -391,3 +395,54 @@ def test_contradictions_are_refused(call: Any, message: str) -> None:
     with pytest.raises(fsdpx.errors.FsdpxError) as error:
         call(grid)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("dims", [(3, 1), (2, 2), (1, 5)], ids=str)
+def test_files_give_what_a_rollout_of_fields_takes(tmp_path: Path, dims: tuple[int, int]) -> None:
+    """Velocities on faces, a pressure and a depth in cells, wind of each step, a scalar: parts train like the whole."""
+    h5py, rng, (ny, nx) = pytest.importorskip("h5py"), np.random.default_rng(2), SHAPE
+    stored = {"u": rng.random((2, 9, ny, nx + 1)), "v": rng.random((2, 9, ny + 1, nx)), "p": rng.random((2, 9, ny, nx))}
+    stored |= {"depth": rng.random((ny, nx)), "wind": rng.random((2, 9, ny, nx)), "dt": np.array([0.1, 0.2])}
+    with h5py.File(tmp_path / "run.h5", "w") as file:
+        for name, array in stored.items():
+            file[name] = array
+    options: dict[str, Any] = {"inputs": STATES, "targets": STEPS, "scalars": "dt", "dtype": np.float64}
+
+    def make(cells: fsdpx.Grid, **more: Any) -> tuple[fsdpx.Grid, FieldDataset]:
+        domain = cells.with_inputs(cells.faces("x"), cells.faces("y"), cells, cells)
+        given = {"fields": ("u", "v", ("p", "depth")), "forcing": ("wind",), **options, **more}
+        return domain, FieldDataset(tmp_path / "run.h5", domain, **given)
+
+    def run(comm: Communicator, cuts: Cuts) -> Any:
+        domain, samples = make(grid_at(comm, [len(c) - 1 for c in cuts], cuts, layout="cyx"))
+        assert (samples.channels, samples.constants, samples.forcing_channels) == ((1, 1, 1), (0, 0, 1), 1)
+        (u, v, p, wind, dt), later = samples[6]  # the second window of the second run
+        parts = [(u, "u", 1, 3), (v, "v", 1, 3), (p[:-1], "p", 1, 3), (wind, "wind", 2, 5)]
+        parts += [(y, name, 3, 6) for y, name in zip(later, "uvp", strict=True)]
+        for (got, name, start, stop), grid in zip(parts, (domain.input_grids + domain.input_grids)[:7], strict=True):
+            np.testing.assert_array_equal(got, grid.take_local(stored[name][1, start:stop]), err_msg=name)
+        np.testing.assert_array_equal(p[-1:], domain.take_local(stored["depth"][None]))
+        assert dt.tolist() == [0.2]
+        copy = pickle.loads(pickle.dumps(samples))
+        np.testing.assert_array_equal(copy[3][0][1], samples[3][0][1])
+        model = nn.Rollout(net(), STEPS, inputs=STATES, constants=samples.constants, forcing="wind", noise=0.1)
+        trainer = model.as_distributed(domain=domain, comm=comm, **OPTIONS)
+        loader = DataLoader(samples, 4, comm=trainer.data_group, shuffle=True, seed=3)
+        return trainer.fit(loader, epochs=2, progress=False).losses, trainer.parameters()
+
+    wanted = spawn(lambda comm: run(comm, even(SHAPE, (1, 1))), 1)[0]
+    for found in spawn(lambda comm: run(comm, cuts_of(SHAPE, dims, 1).cuts), int(np.prod(dims))):
+        compare(found, wanted)
+    one = fsdpx.Grid(make_single_rank_communicator(), SHAPE, dims=(1, 1), layout="cyx")
+    assert "FieldDataset(10 windows of 1 channels on 7 x 10 cells, 1 channels on 8 x 9 cells" in repr(make(one)[1])
+    faces = one.faces("x")
+    alone = FieldDataset(tmp_path / "run.h5", one.with_inputs(faces, one), ("u",), forcing=(("wind", "p"),), **options)
+    (u, wind, _), y = alone[0]
+    assert (u.shape, wind.shape, y.shape, alone.constants) == ((2, 7, 10), (6, 7, 9), (3, 7, 10), 0)
+    with pytest.raises(ConfigError, match=r"has the grids of 4 inputs: give fields and forcing one entry for each of"):
+        make(one, forcing=())
+    with h5py.File(tmp_path / "run.h5", "a") as file:
+        del file["wind"]
+        file["wind"] = rng.random((2, 7, ny, nx))
+    with pytest.raises(DataError, match=r"'u' has 10 samples, and 'wind' 6: all of them need as many trajectories and"):
+        make(one)
