@@ -173,7 +173,8 @@ def make_few_outputs_convolution_loop(outputs: int, max_rows: int) -> Any:
             return context.get_dummy_value()
 
         three = types.UniTuple(types.int64, 3)
-        return types.void(like, *[types.int64] * 9, three, three, three, types.int64), emit_as_noinline_function(emit_ir)
+        signature = types.void(like, *[types.int64] * 9, three, three, three, types.int64)
+        return signature, emit_as_noinline_function(emit_ir)
 
     return run_dots
 
