@@ -130,8 +130,7 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
             return context.get_dummy_value()
 
         three = types.UniTuple(types.int64, 3)
-        signature = types.void(like, *[types.int64] * 8, three, three, three, types.int64)
-        return signature, emit_as_noinline_function(emit_ir)
+        return types.void(like, *[types.int64] * 8, *[three] * 3, types.int64), emit_as_noinline_function(emit_ir)
 
     return run_strip
 
@@ -173,8 +172,7 @@ def make_few_outputs_convolution_loop(outputs: int, max_rows: int) -> Any:
             return context.get_dummy_value()
 
         three = types.UniTuple(types.int64, 3)
-        signature = types.void(like, *[types.int64] * 9, three, three, three, types.int64)
-        return signature, emit_as_noinline_function(emit_ir)
+        return types.void(like, *[types.int64] * 9, *[three] * 3, types.int64), emit_as_noinline_function(emit_ir)
 
     return run_dots
 
