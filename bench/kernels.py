@@ -63,6 +63,7 @@ def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     yield "normal", size, lambda: normal(0, "", 0, x.size)
     yield "squared_error", size, lambda: kernels.squared_error(np, x, dy)
     yield "squared_error_backward", size, lambda: kernels.squared_error_backward(np, x, dy, 1.0)
+    yield "squared_error_gradient_and_sum", size, lambda: kernels.squared_error_gradient_and_sum(np, x, dy, 1.0)
     yield "square_sum", size, lambda: kernels.square_sum(np, x.reshape(-1))
     yield "sum_squares_of_blocks", size, lambda: kernels.sum_squares_of_blocks(np, x.reshape(-1), 1024)
     yield "drop", size, lambda: kernels.drop(np, x, NumberRange(0, "a", 0, x.size), 0.1)

@@ -21,7 +21,7 @@ from fsdpx.nn.shard_specs import FieldPartition
 __all__ = [
     "BCEWithLogitsLoss", "CellWeights", "CrossEntropyLoss", "Loss", "LossSum", "MSELoss", "TensorParallelModel",
     "WeightedElementwiseLoss", "WrappedLoss", "backward_pieces", "compute_difference_target_and_weights",
-    "require_one_output", "require_target_shape", "sum_weighted_losses_over_samples",
+    "match_memory_order", "require_one_output", "require_target_shape", "sum_weighted_losses_over_samples",
 ]  # fmt: skip
 
 
@@ -110,6 +110,25 @@ class Loss(ABC):
         DataError
             if the shape, dtype or values of `target` do not fit
         """
+
+    def forward_and_backward(
+        self, env: LayerContext, y: Array, target: Array, seed: float
+    ) -> tuple[float, float, Array]:
+        """Run `forward`, then `backward`. Override this method if computing the loss together with its gradient is
+        faster.
+
+        Parameters
+        ----------
+        env, y, target : as for `forward`
+        seed : as for `backward`
+
+        Returns
+        -------
+        (total, weight, gradient)
+            the first two results of `forward`, and the result of `backward`
+        """
+        total, weight, saved = self.forward(env, y, match_memory_order(target, y))
+        return total, weight, self.backward(env, saved, seed)
 
     def bind_partition(self, parts: FieldPartition) -> "Loss":
         """Return the loss to use if each rank holds one shard of the output field (domain decomposition). By default,
@@ -334,7 +353,7 @@ class MSELoss(WeightedElementwiseLoss):
     weights, skipna : as in `RelativeL2`
     """
 
-    kernel_names = ("squared_error", "squared_error_backward")
+    kernel_names = ("squared_error", "squared_error_backward", "squared_error_gradient_and_sum")
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         target = target.astype(y.dtype, copy=False)
@@ -346,6 +365,15 @@ class MSELoss(WeightedElementwiseLoss):
         if len(saved) == 2:
             return kernels.squared_error_backward(env.xp, *saved, 2.0 * seed)
         return super().backward(env, saved, seed)
+
+    def forward_and_backward(
+        self, env: LayerContext, y: Array, target: Array, seed: float
+    ) -> tuple[float, float, Array]:
+        if env.xp is not np or type(self) is not MSELoss or self.weights is not None or self.skipna:
+            return super().forward_and_backward(env, y, target, seed)
+        target = target.astype(y.dtype, copy=False)
+        gradient, total = kernels.squared_error_gradient_and_sum(env.xp, y, target, 2.0 * seed)
+        return total, float(y.size), gradient
 
     def compute_errors(self, xp: Any, apart: Array) -> Array:
         return apart * apart
@@ -488,6 +516,18 @@ def _map_arrays(function: Callable[..., Any], *values: Any) -> Any:
     if isinstance(values[0], tuple):
         return tuple(function(*arrays) for arrays in zip(*values, strict=True))
     return function(*values)
+
+
+def match_memory_order(target: Any, y: Any) -> Any:
+    """If `target` has its channels first in memory, and `y` is a field of the same shape with its channels last in
+    memory, return a copy of `target` with channels last. A loss and its gradient then read both arrays in the same
+    order. Otherwise return `target` itself. Tuples of fields are matched one by one."""
+    if isinstance(y, tuple) and isinstance(target, tuple) and len(y) == len(target):
+        return tuple(map(match_memory_order, target, y))
+    fields = isinstance(y, np.ndarray) and isinstance(target, np.ndarray) and y.ndim > 2 and y.shape == target.shape
+    if not fields or y.strides[1] != y.itemsize or target.strides[1] == target.itemsize or y.shape[1] == 1:
+        return target
+    return kernels.channels_last(np, target) if target.dtype.char in "fd" else target
 
 
 def require_one_output(loss: Loss, shape: tuple[Any, ...], target: Any) -> None:

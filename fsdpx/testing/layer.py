@@ -377,6 +377,16 @@ class LossContract(GradientContract):
         for one, quarter in zip(self._backward(y, target, 1.0), self._backward(y, target, 0.25), strict=True):
             np.testing.assert_allclose(quarter, 0.25 * one, rtol=1e-12)
 
+    def test_both_passes_together_give_the_same_results(self) -> None:
+        y, target = self._make_test_case()
+        env, loss = self._make_layer_context(np), self.make()
+        compute = getattr(loss, "forward_and_backward", None)
+        if compute is not None:
+            total, weight, dy = compute(env, unwrap_single(y), target, 0.5)
+            assert (float(total), float(weight)) == self._forward(y, target)[:2]
+            for found, want in zip(_as_tuple(dy), self._backward(y, target, 0.5), strict=True):
+                np.testing.assert_array_equal(found, want)
+
     def test_thread_ranks_may_share_one_instance(self) -> None:
         y, target = self._make_test_case()
         loss, env = self.make(), self._make_layer_context(np)

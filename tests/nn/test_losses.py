@@ -1,5 +1,7 @@
 """Losses: sums and weights that add up, and labels that cannot be used."""
 
+import itertools
+
 import numpy as np
 import pytest
 from setting import env, normal
@@ -7,7 +9,9 @@ from setting import env, normal
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.array import shapes
+from fsdpx.core.array.kernels.memory_order import channels_last
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.nn.losses import match_memory_order
 from fsdpx.testing import LossContract
 
 LABELS = np.array([0, 3, -100, 4, 1, -100])
@@ -87,6 +91,60 @@ def test_the_contract_finds_a_mistake(mistake, test):
         getattr(contract, test)()
     contract.make = nn.MSELoss
     getattr(contract, test)()
+
+
+class Together(nn.MSELoss):
+    """MSELoss with its mistake in the method that runs both passes."""
+
+    def forward_and_backward(self, env, y, target, seed):
+        total, weight, dy = super().forward_and_backward(env, y, target, seed)
+        return total, weight, dy * 1.5
+
+
+def test_the_contract_finds_different_results_of_both_passes_together():
+    contract = TestContract()
+    contract.loss, contract.y, contract.aim = Together(), normal(6, 5), normal(6, 5, seed=1)
+    with pytest.raises(AssertionError):
+        contract.test_both_passes_together_give_the_same_results()
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(2, 32, 32, 32), (3, 8, 64, 64), (1, 4, 5, 7), (2, 3, 16384), (0, 4, 3), (2, 1, 9)])
+def test_squared_errors_in_one_pass_have_the_same_bits(shape, kind):
+    """With any order of channels in memory, in blocks of whole cells and in others."""
+    y, target = (normal(*shape, seed=seed).astype(kind) for seed in (0, 1))
+    for orders in itertools.product((False, True), repeat=2):
+        a, b = (channels_last(np, part) if last else part for part, last in zip((y, target), orders, strict=True))
+        total, weight, dy = nn.MSELoss().forward_and_backward(env(), a, b, 0.5)
+        assert (total, weight) == nn.MSELoss().forward(env(), a, match_memory_order(b, a))[:2]
+        np.testing.assert_array_equal(dy, a - b, strict=True)
+
+
+def test_a_loss_of_users_may_have_only_the_two_passes_and_change_one_of_them():
+    class Plain:
+        acts_on, partial, counts, skipna, kernel_names = "sample", False, "samples", False, ()
+
+        def forward(self, env, y, target):
+            return float(((y - target) ** 2).sum(dtype=np.float64)), float(len(y)), (y, target)
+
+        def backward(self, env, saved, seed):
+            return (2 * seed) * (saved[0] - saved[1])
+
+        def validate(self, shape, target):
+            pass
+
+    class Doubled(nn.MSELoss):
+        def backward(self, env, saved, seed):
+            return 2 * super().backward(env, saved, seed)
+
+    x, y, steps = normal(4, 3).astype(np.float32), normal(4, 2, seed=1).astype(np.float32), {}
+    for name, loss in (("squares", nn.MSELoss()), ("plain", Plain()), ("doubled", Doubled())):
+        lr = {"squares": 0.1, "plain": 0.05, "doubled": 0.05}[name]
+        trainer = fsdpx.distribute(nn.Linear(3, 2), loss=loss, optimizer=optim.SGD(lr=lr), seed=0)
+        trainer.step(x, y)
+        steps[name] = trainer.parameters()["weight"]
+    np.testing.assert_allclose(steps["plain"], steps["squares"], rtol=1e-6)
+    np.testing.assert_allclose(steps["doubled"], steps["squares"], rtol=1e-6)
 
 
 def test_all_ignored_weighs_nothing():

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.engine.not_finite import require_finite
@@ -19,6 +17,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.gradient_accumulation import GradientEntries
 from fsdpx.nn.layer import LayerContext, require_pair
 from fsdpx.nn.layer_list import CALLS_NUMPY, UNKNOWN, Node, is_missing_function_error, is_numpy_call_error
+from fsdpx.nn.losses import Loss, match_memory_order
 
 __all__ = [
     "UNIT_FUNCTIONS", "backward_unit", "backward_unit_input", "backward_unit_params", "compute_loss_and_gradients",
@@ -368,28 +367,16 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
     *have, weight = added
     if batch is None:
         return ((0.0, 0.0), *have, weight or 0.0)
+    if not have:  # no layer is trained, so no gradient is needed
+        return compute_loss_only(run, action, taken, read, added)
     env = run.get_layer_contexts_of_microbatch(batch)[0]
     y = taken[0] if len(taken) == 1 else taken
-    total, share, saved = find.forward(env, y, _match_memory_order(batch.target, y))
-    if not have:  # no layer is trained, so no gradient is needed
-        return ((float(total), float(share)), (weight or 0.0) + float(share))
-    dy = find.backward(env, saved, run.scaler.value)
+    compute = getattr(type(find), "forward_and_backward", Loss.forward_and_backward)
+    total, share, dy = compute(find, env, y, batch.target, run.scaler.value)
     each = (dy,) if len(taken) == 1 else tuple(dy)
     _require_gradients_match_outputs(find, taken, each)
     dys = _drop_constant_gradients(run, each)
     return ((float(total), float(share)), *_add_optional_gradients(have, dys), (weight or 0.0) + float(share))
-
-
-def _match_memory_order(target: Any, y: Any) -> Any:
-    """If `target` has its channels first in memory, and `y` is a field of the same shape with its channels last in
-    memory, return a copy of `target` with channels last. The loss and its gradient then read both arrays in the same
-    order. Otherwise return `target` itself. Tuples of fields are matched one by one."""
-    if isinstance(y, tuple) and isinstance(target, tuple) and len(y) == len(target):
-        return tuple(map(_match_memory_order, target, y))
-    fields = isinstance(y, np.ndarray) and isinstance(target, np.ndarray) and y.ndim > 2 and y.shape == target.shape
-    if not fields or y.strides[1] != y.itemsize or target.strides[1] == target.itemsize or y.shape[1] == 1:
-        return target
-    return kernels.channels_last(np, target) if target.dtype.char in "fd" else target
 
 
 def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) -> None:
@@ -411,7 +398,7 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
     y = taken[0] if len(taken) == 1 else taken
-    env, target = run.get_layer_contexts_of_microbatch(batch)[0], _match_memory_order(batch.target, y)
+    env, target = run.get_layer_contexts_of_microbatch(batch)[0], match_memory_order(batch.target, y)
     total, share, _ = run.placement.loss.forward(env, y, target)
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 

@@ -344,6 +344,12 @@ def losses(x, dy, dtype) -> Cases:
             Case(lambda xp, a, b: kernels.squared_error_backward(xp, a, b, 0.5), (x, dy), (x - dy) / 2,
                  np.abs(x) + np.abs(dy))
         ],
+        "squared_error_gradient_and_sum": [
+            Case(lambda xp, a, b: kernels.squared_error_gradient_and_sum(xp, a, b, 0.5)[0], (x, dy), (x - dy) / 2,
+                 np.abs(x) + np.abs(dy)),
+            Case(total(lambda xp, a, b: kernels.squared_error_gradient_and_sum(xp, a, b, 0.5)[1]), (x, dy),
+                 errors.sum(), errors.sum()),
+        ],
         "binary_entropy": [Case(total(kernels.binary_entropy), (x, dy), entropy.sum(), sizes.sum())],
         "binary_entropy_backward": [
             Case(lambda xp, a, b: kernels.binary_entropy_backward(xp, a, b, 0.5), (x, dy), (logistic(x) - dy) / 2,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         cross_entropy as cross_entropy, cross_entropy_backward as cross_entropy_backward,
         embedding_backward as embedding_backward, squared_error as squared_error,
         squared_error_backward as squared_error_backward,
+        squared_error_gradient_and_sum as squared_error_gradient_and_sum,
     )  # fmt: skip
     from fsdpx.core.array.kernels.memory_order import channels_last as channels_last
     from fsdpx.core.array.kernels.norm import (

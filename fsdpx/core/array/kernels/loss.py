@@ -12,7 +12,7 @@ from fsdpx.core.array.kernels.squares import square_sum
 
 __all__ = [
     "binary_entropy", "binary_entropy_backward", "cross_entropy", "cross_entropy_backward", "embedding_backward",
-    "squared_error", "squared_error_backward",
+    "squared_error", "squared_error_backward", "squared_error_gradient_and_sum",
 ]  # fmt: skip
 
 
@@ -126,3 +126,9 @@ def squared_error(xp: Any, y: Any, target: Any) -> float:
 def squared_error_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
     """Return `factor * (y - target)`, in the dtype of y. With factor 2, this is the gradient of `squared_error`."""
     return ((y - target) * factor).astype(y.dtype, copy=False)
+
+
+@kernel()
+def squared_error_gradient_and_sum(xp: Any, y: Any, target: Any, factor: float) -> tuple[Any, float]:
+    """Return `squared_error_backward` and `squared_error`. The compiled code computes both in one pass over memory."""
+    return squared_error_backward(xp, y, target, factor), squared_error(xp, y, target)

@@ -3,6 +3,7 @@ batch order. The forward pass does not allocate any array that is as large as it
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,15 @@ from fsdpx.core.array.kernels.compiled.elements import (
     view_bits_as_bfloat16,
     widen_into,
 )
-from fsdpx.core.array.kernels.compiled.memory_order import make_flat_views, make_flat_views_and_output
+from fsdpx.core.array.kernels.compiled.memory_order import (
+    make_flat_views,
+    make_flat_views_and_output,
+    transpose_pixels_into,
+    view_channels_last,
+)
 from fsdpx.core.array.kernels.compiled.scalar import exp, use_widest_vectors
 from fsdpx.core.array.kernels.squares import BLOCK
-from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
+from fsdpx.core.array.parallel import MIN_PARALLEL_SIZE, parallel_for_columns, parallel_for_range, parallel_for_rows
 from fsdpx.errors import ShapeError
 
 FIRST = np.zeros(2, np.int64)
@@ -195,3 +201,60 @@ def squared_error_backward(xp: Any, y: np.ndarray, target: np.ndarray, factor: f
     y, target, into = map(as_contiguous, flat)  # `as_contiguous` copies a target that is read-only or not aligned
     parallel_for_rows(_squared_error_backward_loop, (y, target, into), accumulation_dtype(y.dtype).type(factor))
     return dy
+
+
+@jit
+def _squared_error_gradient_and_sum_of_blocks(first, last, sums, y, target, dy, factor):
+    for n in range(first, last):
+        start, stop = n * BLOCK, min((n + 1) * BLOCK, y.size)
+        sums[n] = _sum_squared_errors(y[start:stop], target[start:stop])
+        _squared_error_backward_loop(y[start:stop], target[start:stop], dy[start:stop], factor)
+
+
+@jit
+def _squared_error_gradient_and_sum_of_cells(first, last, sums, y, target, dy, factor):
+    """Compute blocks `first` to `last`, for y and dy with channels last, and `target` (samples, channels, cells). Each
+    block lies within one sample, and consists of whole cells."""
+    channels, cells = target.shape[1], target.shape[2]
+    block = np.empty((BLOCK // channels, channels), target.dtype)
+    for n in range(first, last):
+        start, cell = n * BLOCK, n * block.shape[0]
+        transpose_pixels_into(target[cell // cells], cell % cells, block, False)
+        part, flat = slice(start, start + BLOCK), block.reshape(BLOCK)
+        sums[n] = _sum_squared_errors(y[part], flat)
+        _squared_error_backward_loop(y[part], flat, dy[part], factor)
+
+
+@register_compiled_kernel(
+    lambda x, w, s: [
+        (x, x, 1.0),
+        (np.zeros((1, BLOCK // 4, 4), x.dtype).transpose(0, 2, 1), np.zeros((1, 4, BLOCK // 4), x.dtype), 1.0),
+    ]
+)
+def squared_error_gradient_and_sum(
+    xp: Any, y: np.ndarray, target: np.ndarray, factor: float
+) -> tuple[np.ndarray, float]:
+    sums, loop = np.empty(-(-y.size // BLOCK)), _squared_error_gradient_and_sum_of_blocks
+    flat: tuple[np.ndarray, ...]
+    if _has_blocks_of_cells(y, target):
+        loop, dy = _squared_error_gradient_and_sum_of_cells, np.empty_like(y)
+        shape = *y.shape[:2], math.prod(y.shape[2:])
+        flat = view_channels_last(y).reshape(-1), target.reshape(shape), view_channels_last(dy).reshape(-1)
+    else:
+        arrays, dy = make_flat_views_and_output(y, target)
+        flat = tuple(map(as_contiguous, arrays))
+    factor = accumulation_dtype(y.dtype).type(factor)
+    if y.size < MIN_PARALLEL_SIZE:
+        loop(0, sums.size, sums, *flat, factor)
+    else:
+        parallel_for_range(loop, 0, sums.size, sums, *flat, factor)
+    return dy, float(np.add.reduce(sums))
+
+
+def _has_blocks_of_cells(y: np.ndarray, target: np.ndarray) -> bool:
+    """Return whether y is contiguous with channels last, `target` with channels first, and each block of the sum
+    consists of whole cells of one sample."""
+    if y.ndim < 3 or y.shape != target.shape or not y.size or y.shape[1] < 2:
+        return False
+    fits = BLOCK % y.shape[1] == 0 and y[0].size % BLOCK == 0
+    return fits and target.flags.carray and view_channels_last(y).flags.carray

@@ -15,13 +15,19 @@ from fsdpx.core.array.parallel import parallel_for_rows
 from fsdpx.errors import ShapeError
 
 __all__ = [
-    "channels_last", "make_flat_views", "make_flat_views_and_output", "to_channel_rows", "to_channels_last",
-    "transpose_channels_into", "view_channels_first", "view_channels_last", "view_rows_channels_first",
+    "channels_last", "make_flat_views", "make_flat_views_and_output", "to_channel_rows", "to_channels_first",
+    "to_channels_last", "transpose_channels_into", "transpose_pixels_into", "view_channels_first", "view_channels_last",
+    "view_rows_channels_first",
 ]  # fmt: skip
 
 LINE, SQUARE = 64, 8
 """LINE: number of pixels that are transposed at a time, so that they stay in cache. SQUARE: number of rows and columns
 of the matrices that are transposed in registers."""
+CHANNELS_LAST = [(0, *range(2, ndim), 1)[:ndim] for ndim in range(65)]
+"""For each number of dims, the order of dims in which channels (dim 1) are last. Making tuples takes longer than
+transposing."""
+CHANNELS_FIRST = [(0, ndim - 1, *range(1, ndim - 1)) for ndim in range(65)]
+"""For each number of dims, the order of dims that undoes `CHANNELS_LAST`."""
 
 
 @intrinsic
@@ -70,39 +76,45 @@ def _transpose_square_block_into(
 def transpose_channels_into(x, out, add):
     """Move channels to the last dim: compute out[n, p, c] = x[n, c, p], or out[n, p, c] += x[n, c, p] if `add` is
     true."""
-    like, word, channels, pixels = x.dtype.type(0), x.itemsize, x.shape[1], x.shape[2]
-    whole = channels // SQUARE * SQUARE
     for n in range(x.shape[0]):
-        source, to = x[n].ctypes.data, out[n].ctypes.data
-        for start in range(0, pixels, LINE):
-            stop = min(start + LINE, pixels)
-            square_end = start + (stop - start) // SQUARE * SQUARE
-            for c in range(channels if stop < pixels else 0):
-                ahead = source + (c * pixels + stop) * word
-                for line in range(ahead, ahead + LINE * word, CACHE_LINE):
-                    prefetch_line(line)
-            for c in range(0, whole, SQUARE):
-                for p in range(start, square_end, SQUARE):
-                    _transpose_square_block_into(like, source + (c * pixels + p) * word, pixels * word,
-                                      to + (p * channels + c) * word, channels * word, add)  # fmt: skip
-            for p in range(start, stop):
-                for c in range(0 if p >= square_end else whole, channels):
-                    if add:
-                        out[n, p, c] += x[n, c, p]
-                    else:
-                        out[n, p, c] = x[n, c, p]
+        transpose_pixels_into(x[n], 0, out[n], add)
+
+
+@jit
+def transpose_pixels_into(x, first, out, add):
+    """Compute out[p, c] = x[c, first + p] for all rows p of out, or add to out if `add` is true."""
+    like, word, channels, pixels = x.dtype.type(0), x.itemsize, x.shape[0], x.shape[1]
+    whole, end = channels // SQUARE * SQUARE, first + out.shape[0]
+    source, to = x.ctypes.data, out.ctypes.data
+    for start in range(first, end, LINE):
+        stop = min(start + LINE, end)
+        square_end = start + (stop - start) // SQUARE * SQUARE
+        for c in range(channels if stop < pixels else 0):
+            ahead = source + (c * pixels + stop) * word
+            for line in range(ahead, ahead + LINE * word, CACHE_LINE):
+                prefetch_line(line)
+        for c in range(0, whole, SQUARE):
+            for p in range(start, square_end, SQUARE):
+                _transpose_square_block_into(like, source + (c * pixels + p) * word, pixels * word,
+                                  to + ((p - first) * channels + c) * word, channels * word, add)  # fmt: skip
+        for p in range(start, stop):
+            for c in range(0 if p >= square_end else whole, channels):
+                if add:
+                    out[p - first, c] += x[c, p]
+                else:
+                    out[p - first, c] = x[c, p]
     keep_alive(x, out)
 
 
 def view_channels_last(x: np.ndarray) -> np.ndarray:
     """Return a view (samples, *cells, channels) of x (samples, channels, *cells). This is faster than
     `numpy.moveaxis`."""
-    return x.transpose(0, *range(2, x.ndim), 1)
+    return x.transpose(CHANNELS_LAST[x.ndim])
 
 
 def view_channels_first(cells: np.ndarray) -> np.ndarray:
     """Return a view (samples, channels, *cells) of `cells` (samples, *cells, channels)."""
-    return cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
+    return cells.transpose(CHANNELS_FIRST[cells.ndim])
 
 
 def to_channels_last(x: np.ndarray) -> np.ndarray:
@@ -113,6 +125,17 @@ def to_channels_last(x: np.ndarray) -> np.ndarray:
     x, out = as_contiguous(x), np.empty(turned.shape, x.dtype)
     n, channels, cells = *x.shape[:2], math.prod(x.shape[2:])
     parallel_for_rows(transpose_channels_into, (x.reshape(n, channels, cells), out.reshape(n, cells, channels)), False)
+    return out
+
+
+def to_channels_first(x: np.ndarray) -> np.ndarray:
+    """Return x (samples, channels, *cells) as a contiguous array with channels first, copied if necessary."""
+    if x.flags.c_contiguous:
+        return as_contiguous(x)
+    rows, out = as_contiguous(view_channels_last(x)), np.empty(x.shape, x.dtype)
+    n, channels, cells = *x.shape[:2], math.prod(x.shape[2:])
+    arrays = rows.reshape(n, cells, channels), out.reshape(n, channels, cells)
+    parallel_for_rows(transpose_channels_into, arrays, False)
     return out
 
 
@@ -137,14 +160,15 @@ def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
     """Return 1-D views, in memory order, of arrays of the same shape, or copies if the arrays have gaps. Return None if
     their memory orders differ. Raise ShapeError if their shapes differ, because loops would read past the end of an
     array."""
-    shape, strides = arrays[0].shape, arrays[0].strides
-    if any(a.shape != shape for a in arrays):
-        raise ShapeError(f"arrays of one shape are needed, got {' and '.join(str(a.shape) for a in arrays)}")
-    if all(a.flags.c_contiguous for a in arrays):
+    first, alike, contiguous = arrays[0], True, True
+    for a in arrays:  # loops are faster than generators, and each elementwise kernel runs this function
+        if a.shape != first.shape:
+            raise ShapeError(f"arrays of one shape are needed, got {' and '.join(str(a.shape) for a in arrays)}")
+        alike = alike and a.strides == first.strides
+        contiguous = contiguous and a.flags.c_contiguous
+    if contiguous:
         return [a.reshape(-1) for a in arrays]
-    if any(a.strides != strides for a in arrays):
-        return None
-    return [a.ravel(order="K") for a in arrays]
+    return [a.ravel(order="K") for a in arrays] if alike else None
 
 
 def make_flat_views(*arrays: np.ndarray) -> list[np.ndarray]:
