@@ -300,5 +300,9 @@ class Arena:
 def get_data_pointer(array: Any) -> int:
     """Return the memory address of an array's first byte, on the host or on a device; 0 for arrays without data."""
     if isinstance(array, np.ndarray):
-        return array.__array_interface__["data"][0]  # faster than `array.ctypes.data`
+        try:
+            start: Any = ctypes.c_char.from_buffer  # fast, but refuses gaps and read-only arrays
+            return ctypes.addressof(start(array))
+        except (TypeError, ValueError):
+            return array.__array_interface__["data"][0]
     return int(array.data.ptr) if hasattr(array, "data") else 0

@@ -3,6 +3,7 @@ subclasses of `Device`. A device is looked up by its name, by its array module o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -95,7 +96,7 @@ class Device:
         """Return whether none of these 1-D arrays contains NaN or Inf. The result is also False if the sum of squares
         of an array overflows."""
         with np.errstate(all="ignore"):
-            return bool(np.isfinite(float(sum([array.dot(array) for array in arrays]))))
+            return math.isfinite(sum([array.dot(array) for array in arrays]))
 
     def find_kernel(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
         """Return the device's own implementation of a kernel for these arguments. Return None if the device has none,

@@ -228,9 +228,10 @@ class Engine:
     def _wait_for_value(self, value: Any, slot: Slot) -> Any:
         if value.__class__ is not TimedTransfer:
             return value
-        if value.handle is not COMPLETED:
-            for waits in self.hooks.on_wait:
-                waits(self._producers.get(slot, "an earlier program"))
+        if value.handle is COMPLETED:
+            return value.finish()
+        for waits in self.hooks.on_wait:
+            waits(self._producers.get(slot, "an earlier program"))
         return value.wait()
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -83,7 +83,7 @@ def run_optimizer_on_page(
     """Update a range of elements of a page (flat parameter buffer) with the optimizer. Return False if there was
     nothing to update. `step` is the number of the training step, counted from 1."""
     place, counted = run.placement, segments.with_missed_update_counts(run.missed)
-    with preserving_frozen_parameters(run, segments, master, slots):
+    with preserving_frozen_parameters(run, segments, master, slots) if run.views.frozen else nullcontext():
         return update_parameters(
             place.optimizer, place.xp, master, gradient, slots, lr=lr, step=step, segments=counted, scale=factor
         )
@@ -212,7 +212,9 @@ def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, 
 
 def start_reduce_scatter_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, (gradient,), part, memory = get_action_target(action), taken, added[0], added[1:]
-    kept = run.workspace.get_shard_gradient(p)
+    kept, place = run.workspace.get_shard_gradient(p), run.placement
+    if place.axes.shard.size == 1 and not memory and not place.accumulation.bitwise:
+        return (gradient.use_as_only_shard(kept, part is None), kept if part is None else part)
     reduction = _make_gradient_reduction(run, action, "shard", part is None, memory)
     return (gradient.start_reduce_scatter(reduction), kept if part is None else part, *memory)
 

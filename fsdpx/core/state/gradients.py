@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
+
+from fsdpx.core.array.arena import get_data_pointer
 from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import COMPLETED, Communicator, Handle, split_evenly
@@ -169,13 +172,19 @@ class FullGradient:
         full, r = self.buffer, reduction
         if r.carrier.comm.size == 1:
             r.carrier.add_and_clear_kept_error(full)
-            if r.first and not has_same_address(full, r.part):
-                r.part[...] = full
-            return TimedTransfer(COMPLETED, lambda: r.part if r.first else full)
+            total = self.use_as_only_shard(r.part, r.first)
+            return TimedTransfer(COMPLETED, lambda: total)
         own_range = r.page.own_range
         spare = full[own_range.start : own_range.stop] if self.keep_offset else full[: own_range.size]
         out = r.part if r.first else spare
         return TimedTransfer(r.carrier.start_reduce_scatter(full, out, r.page.counts), lambda: out)
+
+    def use_as_only_shard(self, part: Any, first: bool) -> Any:
+        """Return this rank's shard of the sum over a shard axis with a single rank. It is `part`, to which the gradient
+        is copied, if `first` is True, and otherwise the gradient itself. The arguments are as in `Reduction`."""
+        if first and not has_same_address(self.buffer, part):
+            part[...] = self.buffer
+        return part if first else self.buffer
 
 
 class ChunkGradients:
@@ -328,6 +337,4 @@ def _add_in_place(left: Any, right: Any) -> Any:
 
 def has_same_address(a: Any, b: Any) -> bool:
     """Return whether two arrays start at the same memory address."""
-    return a is b or (
-        hasattr(a, "__array_interface__") and a.__array_interface__["data"] == b.__array_interface__["data"]
-    )
+    return a is b or (isinstance(a, np.ndarray) and get_data_pointer(a) == get_data_pointer(b))

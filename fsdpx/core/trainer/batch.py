@@ -442,6 +442,8 @@ def split_into_microbatches(
         sums, rank = placement.accumulation, placement.axes.data.rank
         bounds = sums.find_microbatch_bounds(batch.rows, rank, microbatches)
         microbatches = sums.count_microbatches(microbatches)
+    if bounds == [0, batch.size] and microbatches == 1:  # no array has to be sliced
+        return [Microbatch(batch.inputs, batch.target, batch.row)]
     own_microbatches: list[Microbatch | None] = []
     for a, b in pairwise(bounds):
         target = batch.target  # an array, a tuple of arrays, or None (see `Microbatch`)

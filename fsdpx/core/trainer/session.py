@@ -139,6 +139,8 @@ class Session:
         )
         # compiled programs, keyed by (request for the program, kinds of programs that had run before it)
         self._executables: dict[tuple[Any, ...], Executable] = {}
+        # for each kind of program, the entry of `_executables` that was used last: (request, kinds, program)
+        self._last_executables: dict[str, tuple[ProgramRequest, frozenset[str], Executable]] = {}
         self._output_shapes: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # keyed by the shapes of the batch
         self._warned: set[str] = set()
         # largest microbatch of any rank; set only if `recompute` is a memory budget
@@ -456,9 +458,14 @@ class Session:
         # program in the same call. With the request alone as key, they might not: it depends on the contents of the
         # store, which may differ between ranks. The key therefore also contains the kinds of programs that have run,
         # which are the same on all ranks.
+        last = self._last_executables.get(request.kind)
+        # comparing is faster than hashing, because most attributes are the same objects as in the last request
+        if last is not None and last[0] == request and last[1] == self.state.ran:
+            return last[2]
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
             self._executables[key] = self.engine.prepare_program(request)
+        self._last_executables[request.kind] = (*key, self._executables[key])
         return self._executables[key]
 
     def _warn_of_parameters_without_gradient(self) -> None:
@@ -638,6 +645,7 @@ class Session:
         """Write the files of the observers, and free shared memory and communicators of the engine. Collective."""
         self.save_trace()
         self._executables.clear()
+        self._last_executables.clear()
         if self._uncoordinated is not None:
             self._uncoordinated.close()
         self.engine.close()

@@ -316,40 +316,37 @@ class Conv(WindowLayer):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         if not halos:
             box = HaloBox((0,) * self.dims, x)
-            y = correlate(env.xp, x, weight, bias, self._make_window_strides_in_box(kernel_padding, box), sizes)
-            return y, ((box,), halos, kernel_padding, widened)
+            strides = self._make_window_strides_in_box(kernel_padding, box)
+            return correlate(env.xp, x, weight, bias, strides, sizes), ((box,), (strides,), halos, widened)
         rims = HaloSlabs(env, x, halos)
-        y = correlate(env.xp, x, weight, bias, self._make_window_strides_in_box(kernel_padding, rims.boxes[0]), sizes)
+        windows = [self._make_window_strides_in_box(kernel_padding, rims.boxes[0])]
+        y = correlate(env.xp, x, weight, bias, windows[0], sizes)
         for box in rims.wait_for_slabs():
-            y = correlate(
-                env.xp, box.cells, weight, None, self._make_window_strides_in_box(kernel_padding, box), sizes, y
-            )
-        return y, (tuple(rims.boxes), halos, kernel_padding, widened)
+            windows.append(self._make_window_strides_in_box(kernel_padding, box))
+            y = correlate(env.xp, box.cells, weight, None, windows[-1], sizes, y)
+        return y, (tuple(rims.boxes), tuple(windows), halos, widened)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        boxes, halos, kernel_padding, widened = saved
+        boxes, windows, halos, widened = saved
         weight, slopes = p["weight"], [boxes[0]]
 
-        def backward_box(box: HaloBox) -> Array:
-            strides = self._make_window_strides_in_box(kernel_padding, box)
-            return correlate_backward_input(env.xp, weight, dy, strides, tuple(box.cells.shape))
+        def backward_box(n: int) -> Array:
+            return correlate_backward_input(env.xp, weight, dy, windows[n], tuple(boxes[n].cells.shape))
 
         if not halos and not widened:
-            return backward_box(boxes[0]), (*saved, dy)
-        slopes += [HaloBox(box.offset, backward_box(box)) for box in boxes[1:]]
-        dx = exchange_slab_gradients(env, halos, slopes, lambda: backward_box(boxes[0]))
+            return backward_box(0), (*saved, dy)
+        slopes += [HaloBox(boxes[n].offset, backward_box(n)) for n in range(1, len(boxes))]
+        dx = exchange_slab_gradients(env, halos, slopes, lambda: backward_box(0))
         return exchange_halo_backward(env, dx, widened), (*saved, dy)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
         self.backward_params(env, g, (*saved, dy))
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
-        boxes, _, kernel_padding, _, dy = kept
+        boxes, windows, _, _, dy = kept
         weight, bias = claim_gradient(g, "weight"), claim_gradient(g, "bias")
-        for box in boxes:
-            correlate_backward_params(
-                env.xp, box.cells, dy, self._make_window_strides_in_box(kernel_padding, box), weight, bias
-            )
+        for box, strides in zip(boxes, windows, strict=True):
+            correlate_backward_params(env.xp, box.cells, dy, strides, weight, bias)
             weight, bias = None if weight is None else (weight[0], True), None
 
     def _make_window_strides_in_box(self, kernel_padding: tuple[int, ...], box: HaloBox) -> WindowStrides:

@@ -12,7 +12,8 @@ import pytest
 from amount import in_full
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.arena import ALIGN, BLOCK_BYTES, Arena
+from fsdpx.core.array.arena import ALIGN, BLOCK_BYTES, Arena, get_data_pointer
+from fsdpx.core.array.namespace import parse_dtype
 
 
 def address(array: np.ndarray) -> int:
@@ -106,6 +107,16 @@ def test_arrays_come_back_without_page_faults() -> None:
     """In a process of its own: the setting cannot be undone."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) < 100  # 40,960 pages of 4 KiB were written
+
+
+@pytest.mark.parametrize("name", ["bf16", "float32", "float64"])
+def test_addresses_of_arrays_with_gaps_and_of_others(name: str) -> None:
+    x = np.zeros((3, 4), parse_dtype(name))
+    still = x[1:]
+    still.flags.writeable = False
+    for array in (x, x[:, 1:], x.T, x[:0], still, np.broadcast_to(x[0], (2, 4))):
+        assert get_data_pointer(array) == array.__array_interface__["data"][0]
+    assert get_data_pointer(x[1:]) == get_data_pointer(x) + 4 * x.itemsize
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])

@@ -58,6 +58,7 @@ def load_blas_library(name: str) -> BlasLibrary | None:
     return None
 
 
+@cache
 def find_preferred_library() -> str | None:
     """Return the name of the default library: MKL on Intel processors, NumPy's own OpenBLAS on others. If the default
     library is not installed, return the other one. If neither is installed, return None."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.arena import get_data_pointer
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.parallel import parallel_for_range
@@ -21,7 +22,6 @@ from fsdpx.ext.fields.kernels.compiled.direct import (
     WIDE_ROWS,
     choose_strip_output_count,
     direct_backward_input,
-    get_address,
     locate_line_in_runs,
     make_direct_convolution_arguments,
     make_strip_convolution_loop,
@@ -195,7 +195,7 @@ def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: Window
     places, sizes, _, *rest = plan
     planes, channels = int(sizes[0] * sizes[1]), slope.shape[-1]
     packed = np.zeros(channels * planes * int(sizes[2]), x.dtype)
-    rest = [get_address(field), get_address(slope), *rest, sizes, packed, channels, x.shape[0]]
+    rest = [get_data_pointer(field), get_data_pointer(slope), *rest, sizes, packed, channels, x.shape[0]]
     parallel_for_range(_add_weight_gradient, 0, planes, *rest)
     window = [slice(first, first + count) for count, first, _ in places.tolist()][5 - dw.ndim :]
     gradient = _unpack_lanes(packed, channels)[: dw.shape[0]]
@@ -224,7 +224,7 @@ def _convolve_full_vectors(
     packed, begin = _pack_lanes(weights, y.shape[-1], x.dtype), np.zeros(y.shape[-1], x.dtype)
     if bias is not None:
         begin[: bias.size] = bias
-    rest = [get_address(x), get_address(y), *rest, sizes, packed, begin, add, group]
+    rest = [get_data_pointer(x), get_data_pointer(y), *rest, sizes, packed, begin, add, group]
     parallel_for_range(_convolve_lines, 0, lines, *rest)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.array.arena import get_data_pointer
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.elements import as_contiguous
 from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
@@ -39,7 +40,6 @@ __all__ = [
     "emit_load",
     "emit_offset",
     "emit_pointer_cast",
-    "get_address",
     "locate_line_in_runs",
     "make_direct_convolution_arguments",
     "make_strip_convolution_loop",
@@ -575,7 +575,7 @@ def convolve_direct(
     packed = make(lanes * x.shape[-1] * math.prod(sizes.tolist()), x.dtype)
     _pack_weights(reshape_to_three_dims(weight), packed, found, places is not None, False)
     begin = np.zeros(y.shape[-1], x.dtype) if bias is None else as_contiguous(bias, x.dtype)
-    addresses = get_address(x), get_address(y)
+    addresses = get_data_pointer(x), get_data_pointer(y)
     parallel_for_range(_convolve_lines, 0, lines, *addresses, *rest, x.shape[-1], sizes, packed, begin, add)
 
 
@@ -656,7 +656,7 @@ def direct_add_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStr
         return
     places, sizes, _, *rest = plan
     packed = np.zeros(lanes * channels * math.prod(sizes.tolist()), x.dtype)
-    rest = [get_address(x), get_address(dy), *rest, channels, sizes, packed, lanes, x.shape[0]]
+    rest = [get_data_pointer(x), get_data_pointer(dy), *rest, channels, sizes, packed, lanes, x.shape[0]]
     parallel_for_range(_add_weight_gradient, 0, int(sizes[0] * sizes[1]), *rest)
     kernel = reshape_to_three_dims(dw)
     _pack_weights(kernel, packed, places, False, True)
@@ -671,12 +671,7 @@ def round_up_to_lanes(outputs: int, dtype: Any) -> int:
 
 
 def reshape_to_three_dims(weight: np.ndarray) -> np.ndarray:
-    more = 5 - weight.ndim
-    return as_contiguous(weight).reshape(*weight.shape[:2], *(1,) * more, *weight.shape[2:])
-
-
-def get_address(x: np.ndarray) -> int:
-    return int(x.__array_interface__["data"][0])
+    return as_contiguous(weight).reshape(weight.shape[:2] + (1,) * (5 - weight.ndim) + weight.shape[2:])
 
 
 class _OutputRuns(NamedTuple):
