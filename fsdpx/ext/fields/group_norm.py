@@ -13,8 +13,10 @@ from fsdpx.core.array.kernels.memory_order import put_channels_last
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.ext.fields import kernels
 from fsdpx.ext.fields.cell_reductions import all_gather_and_merge_moments, all_reduce_moments, all_reduce_over_parts
-from fsdpx.ext.fields.kernels.group_norm import merge_channel_moments_into_groups
+from fsdpx.ext.fields.kernels.convolution import write_or_add_gradient
+from fsdpx.ext.fields.kernels.group_norm import has_rows_of_channels, merge_channel_moments_into_groups
 from fsdpx.ext.fields.local_arrays import HoldsLocalArray, require_weights_of_cells, require_weights_of_channels
+from fsdpx.nn.gradient_accumulation import claim_gradient
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer, require_positive
 from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.norm import cast_channel_arrays, make_affine_specs
@@ -81,14 +83,16 @@ class GroupNorm(Layer, HoldsLocalArray):
         if x.ndim < 2 or x.shape[1] != self.num_channels:
             wanted = f"(samples, {self.num_channels}, ...)"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
-        x = put_channels_last(env.xp, x)
+        alone = env.mesh.parts.size == 1 and env.xp is np and self.weights is None
+        if not (alone and has_rows_of_channels(x)):
+            x = put_channels_last(env.xp, x)
         count = float(self.num_channels // self.num_groups * math.prod(x.shape[2:]))
         if env.mesh.parts.size == 1 and count == 1 and self._refuses_single_values(env, x):
             raise DataError(
                 f"{self!r}: more than 1 value per group is needed, and an input {tuple(x.shape)} has 1: it is its own "
                 "mean, and the result does not depend on it. Give more cells or channels per group, or leave it out"
             )
-        if env.mesh.parts.size == 1 and env.xp is np and self.weights is None:
+        if alone:
             y, mean, rstd = kernels.group_norm(np, x, p.get("weight"), p.get("bias"), self.num_groups, self.eps)
             return y, (x, mean, rstd, None)
         if self.weights is None:
@@ -127,8 +131,8 @@ class GroupNorm(Layer, HoldsLocalArray):
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         (sums,) = kept
         for name, values in (("bias", sums[0]), ("weight", sums[1])):
-            if name in g:
-                g[name][...] += values.sum(axis=0).astype(g[name].dtype)
+            if (into := claim_gradient(g, name)) is not None:
+                write_or_add_gradient(into, values.sum(axis=0))
 
     def _compute_group_moments(self, env: LayerContext, x: Array, count: float) -> Array:
         """Return the count, mean and sum of squared deviations over this rank's cells for each sample and group, as a

@@ -1,5 +1,6 @@
 """Compiled kernels of images against the plain ones: every way a convolution can go, both orders in memory, threads."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.ext.fields import kernels as windows
 from fsdpx.ext.fields.kernels import WindowStrides
 from fsdpx.ext.fields.kernels.compiled import convolution
+from fsdpx.ext.fields.kernels.group_norm import has_rows_of_channels
 
 WINDOWS = [
     ((3, 3), (1, 1), (1, 1)),  # Winograd's way where channels allow it
@@ -163,6 +165,29 @@ def test_bits_of_group_norm_do_not_depend_on_the_number_of_threads(shape: tuple[
     finally:
         parallel.set_threads(1)
     assert found[1:] == found[:1] * 2
+
+
+@pytest.mark.parametrize("orders", [*itertools.product([np.asarray, turned], repeat=2)])
+@pytest.mark.parametrize("shape", [(2, 6, 8, 8), (3, 8, 4, 12), (1, 4, 4, 4), (2, 6, 5, 7), (2, 1, 4, 4)], ids=str)
+def test_group_norm_equals_the_plain_one_in_any_order_in_memory(shape: tuple[int, ...], orders: Any) -> None:
+    """Channels stay first in memory if their cells fill whole rows."""
+    rng = np.random.default_rng(8)
+    x, dy = rng.normal(3, 2, size=(2, *shape)).astype(np.float32)
+    weight, bias = rng.normal(size=(2, shape[1])).astype(np.float32)
+    groups = max(shape[1] // 2, 1)
+
+    def run(x: Any, dy: Any, weight: Any, bias: Any) -> list[np.ndarray]:
+        y, mean, rstd = windows.group_norm(np, x, weight, bias, groups, 1e-5)
+        return [y, mean, rstd, *windows.group_norm_backward_input(np, dy, x, mean, rstd, weight, groups)]
+
+    found = run(orders[0](x), orders[1](dy), weight, bias)
+    with use_mode("plain"):
+        want = run(*(a.astype(np.float64) for a in (x, dy, weight, bias)))
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    if shape[1] > 1 and has_rows_of_channels(orders[0](x)):
+        assert found[0].flags.c_contiguous
+        assert found[3].flags.c_contiguous
 
 
 @pytest.mark.parametrize("order", [np.asarray, turned])

@@ -15,8 +15,19 @@ from fsdpx.core.array.kernels.dispatch import kernel
 
 __all__ = [
     "channel_means_and_square_deviations", "group_norm", "group_norm_affine", "group_norm_backward",
-    "group_norm_backward_input", "group_norm_gradient_sums", "merge_channel_moments_into_groups",
+    "group_norm_backward_input", "group_norm_gradient_sums", "has_rows_of_channels",
+    "merge_channel_moments_into_groups",
 ]  # fmt: skip
+
+MIN_ROW_ELEMENTS = 16
+"""Number of cells that compiled loops read together in a field with channels first in memory."""
+
+
+def has_rows_of_channels(x: Any) -> bool:
+    """Return whether the compiled code of `group_norm` reads the field x (samples, channels, *cells) as it is, because
+    its channels are first in memory and consist of whole rows."""
+    cells = math.prod(x.shape[2:])
+    return x.ndim > 2 and x.shape[1] > 1 and cells % MIN_ROW_ELEMENTS == 0 < cells and x.flags.c_contiguous
 
 
 @kernel()

@@ -1,4 +1,5 @@
-"""Compiled group normalization with channels last in memory.
+"""Compiled group normalization. Channels are last in memory, except in a field that one rank holds in full and that has
+channels first: the loops over groups read such a field as it is, because a group is contiguous in memory.
 
 If one rank holds the whole field, it is normalized sample by sample, so a sample that fits into the cache is read from
 memory only once.
@@ -27,8 +28,9 @@ from fsdpx.core.array.kernels.compiled.elements import (
     to_float,
     view_bits_as_bfloat16,
 )
-from fsdpx.core.array.kernels.compiled.memory_order import to_channels_last, view_channels_first
+from fsdpx.core.array.kernels.compiled.memory_order import to_channels_first, to_channels_last, view_channels_first
 from fsdpx.core.array.kernels.compiled.norm import BLOCK_ROWS, add_channel_gradient_sums, affine_loop
+from fsdpx.ext.fields.kernels.group_norm import MIN_ROW_ELEMENTS, has_rows_of_channels
 
 __all__ = [
     "channel_means_and_square_deviations", "group_norm", "group_norm_affine", "group_norm_backward",
@@ -182,6 +184,66 @@ def _backward_input_of_samples_loop(x, dy, dx, mean, rstd, sums, groups, weight)
         _backward_loop(x[n], dy[n], dx[n], values[0], values[1], values[2], values[3])
 
 
+@jit
+def _normalize_groups_loop(start, stop, x, y, mean, rstd, groups, eps, weight, bias):
+    """Normalize the groups from `start` to `stop`, counted over all samples. x and y are (samples, channels, rows,
+    elements)."""
+    rows, elements, size = x.shape[2], x.shape[3], x.shape[1] // groups
+    moments, values = np.empty((2, elements)), np.empty((3, elements), mean.dtype)
+    for group in range(start, stop):
+        n, first = group // groups, group % groups * size
+        one, whole = slice(first, first + 1), x[n, first : first + size].reshape(size * rows, elements)
+        moments[:] = 0
+        _compute_column_moments(0, elements, whole, moments)
+        _finish_statistics(moments, size * rows, 1, eps, weight[one], bias[one], mean[n, one], rstd[n, one], values)
+        for c in range(first, first + size):
+            mean[n, c], rstd[n, c] = mean[n, first], rstd[n, first]
+            values[1, :], values[2, :] = rstd[n, c] * weight[c], bias[c]
+            affine_loop(x[n, c], y[n, c], values[0], values[1], values[2])
+
+
+@jit
+def _backward_input_of_groups_loop(start, stop, x, dy, dx, mean, rstd, sums, groups, weight):
+    """Compute the gradient of the groups from `start` to `stop`, counted as in `_normalize_groups_loop`."""
+    rows, elements, size = x.shape[2], x.shape[3], x.shape[1] // groups
+    of_columns, of_channels = np.empty((2, elements)), np.empty((2, size))
+    values, same = np.empty((4, size), mean.dtype), np.empty((4, elements), mean.dtype)
+    for group in range(start, stop):
+        n, first = group // groups, group % groups * size
+        for k in range(size):
+            c = first + k
+            of_columns[:] = 0
+            same[0, :], same[1, :] = mean[n, c], rstd[n, c]
+            add_channel_gradient_sums(0, elements, x[n, c], dy[n, c], same[0], same[1], of_columns)
+            of_channels[0, k], of_channels[1, k] = of_columns[0].sum(), of_columns[1].sum()
+        own = slice(first, first + size)
+        _finish_gradient_sums(
+            of_channels, rows * elements, 1, weight[own], mean[n, own], rstd[n, own], sums[n, :, own], values
+        )
+        for k in range(size - 1, -1, -1):
+            c = first + k
+            for value in range(4):
+                same[value, :] = values[value, k]
+            _backward_loop(x[n, c], dy[n, c], dx[n, c], same[0], same[1], same[2], same[3])
+
+
+def _run_loop_over_groups(loop: Callable[..., Any], shape: tuple[int, ...], groups: int, *arguments: Any) -> None:
+    """Call `loop` for all groups of a field of `shape`, split over threads if the field is large."""
+    count = shape[0] * groups
+    if math.prod(shape) < parallel.MIN_PARALLEL_SIZE:
+        loop(0, count, *arguments)
+    else:
+        parallel.parallel_for_range(loop, 0, count, *arguments)
+
+
+def _view_rows_of_channels(x: np.ndarray) -> np.ndarray:
+    """Return a field (samples, channels, *cells) with channels first in memory as (samples, channels, rows,
+    elements)."""
+    cells = math.prod(x.shape[2:])
+    elements = next(n for n in (ROW_ELEMENTS, 32, MIN_ROW_ELEMENTS) if cells % n == 0)
+    return x.reshape(*x.shape[:2], cells // elements, elements)
+
+
 @lru_cache(1 << 10)
 def _find_loop_row_size_and_shape(shape: tuple[int, ...]) -> tuple[int, tuple[int, int, int]]:
     """Return the number of neighboring cells of a field (samples, *cells, channels) that the loops read as one row, and
@@ -282,13 +344,27 @@ def _convert_or_fill(values: np.ndarray | None, default: float, x: np.ndarray) -
     return as_contiguous(view_bits_as_bfloat16(values), dtype)
 
 
-@register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3), np.ones(1, s.dtype), None, 1, 1e-5))
+def _make_example_rows(x: Any) -> Any:
+    """Return a field with channels first in memory, as an example argument for compiling a kernel."""
+    return np.zeros((1, 2, MIN_ROW_ELEMENTS), x.dtype)
+
+
+@register_compiled_kernel(
+    lambda x, w, s: [
+        (x.reshape(2, 1, 3), np.ones(1, s.dtype), None, 1, 1e-5), (_make_example_rows(x), None, None, 1, 1e-5)
+    ]
+)  # fmt: skip
 def group_norm(xp: Any, x: np.ndarray, weight: Any, bias: Any, groups: int, eps: float) -> tuple[np.ndarray, ...]:
+    statistics = np.empty((2, *x.shape[:2]), accumulation_dtype(x.dtype))
+    options = groups, float(eps), _convert_or_fill(weight, 1.0, x), _convert_or_fill(bias, 0.0, x)
+    if has_rows_of_channels(x):
+        field, y = as_contiguous(x), np.empty(x.shape, x.dtype)
+        rows = (_view_rows_of_channels(a) for a in (field, y))
+        _run_loop_over_groups(_normalize_groups_loop, x.shape, groups, *rows, *statistics, *options)
+        return y, *statistics
     field = to_channels_last(x)
     shape, y = _find_loop_row_size_and_shape(field.shape)[1], np.empty_like(field)
-    statistics = np.empty((2, *x.shape[:2]), accumulation_dtype(x.dtype))
     arrays = field.reshape(shape), y.reshape(shape), *statistics
-    options = groups, float(eps), _convert_or_fill(weight, 1.0, x), _convert_or_fill(bias, 0.0, x)
 
     def normalize_sample(sample: tuple[np.ndarray, ...]) -> None:
         rows, out, mean, rstd = sample
@@ -302,15 +378,24 @@ def group_norm(xp: Any, x: np.ndarray, weight: Any, bias: Any, groups: int, eps:
 
 
 @register_compiled_kernel(
-    lambda x, w, s: (x.reshape(2, 1, 3), x.reshape(2, 1, 3), *np.zeros((2, 2, 1), s.dtype), np.ones(1, s.dtype), 1)
+    lambda x, w, s: [
+        (x.reshape(2, 1, 3), x.reshape(2, 1, 3), *np.zeros((2, 2, 1), s.dtype), np.ones(1, s.dtype), 1),
+        (_make_example_rows(x), _make_example_rows(x), *np.zeros((2, 1, 2), s.dtype), None, 1),
+    ]
 )
 def group_norm_backward_input(
     xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any, weight: Any, groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
+    sums, options = np.empty((x.shape[0], 2, x.shape[1])), (groups, _convert_or_fill(weight, 1.0, x))
+    statistics = as_contiguous(mean), as_contiguous(rstd), sums
+    if has_rows_of_channels(x):
+        field, slope, dx = as_contiguous(x), to_channels_first(dy), np.empty(x.shape, x.dtype)
+        rows = (_view_rows_of_channels(a) for a in (field, slope, dx))
+        _run_loop_over_groups(_backward_input_of_groups_loop, x.shape, groups, *rows, *statistics, *options)
+        return dx, sums.transpose(1, 0, 2)
     field, slope = to_channels_last(x), to_channels_last(dy)
     (per_row, shape), dx = _find_loop_row_size_and_shape(field.shape), np.empty_like(field)
-    sums, options = np.empty((x.shape[0], 2, x.shape[1])), (groups, _convert_or_fill(weight, 1.0, x))
-    arrays = *(a.reshape(shape) for a in (field, slope, dx)), as_contiguous(mean), as_contiguous(rstd), sums
+    arrays = *(a.reshape(shape) for a in (field, slope, dx)), *statistics
 
     def differentiate_sample(sample: tuple[np.ndarray, ...]) -> None:
         rows, drows, out, centre, factor, into = sample
