@@ -266,7 +266,7 @@ def ranks_on_one_gpu(quick: bool) -> dict[str, Any]:
             check()
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"[:120]
-        if any(host.all_gather_data(name in found)):  # ranks would not meet again
+        if any(host.all_gather_value(name in found)):  # ranks would not meet again
             found.setdefault(name, "failed on another rank")
             break
     version = cupy.cuda.nccl.get_version()

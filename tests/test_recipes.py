@@ -225,15 +225,15 @@ class Rounded(fsdpx.NoCompression):
         if self.feedback:
             memory["error"][...] = wanted - grad
 
-    def reduce(
+    def reduce_scatter(
         self, comm: Any, grad: Any, out: Any, counts: Any, scratch: Any, memory: Mapping[str, Any], *, what: str
     ) -> Handle:
         self._round(grad, memory)
-        return super().reduce(comm, grad, out, counts, scratch, memory, what=what)
+        return super().reduce_scatter(comm, grad, out, counts, scratch, memory, what=what)
 
-    def reduce_all(self, comm: Any, grad: Any, scratch: Any, memory: Mapping[str, Any], *, what: str) -> Handle:
+    def all_reduce(self, comm: Any, grad: Any, scratch: Any, memory: Mapping[str, Any], *, what: str) -> Handle:
         self._round(grad, memory)
-        return super().reduce_all(comm, grad, scratch, memory, what=what)
+        return super().all_reduce(comm, grad, scratch, memory, what=what)
 
 
 @pytest.mark.parametrize(

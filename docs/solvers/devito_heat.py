@@ -44,7 +44,7 @@ def main(comm, folder):
         losses.append(trainer.step(old, new))
         old[...] = new
     trainer.save(folder)
-    whole = grid.gather(old)
+    whole = grid.all_gather(old)
     if comm.rank == 0:
         np.save(folder.with_suffix(".npy"), whole)
         print(" ".join(f"{loss:.6f}" for loss in losses), flush=True)

@@ -43,7 +43,7 @@ def main(comm, folder):
         own[...] = heat(before, sides)
         losses.append(trainer.step(before, own))
     trainer.save(folder)
-    whole = grid.gather(own)
+    whole = grid.all_gather(own)
     if comm.rank == 0:
         np.save(folder.with_suffix(".npy"), whole)
         print(" ".join(f"{loss:.6f}" for loss in losses), flush=True)

@@ -40,7 +40,7 @@ def main(comm, folder):
         u.data += 0.2 * u.laplace(AROUND).data
         losses.append(trainer.step(before, u.data))
     trainer.save(folder)
-    whole = grid.gather(u.data)
+    whole = grid.all_gather(u.data)
     if comm.rank == 0:
         np.save(folder.with_suffix(".npy"), whole)
         print(" ".join(f"{loss:.6f}" for loss in losses), flush=True)

@@ -50,7 +50,7 @@ def hold(comm, path, layer, optimizer, seed):
             shard[slice(*here)] = init(seed, full, a - offset, b - offset, shape)
             segments.append(optim.ShardSegment(full, *here, a - offset, prod(shape)))
     slots = {name: np.zeros(stop - start) for name in optimizer.slots}
-    segments = optim.ShardSegments(tuple(segments), comm.all_gather_data)
+    segments = optim.ShardSegments(tuple(segments), comm.all_gather_value)
     return Held(fields, size, start, stop, shard, slots, segments)
 
 

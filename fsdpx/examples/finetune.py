@@ -74,7 +74,7 @@ def train_tokenizer(comm: Any) -> Any:
             trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False),
         )
         text = made.to_str()
-    return Tokenizer.from_str(comm.all_gather_data(text)[0])
+    return Tokenizer.from_str(comm.all_gather_value(text)[0])
 
 
 def write_conversations(path: Path, count: int = 400) -> None:

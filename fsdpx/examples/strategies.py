@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     comm = fsdpx.init()
     made = tempfile.mkdtemp(prefix="fsdpx-offload-") if comm.rank == 0 else ""
-    before, after, report = train_and_evaluate(comm, args.strategy, args.steps, comm.all_gather_data(made)[0])
+    before, after, report = train_and_evaluate(comm, args.strategy, args.steps, comm.all_gather_value(made)[0])
     comm.barrier().wait()
     if comm.rank == 0:
         shutil.rmtree(made)

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     run_solver_and_train(trainer, args.runs, args.steps)
     errors, ends, seconds = compare_with_solver(trainer)
-    fields = [grid.gather(end) for end in ends]  # gathering is collective, although only rank 0 draws the fields
+    fields = [grid.all_gather(end) for end in ends]  # gathering is collective, although only rank 0 draws the fields
     trainer.close()
     if cart.rank == 0:
         shown = ", ".join(f"{errors[k - 1]:.1%} after {k}" for k in (1, 5, 10, 20))

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # everyone.split would not work, because all its groups would have to allocate shared memory at the same time
     group = MPI.COMM_WORLD.Split(mine)
     found = {rate: train_at_rate(group, rate, args) for rate in args.rates[mine :: args.groups]}
-    results = everyone.all_gather_data((mine, found))
+    results = everyone.all_gather_value((mine, found))
     if everyone.rank == 0:
         print_results(args, results)
     return 0

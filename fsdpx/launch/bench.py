@@ -213,7 +213,7 @@ def _require_writable_on_rank0(comm: Communicator, path: Path | None) -> None:
             path.open("a").close()
     except OSError as error:
         wrong = errno.errorcode.get(error.errno or 0, "")
-    if wrong := comm.all_gather_data(wrong)[0]:
+    if wrong := comm.all_gather_value(wrong)[0]:
         raise LaunchError(f"--json {path} cannot be written ({wrong}): name a file in a folder that is there")
 
 
@@ -237,14 +237,14 @@ def measure_verbs(
     sizes of the full array in bytes; they are rounded up so that all ranks have the same number of elements. `seconds`
     is the approximate time spent on each row. To report progress, `count` is called with the number of finished
     measurements and the total number of measurements."""
-    names: list[str] = comm.all_gather_data(platform.node())
+    names: list[str] = comm.all_gather_value(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _BenchBuffers(comm, max(sizes) + 4 * comm.size)
     groups = _iterate_measured_communicators(comm, hosts)
     levels = [_time_verbs_in_group(name, group, buffers, sizes, verbs, seconds, count) for name, group in groups]
     own = [level for level in levels if level is not None]
     buffers.free_arrays()
-    everyone: list[list[dict[str, Any]]] = comm.all_gather_data(own)
+    everyone: list[list[dict[str, Any]]] = comm.all_gather_value(own)
     in_order = sorted((one for theirs in everyone for one in theirs), key=lambda one: LEVEL_NAMES.index(one["level"]))
     mpi = sys.modules.get("mpi4py.MPI")
     library = None if mpi is None else parse_mpi_library_name(mpi.Get_library_version())
@@ -343,11 +343,11 @@ def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], s
     """Return the time per call in seconds: the median over several blocks of calls. Each block is timed on its slowest
     rank. Collective."""
     call()
-    taken = max(comm.all_gather_data(_average_call_seconds(comm, call, 3)))
+    taken = max(comm.all_gather_value(_average_call_seconds(comm, call, 3)))
     calls = min(max(math.ceil(BLOCK_SECONDS / taken), 1), MAX_COUNT)
     count = min(max(math.ceil(seconds / (taken * calls)), MIN_BLOCKS), MAX_COUNT)
     blocks = [_average_call_seconds(comm, call, calls) for _ in range(count)]
-    return statistics.median(map(max, zip(*comm.all_gather_data(blocks), strict=True)))
+    return statistics.median(map(max, zip(*comm.all_gather_value(blocks), strict=True)))
 
 
 def _average_call_seconds(comm: Communicator, call: Callable[[], object], calls: int) -> float:
@@ -484,7 +484,7 @@ def compare_strategies(
                 trainers[at].step(x, y)
                 row[at] = time.perf_counter() - begin
             taken += [row] if n >= 0 else []
-    slowest = np.max(comm.all_gather_data(taken), axis=0)
+    slowest = np.max(comm.all_gather_value(taken), axis=0)
     rows = [
         {"strategy": name, "seconds": statistics.median(times), "least": min(times),
          "ratio": statistics.median(times / slowest[:, 0])}
@@ -492,7 +492,7 @@ def compare_strategies(
     ]  # fmt: skip
     return {
         "fsdpx": __version__, "about": example.about, "ranks": comm.size, "batch": example.batch,
-        "precision": precision, "hosts": sorted(set(comm.all_gather_data(platform.node()))), "rounds": rounds,
+        "precision": precision, "hosts": sorted(set(comm.all_gather_value(platform.node()))), "rounds": rounds,
         "strategies": rows,
     }  # fmt: skip
 

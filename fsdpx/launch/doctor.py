@@ -86,7 +86,7 @@ def doctor(args: argparse.Namespace) -> int:
 def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
     """Examine all ranks of the job. Return whether the job is healthy, and the results as (topic, text) rows, with
     warnings last. Collective."""
-    facts: list[RankFacts] = comm.all_gather_data(_collect_rank_facts())
+    facts: list[RankFacts] = comm.all_gather_value(_collect_rank_facts())
     speed = [_time_and_check_all_reduce(comm, nbytes) for nbytes in SIZES]
     try:
         seats, why_not = visible_devices.gather_gpu_assignments(comm), ""
@@ -167,7 +167,7 @@ def _time_and_check_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bo
         comm.all_reduce(buf, what="doctor").wait()
         times.append(time.perf_counter() - begin)
         right = right and bool((buf == wanted).all())
-    everyone = comm.all_gather_data((statistics.median(times[2:]), right))
+    everyone = comm.all_gather_value((statistics.median(times[2:]), right))
     wrong = [rank for rank, (_, good) in enumerate(everyone) if not good]
     verdict = f"the sum is WRONG on {format_ranks(wrong)}" if wrong else "the sum is right"
     return f"{format_bytes(nbytes)}: {max(seconds for seconds, _ in everyone) * 1e6:,.0f} us, {verdict}", not wrong
@@ -216,7 +216,7 @@ def _describe_gpu_transport(comm: Communicator) -> str:
     if get_backend_name() not in ("mpi", "node"):
         return "staged through the host"
     found = visible_devices.probe_gpu_awareness(environment.get_gpu_aware_mpi_setting()) if comm.rank == 0 else None
-    aware = comm.all_gather_data(found)[0]
+    aware = comm.all_gather_value(found)[0]
     return f"{'given to MPI' if aware.able else 'staged through the host'}: {'; '.join(aware.evidence)}"
 
 

@@ -169,7 +169,7 @@ def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySi
             printed = f"{'OK' if verdict[0] else 'DIFFERS'}  {what}: {verdict[1]}"
     if comm.rank == 0:
         print(wrap_for_terminal(printed), flush=True)
-    good = bool(comm.all_gather_data(verdict)[0][0])
+    good = bool(comm.all_gather_value(verdict)[0][0])
     if not good:
         _retrain_and_print_first_difference(comm, case, size)
     return good
@@ -178,7 +178,7 @@ def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySi
 def _retrain_and_print_first_difference(comm: Communicator, case: VerifyCase, size: VerifySize) -> None:
     """Train again while recording all values, and print the first value that differs from training in a single
     process. Collective."""
-    everyone = comm.all_gather_data(_train_and_record(comm, case, size))
+    everyone = comm.all_gather_value(_train_and_record(comm, case, size))
     if comm.rank == 0:
         print(
             find_first_tensor_difference(

@@ -84,7 +84,7 @@ def fill_in_fastest_configuration(
         except FsdpxError as error:
             found = error
     if not imagined:
-        found = world.all_gather_data(found)[0]
+        found = world.all_gather_value(found)[0]
     if isinstance(found, FsdpxError):
         raise found
     options, words = found
@@ -125,7 +125,7 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None
     own = find_memory_budget(0, _count_ranks_per_host_and_hosts(world)[0])[1]
-    known = [one for one in world.all_gather_data(own) if one is not None]
+    known = [one for one in world.all_gather_value(own) if one is not None]
     return min(known, default=None)
 
 

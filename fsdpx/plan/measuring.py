@@ -58,7 +58,7 @@ def measure_this_machine(
     of = Processors() if device == "cpu" else Gpus()
     of.count = count
     # measure with as many threads as a training job uses
-    set_threads_per_rank(comm.all_gather_data(platform.node()).count(platform.node()))
+    set_threads_per_rank(comm.all_gather_value(platform.node()).count(platform.node()))
     compute, known = _measure_compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
     return Machine(name, _measure_network_levels(comm, of, compute), compute, _measure_disk_on_rank0(comm), known)
 
@@ -69,7 +69,7 @@ def _measure_disk_on_rank0(comm: Communicator) -> DiskSpeed | None:
     rates, node = get_or_measure_disk_rates(Path.cwd(), None) if comm.rank == 0 else None, find_node_communicator(comm)
     hosts = 1 if node is None else len(node.ranks_by_host)
     own = None if rates is None else (rates.written, rates.read, rates.written * hosts)
-    found = comm.all_gather_data(own)[0]
+    found = comm.all_gather_value(own)[0]
     return None if found is None else DiskSpeed(*found)
 
 
@@ -121,7 +121,7 @@ def _measure_call_seconds_over_ranks(
     device.timings += 1
     device.count(device.timings)
     call()
-    first = min(comm.all_gather_data(_measure_total_time(call, device, 1)))
+    first = min(comm.all_gather_value(_measure_total_time(call, device, 1)))
     calls = ceil((ROUND_SECONDS if round_seconds is None else round_seconds) / first)
     comm.barrier().wait()
     ends = [perf_counter()]
@@ -130,7 +130,7 @@ def _measure_call_seconds_over_ranks(
         comm.barrier().wait()
         ends.append(perf_counter())
     own = median(after - before for before, after in pairwise(ends))
-    return float(np.mean(comm.all_gather_data(own))) / calls
+    return float(np.mean(comm.all_gather_value(own))) / calls
 
 
 def _measure_total_time(call: Callable[[], Any], device: Processors, calls: int) -> float:
@@ -155,7 +155,7 @@ def _measure_compute(comm: Communicator, device: Processors) -> Compute:
     memory = 2 * a.nbytes / _measure_call_seconds_over_ranks(comm, lambda: device.xp.copyto(b, a), device)
     half = extra_seconds[device.basis] * max(flops.values())
     known = {"flops": flops, "memory": memory, "half": half, "gpu": device.gpu, "capacity": device.capacity}
-    here = comm.all_gather_data(platform.node()).count(platform.node())
+    here = comm.all_gather_value(platform.node()).count(platform.node())
     known["cores"] = 1.0 if device.gpu else min(count_threads_per_rank(here), count_usable_cores() / here)
     launch, overhead = _measure_kernel_and_step_overhead(comm, device, Compute(**known))
     kernels = KernelRates() if device.gpu else _measure_kernel_rates(comm, device)

@@ -31,7 +31,7 @@ class CodecContract:
     """Tests for a compression codec. Inherit from this class and define `make`, which returns the codec to test."""
 
     allowed_error: float = 0.0
-    """Allowed error of a sum in the first step, relative to `error_scale`. For `reduce_all`, twice this error is
+    """Allowed error of a sum in the first step, relative to `error_scale`. For `all_reduce`, twice this error is
     allowed. In addition, the rounding error of a sum in `dtype` is allowed."""
     error_scale: Literal["element", "block"] = "element"
     """The quantity that `allowed_error` is relative to. "element" (default): the absolute values of the element itself,
@@ -52,7 +52,7 @@ class CodecContract:
     def test_all_ranks_get_the_same_sum(self, size: int, n: int) -> None:
         def body(comm: Communicator) -> np.ndarray:
             codec, grad = self.make(), self._draw_gradient(n, comm.rank)
-            codec.reduce_all(comm, grad, *self._allocate_buffers(codec, n, size), what="g").wait()
+            codec.all_reduce(comm, grad, *self._allocate_buffers(codec, n, size), what="g").wait()
             return grad
 
         found = spawn(body, size, timeout=60)
@@ -73,9 +73,9 @@ class CodecContract:
             for step in range(steps):
                 grad = self._draw_gradient(n, comm.rank + size * step)
                 if whole:
-                    codec.reduce_all(comm, grad, scratch, memory, what="g").wait()
+                    codec.all_reduce(comm, grad, scratch, memory, what="g").wait()
                 else:
-                    codec.reduce(comm, grad, grad[mine], counts, scratch, memory, what="g").wait()
+                    codec.reduce_scatter(comm, grad, grad[mine], counts, scratch, memory, what="g").wait()
                 found[mine] += grad[mine]
             for name, kept in memory.items():
                 found += kept if codec.reshard_rules.get(name) == "sum" else 0
@@ -96,8 +96,9 @@ class CodecContract:
             scratch, memory = self._allocate_buffers(codec, n, size)
             grad, counts = self._draw_gradient(n, comm.rank), split_evenly(n, size)
             part, all_of_it = (CountingCommunicator(comm, "x", counters) for counters in kept)
-            codec.reduce(part, grad, np.empty(counts[comm.rank], grad.dtype), counts, scratch, memory, what="g").wait()
-            codec.reduce_all(all_of_it, self._draw_gradient(n, comm.rank), scratch, memory, what="g").wait()
+            out = np.empty(counts[comm.rank], grad.dtype)
+            codec.reduce_scatter(part, grad, out, counts, scratch, memory, what="g").wait()
+            codec.all_reduce(all_of_it, self._draw_gradient(n, comm.rank), scratch, memory, what="g").wait()
             return kept
 
         codec, itemsize = self.make(), np.dtype(self.dtype).itemsize
@@ -122,10 +123,10 @@ class CodecContract:
             _, memory = self._allocate_buffers(codec, n, size)
             out = np.full(counts[comm.rank] + 8, 77, self.dtype)
             mine = out[: counts[comm.rank]]
-            codec.reduce(
+            codec.reduce_scatter(
                 comm, self._draw_gradient(n, comm.rank), mine, counts, scratch[:declared], memory, what="g"
             ).wait()
-            codec.reduce_all(comm, self._draw_gradient(n, comm.rank), scratch[:declared], memory, what="g").wait()
+            codec.all_reduce(comm, self._draw_gradient(n, comm.rank), scratch[:declared], memory, what="g").wait()
             assert np.all(scratch[declared:] == 77)
             assert np.all(out[counts[comm.rank] :] == 77)
             assert {name: array.size for name, array in memory.items()} == dict(codec.memory_sizes(n))
@@ -143,7 +144,7 @@ class CodecContract:
             for step in range(4):
                 out = np.empty(counts[comm.rank], self.dtype)
                 grad = self._draw_gradient(n, comm.rank + 10 * step)
-                codecs[step % len(codecs)].reduce(comm, grad, out, counts, scratch, memory, what="g").wait()
+                codecs[step % len(codecs)].reduce_scatter(comm, grad, out, counts, scratch, memory, what="g").wait()
                 found.append(out.tobytes())
             return found
 
@@ -157,7 +158,7 @@ class CodecContract:
             found = []
             for step in range(2):
                 out, grad = np.empty(counts[comm.rank], self.dtype), self._draw_gradient(n, comm.rank + 10 * step)
-                codec.reduce(comm, grad, out, counts, scratch, memory, what="g").wait()
+                codec.reduce_scatter(comm, grad, out, counts, scratch, memory, what="g").wait()
                 found.append(out.tobytes())
             return found
 
@@ -175,7 +176,7 @@ class CodecContract:
             codec, grad, own = self.make(), self._draw_gradient(n, comm.rank), counts[comm.rank]
             start = sum(counts[: comm.rank]) if into == "own part" else 0
             out = np.full(own, np.nan, grad.dtype) if into == "elsewhere" else grad[start : start + own]
-            codec.reduce(comm, grad, out, counts, *self._allocate_buffers(codec, n, size), what="g").wait()
+            codec.reduce_scatter(comm, grad, out, counts, *self._allocate_buffers(codec, n, size), what="g").wait()
             return out
 
         for rank, out in enumerate(spawn(body, size, timeout=60)):

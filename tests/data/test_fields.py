@@ -253,7 +253,7 @@ def quarter() -> Any:
     """Stands for the grid of the second of four ranks."""
     parts = FieldPartition((tuple(range(0, SIDE + 1, PART)), (0, SIDE)))
     around: dict[str, Any] = {"ghosts": ((0, 0), (0, 0)), "periods": (False, False)}
-    return SimpleNamespace(layout="yxc", coords=(1, 0), parts=parts, all_gather_data=lambda value: [value], **around)
+    return SimpleNamespace(layout="yxc", coords=(1, 0), parts=parts, all_gather_value=lambda value: [value], **around)
 
 
 def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,9 +155,9 @@ def test_networks_of_other_projects_compute_the_same_and_go_back(name: str) -> N
             loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", domain=mesh
         )
         x, before = mesh.take_local(X), models.to_state_dict(trainer.parameters(), state, **options)
-        found = [mesh.gather(trainer.predict(x))]
+        found = [mesh.all_gather(trainer.predict(x))]
         trainer.step(x, x[:, :2])
-        found.append(mesh.gather(trainer.predict(x)))
+        found.append(mesh.all_gather(trainer.predict(x)))
         return found, before, models.to_state_dict(trainer.parameters(), state, **options)
 
     for found, before, after in spawn(run, 2):

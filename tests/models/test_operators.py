@@ -282,7 +282,7 @@ def test_weights_over_a_grid() -> None:
             grid = fsdpx.Grid(comm, ((5, 3)[comm.rank // 2], (0, 12)[comm.rank % 2]), dims=(2, 2), layout="cyx")
             options: dict[str, Any] = {"precision": "float64", "strategy": "fsdp", "comm": comm}
             trainer = models.from_state_dict(state).as_distributed(domain=grid, **options)
-            return grid.gather(trainer.predict(grid.take_local(x[0])))
+            return grid.all_gather(trainer.predict(grid.take_local(x[0])))
 
         for got in spawn(run, 4):
             assert_close({"y": got}, {"y": want[0]}, 1e-11)

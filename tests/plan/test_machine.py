@@ -119,7 +119,7 @@ def test_a_call_takes_as_long_as_on_the_slowest_of_the_ranks(monkeypatch: pytest
 
     class Meeting(CommunicatorWrapper):
         def barrier(self, *, what: str = "") -> Handle:
-            now.seconds = max(self.comm.all_gather_data(now.seconds))
+            now.seconds = max(self.comm.all_gather_value(now.seconds))
             return COMPLETED
 
     def body(comm: Communicator) -> float:

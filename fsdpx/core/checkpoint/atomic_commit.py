@@ -27,7 +27,7 @@ from fsdpx.core.checkpoint.format import (
 )
 from fsdpx.core.checkpoint.write import CHECKSUM_PREFIX, MANIFEST_NAME, OWN_FILE_PATTERN, Manifest, is_checkpoint
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import all_gather_plain_data
+from fsdpx.core.comm.default_communicator import all_gather_plain_value
 from fsdpx.errors import CheckpointError, FsdpxError
 
 __all__ = [
@@ -55,7 +55,7 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
         problem = format_portable_error_text(error)
         # do not chain an FsdpxError: `problem` already contains its full text, which would be printed twice
         cause = None if isinstance(error, FsdpxError) else error
-    for rank, (_, text) in enumerate(everyone := all_gather_plain_data(world, (value, problem))):
+    for rank, (_, text) in enumerate(everyone := all_gather_plain_value(world, (value, problem))):
         if text is not None:
             who = f"rank {rank}: " if world.size > 1 else ""
             raise CheckpointError(text if text.startswith(where) else f"{where}: {who}{text}") from cause
@@ -71,7 +71,7 @@ def run_on_rank0(world: Communicator, where: str, body: Callable[[], T]) -> T:
 def agree_on_equal_choices(world: Communicator, where: str, **choices: str) -> None:
     """Raise CheckpointError on all ranks unless they all pass the same `choices`. The error message begins with `where`
     and names two ranks that passed different values. Collective."""
-    _require_same_choices(where, world.all_gather_data(choices))
+    _require_same_choices(where, world.all_gather_value(choices))
 
 
 def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> Path:

@@ -255,7 +255,7 @@ def create_empty_checkpoint_files(
         lambda: _require_savable(state, path, choices, collect_checkpoint_scalars(state, loader, fit, local)),
     )
     agree_on_equal_choices(world, where, state=all_scalars[world.rank].to_json())
-    everyone = world.all_gather_data({piece.name: piece.spec.shape for piece in iterate_codec_memory_to_write(state)})
+    everyone = world.all_gather_value({piece.name: piece.spec.shape for piece in iterate_codec_memory_to_write(state)})
     layout = make_file_layout(
         state.placement, choices, all_scalars[0], {n: shape for one in everyone for n, shape in one.items()}
     )

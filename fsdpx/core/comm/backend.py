@@ -51,11 +51,11 @@ ALGORITHMS = ("library", "ring")
 
 
 class Backend(Communicator):
-    """Base class of communicators that transfer bytes themselves. A subclass must implement `start_transfer`, `split`,
+    """Base class of communicators that transfer bytes themselves. A subclass must implement `start_call`, `split`,
     `close` and `abort`.
 
-    The subclass's `start_transfer` must implement "send" and "recv". For any other operation, it may call
-    `super().start_transfer(call)`, which builds the operation from point-to-point messages."""
+    The subclass's `start_call` must implement "send" and "recv". For any other operation, it may call
+    `super().start_call(call)`, which builds the operation from point-to-point messages."""
 
     def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
         self.rank = rank
@@ -71,9 +71,9 @@ class Backend(Communicator):
             return COMPLETED
         if call.algorithm == "ring":
             return self._start_ring_all_reduce(call)
-        return self.start_transfer(call) if call.wire is None else self.start_rounded_sum(call)
+        return self.start_call(call) if call.wire is None else self.start_rounded_sum(call)
 
-    def start_transfer(self, call: Call) -> Handle:
+    def start_call(self, call: Call) -> Handle:
         """Start a call whose arguments have been checked. On a communicator with only one rank, the call is always a
         send or a receive (a rank may send a message to itself), because other operations are executed locally."""
         call.tag = self._take_next_tag()
@@ -89,7 +89,7 @@ class Backend(Communicator):
         (rank, array) pairs. All messages have the tag of `call`."""
         messages = [("recv", *pair) for pair in incoming] + [("send", *pair) for pair in outgoing]
         calls = [Call(verb, (part,), call.op, rank, (), call.what, call.tag) for verb, rank, part in messages]
-        return GeneratorHandle(iter([self.start_transfer(message) for message in calls]), self.progress)
+        return GeneratorHandle(iter([self.start_call(message) for message in calls]), self.progress)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         require_valid_subgroup(self, ranks)
@@ -117,7 +117,7 @@ class Backend(Communicator):
 
     def _start_ring_all_reduce(self, call: Call) -> Handle:
         call.tag = self._take_next_tag()
-        return GeneratorHandle(iterate_ring_all_reduce(self.start_transfer, self.rank, self.size, call), self.progress)
+        return GeneratorHandle(iterate_ring_all_reduce(self.start_call, self.rank, self.size, call), self.progress)
 
     def _take_next_tag(self) -> int:
         """Return the next message tag that is reserved for the library. All ranks get the same tag, because they issue
@@ -319,7 +319,7 @@ class FakeCommunicator(Backend):
     """One rank of a job with `size` ranks, in which the other ranks do not exist. Arguments are checked, but nothing is
     transferred and arrays keep their values.
 
-    `all_gather_data`, `all_gather_object` and `all_gather_bytes` return `size` copies of this rank's value. `split`
+    `all_gather_value`, `all_gather_object` and `all_gather_bytes` return `size` copies of this rank's value. `split`
     raises ConfigError if `size` is greater than 1, because the colors of the other ranks are unknown; use `subgroup`
     instead. `abort` raises Aborted on this rank.
 
@@ -342,7 +342,7 @@ class FakeCommunicator(Backend):
     def has_peers(self) -> bool:
         return False
 
-    def start_transfer(self, call: Call) -> Handle:
+    def start_call(self, call: Call) -> Handle:
         return COMPLETED
 
     def start_rounded_sum(self, call: Call) -> Handle:
@@ -363,7 +363,7 @@ class FakeCommunicator(Backend):
         require_valid_subgroup(self, ranks)
         return FakeCommunicator(list(ranks).index(self.rank), len(ranks))
 
-    def all_gather_data(self, value: Any) -> list[Any]:
+    def all_gather_value(self, value: Any) -> list[Any]:
         return [unpack(pack(value))] * self.size
 
     def all_gather_object(self, obj: Any) -> list[Any]:

@@ -144,7 +144,7 @@ class CallAgreement:
     def gather_desync_error(self, call: CallSignature) -> DesyncError:
         """Return an error that lists the calls of all ranks. Collective: all ranks call this method, because each of
         them notices that the calls differ."""
-        return make_desync_error(self.turn + 1, self.comm.all_gather_data(str(call)))
+        return make_desync_error(self.turn + 1, self.comm.all_gather_value(str(call)))
 
     def _take_next_number(self) -> int:
         self.calls += 1

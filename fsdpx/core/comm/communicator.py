@@ -539,7 +539,7 @@ class Communicator(ABC):
             the data of each rank
         """
 
-    def all_gather_data(self, value: Any) -> list[Any]:
+    def all_gather_value(self, value: Any) -> list[Any]:
         """Gather `value` from all ranks, and return the values in rank order on every rank. Collective, blocking.
 
         Ranks use this method to exchange information about their work. Unlike `all_gather_object`, it never executes

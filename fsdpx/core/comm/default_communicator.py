@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fsdpx.core.comm.call_agreement import CallAgreement
 
 __all__ = [
-    "DefaultCommunicator", "RankInfo", "all_gather_plain_data", "comparing_arguments", "describe_comm_for_comparison",
+    "DefaultCommunicator", "RankInfo", "all_gather_plain_value", "comparing_arguments", "describe_comm_for_comparison",
     "get_compared_arguments", "get_default", "get_rank_and_size", "get_rank_info", "get_running_mpi",
     "pop_script_rank_and_size", "record_script_rank_and_size", "require_valid_intracomm", "set_default", "to_mpi4py",
     "using_communicator",
@@ -104,9 +104,9 @@ def require_valid_intracomm(comm: Any) -> None:
         raise ConfigError(f"comm is an MPI.{type(comm).__name__}: the ranks of one Intracomm are needed")
 
 
-def all_gather_plain_data(comm: Any, value: Any) -> list[Any]:
+def all_gather_plain_value(comm: Any, value: Any) -> list[Any]:
     """Gather `value` from all ranks of `comm`, in rank order. `comm` may be an mpi4py communicator. Collective."""
-    return list(comm.all_gather_data(value) if hasattr(comm, "all_gather_data") else comm.allgather(value))
+    return list(comm.all_gather_value(value) if hasattr(comm, "all_gather_value") else comm.allgather(value))
 
 
 def get_rank_and_size(comm: Any) -> tuple[int, int]:

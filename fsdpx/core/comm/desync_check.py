@@ -54,7 +54,7 @@ class CheckedCommunicator(CommunicatorWrapper):
         return super().subgroup(ranks)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        self._agree_on_call("all_gather_data")
+        self._agree_on_call("all_gather_value")
         return super().all_gather_bytes(data)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -149,7 +149,7 @@ def require_same_settings_on_all_ranks(
     `settings` and `arguments` map names to values as text. A setting that only some ranks have also counts as a
     difference. `arguments` are the arguments of the function that this rank is executing. Only arguments that all ranks
     pass are compared."""
-    everyone = comm.all_gather_data((dict(settings), dict(arguments or {})))
+    everyone = comm.all_gather_value((dict(settings), dict(arguments or {})))
     every_setting, every_argument = zip(*everyone, strict=True)
     names = dict.fromkeys(name for one in every_setting for name in one)
     rows = {name: [one.get(name, "not given") for one in every_setting] for name in names}

@@ -402,7 +402,7 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
             carrier, environment.read_environment().settings_equal_on_all_ranks, get_compared_arguments()
         )
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
-    ranks_here = world_comm.all_gather_data(platform.node()).count(platform.node())
+    ranks_here = world_comm.all_gather_value(platform.node()).count(platform.node())
     launcher = environment.read_environment().launcher
     # ranks outside this communicator, such as those of a solver, need cores as well, unless ranks are bound to cores
     is_bound = cores.count_usable_cores() < (os.cpu_count() or 1)

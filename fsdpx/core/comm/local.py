@@ -440,7 +440,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         """Return the maximum time that a rank waits for others (the argument `timeout` of `spawn`)."""
         return self._group.world.timeout
 
-    def start_transfer(self, call: Call) -> Handle:
+    def start_call(self, call: Call) -> Handle:
         return start_through_host(call, self._start_call)
 
     def _start_call(self, call: Call) -> Handle:
@@ -453,7 +453,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
                 COLLECTIVES[call.verb],
             )
         if call.verb not in ("send", "recv"):
-            return super().start_transfer(call)  # super() builds the operation from messages
+            return super().start_call(call)  # super() builds the operation from messages
         sending, (array,) = call.verb == "send", call.arrays
         name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
         pair = (self.rank, call.root) if sending else (call.root, self.rank)

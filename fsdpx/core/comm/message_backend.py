@@ -173,7 +173,7 @@ class MessageBackend(Backend):
         """
         if not is_sent_in_chunks(call):
             return start_through_host(call, start_on_host)
-        return self.start_single_message(call) if call.verb in ("send", "recv") else super().start_transfer(call)
+        return self.start_single_message(call) if call.verb in ("send", "recv") else super().start_call(call)
 
     def start_all_gather_with_gaps(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
         """Start an all-gather that stores rank r's piece, which has `counts[r]` elements, at index `displs[r]` of

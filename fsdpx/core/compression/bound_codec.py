@@ -47,12 +47,12 @@ class BoundCodec(NamedTuple):
         """Start a compressed reduce-scatter of `grad` and return its handle. `out` receives this rank's part of the
         sum. Collective."""
         with self._error_norms_context(grad):
-            return self.codec.reduce(self.comm, grad, out, counts, self.scratch, self.memory, what=self.what)
+            return self.codec.reduce_scatter(self.comm, grad, out, counts, self.scratch, self.memory, what=self.what)
 
     def start_all_reduce(self, grad: Any) -> Handle:
         """Start a compressed all-reduce of `grad` in place and return its handle. Collective."""
         with self._error_norms_context(grad):
-            return self.codec.reduce_all(self.comm, grad, self.scratch, self.memory, what=self.what)
+            return self.codec.all_reduce(self.comm, grad, self.scratch, self.memory, what=self.what)
 
     def _error_norms_context(self, grad: Any) -> AbstractContextManager[None]:
         """Return a context manager that wraps a call of the codec and sets `error_norms`. It does nothing for GPU

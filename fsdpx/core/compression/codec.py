@@ -70,7 +70,7 @@ class Codec(ABC):
         return ""
 
     @abstractmethod
-    def reduce(
+    def reduce_scatter(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
@@ -94,7 +94,7 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
+    def all_reduce(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         """Start summing `grad` over the ranks in place, and return the handle. Every rank receives the full sum.
         Collective.
 
@@ -112,8 +112,8 @@ class Codec(ABC):
         """
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
-        """Return the collectives of one `reduce` and the number of bytes that `rank` sends in each. This is used for
-        traffic reports. The base class assumes one reduce-scatter of the uncompressed gradient.
+        """Return the collectives of one `reduce_scatter` and the number of bytes that `rank` sends in each. Traffic
+        reports use this. The base class assumes one reduce-scatter of the uncompressed gradient.
 
         Parameters
         ----------
@@ -128,7 +128,7 @@ class Codec(ABC):
         return (("reduce_scatter", (sum(counts) - counts[rank]) * itemsize),)
 
     def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
-        """Return the collectives of one `reduce_all` and the number of bytes that `rank` sends in each. This is used
+        """Return the collectives of one `all_reduce` and the number of bytes that `rank` sends in each. This is used
         for traffic reports. The base class assumes one all-reduce of the uncompressed gradient.
 
         Parameters
@@ -199,7 +199,8 @@ class Codec(ABC):
 
     def add_and_clear_kept_error(self, grad: Array, memory: Memory) -> None:
         """Add the kept error (error feedback) to the gradient, then set the error to zero. If there is only one rank,
-        this method is called instead of `reduce`. Only arrays whose reshard rule is "sum" are added and cleared.
+        this method is called instead of `reduce_scatter`. Only arrays whose reshard rule is "sum" are added and
+        cleared.
 
         Parameters
         ----------
@@ -229,13 +230,13 @@ class NoCompression(Codec):
             raise ConfigError(f"NoCompression({algorithm!r}): choose the algorithm library or ring")
         self.algorithm = algorithm
 
-    def reduce(
+    def reduce_scatter(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
         return comm.reduce_scatter(grad, out, ReduceOp.SUM, counts, what=what)
 
-    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
+    def all_reduce(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         return comm.all_reduce(grad, ReduceOp.SUM, self.algorithm, what=what)
 
 
@@ -243,7 +244,7 @@ class Cast16(Codec):
     """Codec that sends gradients as 16-bit floats, which halves the traffic compared with float32. The owner of each
     part adds up the contributions in float32 and in rank order.
 
-    Each contribution is rounded once; the sum is rounded only in `reduce_all`. Within a host, nothing is sent: the
+    Each contribution is rounded once; the sum is rounded only in `all_reduce`. Within a host, nothing is sent: the
     owner reads the other ranks' gradients from shared memory and rounds them on the fly. If all ranks' parts have the
     same size, the send and receive buffers reuse the memory of the gradient.
 
@@ -265,11 +266,11 @@ class Cast16(Codec):
     def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
         return super().predict_all_reduce_transfers(size, width, rank, self.dtype.itemsize)
 
-    def reduce(
+    def reduce_scatter(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
         return comm.reduce_scatter(grad, out, counts=counts, what=what, wire=self.dtype)
 
-    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
+    def all_reduce(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         return comm.all_reduce(grad, what=what, wire=self.dtype)

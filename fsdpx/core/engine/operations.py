@@ -425,7 +425,7 @@ def _raise_numerics_error(run: ProgramRun, what: str, origin: str, comm: Communi
     """Raise NumericsError about `what`. `origin` describes where this rank found NaN or Inf. If `comm` is given, all
     ranks of `comm` must call this function, and they exchange these descriptions. Otherwise, only this rank calls
     it."""
-    origins = [origin] if comm is None else comm.all_gather_data(origin)
+    origins = [origin] if comm is None else comm.all_gather_value(origin)
     told = next(filter(None, origins), "distribute(..., check_finite=True) names its origin")
     raise NumericsError(f"step {run.step + 1}: {what}, and nothing is updated with it: {told}")
 

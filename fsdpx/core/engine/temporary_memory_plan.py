@@ -37,7 +37,7 @@ def agree_on_temporary_memory_plan(state: TrainState, own: SlabPlan) -> SlabPlan
     plan has the largest slab size of all ranks. Otherwise, return `own`."""
     if state.arena.memory is None:
         return own
-    return replace(own, nbytes=max(state.placement.axes.world.all_gather_data(own.nbytes)))
+    return replace(own, nbytes=max(state.placement.axes.world.all_gather_value(own.nbytes)))
 
 
 def find_buffer_lifetimes(state: TrainState, program: Program) -> list[BufferLifetime]:

@@ -56,7 +56,7 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
         and own_format
         and (node.is_single_host or (node.is_sharing_useful and placement.keeps_full_parameters))
     )
-    if not all(placement.axes.world.all_gather_data(fits)):
+    if not all(placement.axes.world.all_gather_value(fits)):
         return 0
     assert node is not None
     return len(node.ranks_on_host)

@@ -187,8 +187,8 @@ class Domain(ABC):
         """Return this rank's part of an array that holds unsplit samples."""
 
     @abstractmethod
-    def gather(self, array: Any) -> Any:
-        """Gather the parts of all ranks, and return the unsplit array on every rank. Collective."""
+    def all_gather(self, array: Any) -> Any:
+        """All-gather the parts of all ranks, and return the unsplit array on every rank. Collective."""
 
     def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
         """Determine which data ranks hold parts of the same samples. Return None if each data rank has its own complete
@@ -242,7 +242,7 @@ class UnshardedDomain(Domain):
     def take_local(self, array: Any) -> Any:
         return array
 
-    def gather(self, array: Any) -> Any:
+    def all_gather(self, array: Any) -> Any:
         return array
 
     def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:

@@ -223,7 +223,7 @@ def _choose_fastest_library(rates: dict[str, float], usual: str) -> str:
 
 
 def _broadcast_from_rank_0(world: Communicator, own: T) -> T:
-    value: T = own if world.size == 1 else world.all_gather_data(own)[0]
+    value: T = own if world.size == 1 else world.all_gather_value(own)[0]
     return value
 
 

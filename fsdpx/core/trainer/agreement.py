@@ -102,7 +102,7 @@ def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
     choices : maps the name of each choice, as shown in error messages, to the choice; names and order are the same on
         every rank
     """
-    everyone = world.all_gather_data([_choice_to_text(choice) for choice in choices.values()])
+    everyone = world.all_gather_value([_choice_to_text(choice) for choice in choices.values()])
     for rank, texts in enumerate(everyone):
         if texts == everyone[0]:
             continue

@@ -221,7 +221,7 @@ def scatter(x: Any = None, root: int = 0) -> np.ndarray:
     """
     comm = _agree_on_call_and_get_comm("scatter", root=root)
     x = _as_contiguous_array(x) if comm.rank == root else None
-    given = comm.all_gather_data((root, None if x is None else (x.shape, x.dtype)))
+    given = comm.all_gather_value((root, None if x is None else (x.shape, x.dtype)))
     if any(other != root for other, _ in given):
         raise DesyncError(f"ranks called different collectives: scatter from root {[other for other, _ in given]}")
     shape, dtype = given[root][1]

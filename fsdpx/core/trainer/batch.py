@@ -89,7 +89,7 @@ def raising_errors_on_all_ranks(comm: Communicator, call: str, agree_at_end: boo
     except FsdpxError as error:
         all_gather_four_integers(comm, [0, 0, hash_text(f"{call}: an error"), 0], call)
         own_record = CallRecord(call, "", type(error), str(error))
-        everyone = comm.all_gather_data(own_record)
+        everyone = comm.all_gather_value(own_record)
         if all(one == own_record for one in everyone):
             raise  # if all ranks have raised the same error, its text needs no rank number
         raise_first_error(everyone)
@@ -126,7 +126,7 @@ def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord
     """Return the call records of all ranks if all ranks have made the same call without an error. Otherwise, raise the
     same error on all ranks. This is called only if a cheaper comparison of hashes has shown a difference.
     Collective."""
-    everyone: list[CallRecord] = comm.all_gather_data(own_record)
+    everyone: list[CallRecord] = comm.all_gather_value(own_record)
     raise_first_error(everyone)
     if any(one.call != own_record.call for one in everyone):
         raise DesyncError(describe_different_calls({rank: one.call for rank, one in enumerate(everyone)}))

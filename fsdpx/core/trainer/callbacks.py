@@ -80,7 +80,7 @@ class MetricSums:
         except FsdpxError as error:
             problem = error
         if not self._layout.has_complete_samples:
-            problems = enumerate(placement.axes.data.all_gather_data(None if problem is None else str(problem)))
+            problems = enumerate(placement.axes.data.all_gather_value(None if problem is None else str(problem)))
             problem = problem or next((DataError(f"rank {rank}: {text}") for rank, text in problems if text), None)
         if problem is not None:
             raise problem
@@ -108,7 +108,7 @@ class MetricSums:
         """
         text, cause = self._problem or (None, None)
         ranks = data if self._layout.has_complete_samples else self._placement.axes.data
-        everyone = ranks.all_gather_data((self._sums, text, [*self.functions]))
+        everyone = ranks.all_gather_value((self._sums, text, [*self.functions]))
         for rank, (_, problem, names) in enumerate(everyone):
             if problem is not None:
                 raise ConfigError(f"rank {rank}: {problem}") from cause

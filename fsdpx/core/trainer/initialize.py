@@ -78,7 +78,7 @@ def _open_default_communicator(
     base = open_world(backend, comm, rank=rank, size=size)
     opened = () if base is comm else (base,)
     launcher = environment.read_environment().launcher
-    hosts = base.all_gather_data((platform.node(), None if launcher is None else launcher.local_rank))
+    hosts = base.all_gather_value((platform.node(), None if launcher is None else launcher.local_rank))
     local_rank = _compute_local_rank(base.rank, hosts)
     # do not extend timeouts, because ranks report no progress outside of programs
     start_watchdog_if_possible(base, extend_waits=False)

@@ -44,16 +44,8 @@ from fsdpx.nn.losses import Loss
 from fsdpx.optim.optimizer import Average, unwrap_optimizer
 
 __all__ = [
-    "OPTIONS",
-    "DistributionChoices",
-    "NoLoss",
-    "NoOptimizer",
-    "Recipe",
-    "RuntimeOptions",
-    "TrainingChoices",
-    "adapt_foreign_model",
-    "is_loss_or_optimizer_missing",
-    "require_loss_and_optimizer",
+    "OPTIONS", "DistributionChoices", "NoLoss", "NoOptimizer", "Recipe", "RuntimeOptions", "TrainingChoices",
+    "adapt_foreign_model", "is_loss_or_optimizer_missing", "require_loss_and_optimizer",
 ]  # fmt: skip
 
 

@@ -538,7 +538,7 @@ def start_reduce_scatter_outer_gradient(
     total = buffer[: counts[replica.rank]]
     memory = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith("replica/")}
     parcel = run.workspace.take_next_scratch_buffer("parcel", p)
-    handle = place.get_codec_route(p).replica.reduce(
+    handle = place.get_codec_route(p).replica.reduce_scatter(
         replica, buffer, total, counts, parcel, memory, what=format_action_label(run, action)
     )  # fmt: skip
     return (TimedTransfer(handle, lambda: total), *added)

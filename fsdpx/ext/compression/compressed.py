@@ -38,7 +38,7 @@ class CompressedCodec(Codec):
 
     Error feedback (Seide et al. 2014; Karimireddy et al. 2019): each rank keeps its packing error and adds it to its
     next gradient. The sum of everything sent plus the error kept therefore equals the sum of all gradients. In
-    `reduce_all`, owners also pack their sums, and add the resulting error to the error that they keep.
+    `all_reduce`, owners also pack their sums, and add the resulting error to the error that they keep.
 
     Inf or NaN in a gradient leads to NaN in the sum, so that loss scaling detects it. Inf and NaN are not kept in the
     error."""
@@ -118,7 +118,7 @@ class CompressedCodec(Codec):
         foreign = self._count_sent_bytes(split_evenly(size, width), rank)
         return (("all_to_all", foreign), ("all_gather", foreign))
 
-    def reduce(
+    def reduce_scatter(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
@@ -127,7 +127,7 @@ class CompressedCodec(Codec):
             comm, grad, out, counts, scratch, memory, self.get_and_advance_reduce_number(memory), what
         )
 
-    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
+    def all_reduce(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         require_float_dtype(self, grad.dtype, what)
         counts, xp = split_evenly(grad.size, comm.size), namespace_of(grad)
         step, error = self.get_and_advance_reduce_number(memory), memory.get("error")

@@ -114,13 +114,13 @@ class PowerSGD(Codec):
             if n or i == 0
         )
 
-    def reduce(
+    def reduce_scatter(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
         return self._start_reduce(comm, grad, out, sum(counts[: comm.rank]), scratch, memory, what)
 
-    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
+    def all_reduce(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         return self._start_reduce(comm, grad, grad, 0, scratch, memory, what)
 
     def _start_reduce(

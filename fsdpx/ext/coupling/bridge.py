@@ -100,7 +100,7 @@ class Bridge:
         error = _explain_argument_error(solver, trainer, mode, depth)
         side, grid = ("solver", solver) if trainer is None else ("trainer", trainer)
         mine = (error, "", None, "", ()) if error or grid is None else ("", mode, depth, side, _list_part_facts(grid))
-        everyone = self._comm.all_gather_data(mine)
+        everyone = self._comm.all_gather_value(mine)
         parts = {name: {r: PartFacts(*p) for r, (*_, s, p) in enumerate(everyone) if s == name} for name in SIDES}
         _require_consistent_call_arguments(everyone, parts)
         assert grid is not None
@@ -242,7 +242,7 @@ class Bridge:
         bool
         """
         self._require_open("agree_on_end")
-        return bool(self._side.all_gather_data(self._senders[0].has_closed_receiver())[0])
+        return bool(self._side.all_gather_value(self._senders[0].has_closed_receiver())[0])
 
     def close(self) -> None:
         """Close the bridge, and wait until the other side closes it as well. Closing the bridge ends the other side's
@@ -311,7 +311,7 @@ class Bridge:
 
     def _open_sender(self, tag: int, receivers: list[int], mode: str, depth: int | None, on_request: bool) -> Sender:
         def agree(is_ready: bool) -> bool:
-            return all(self._side.all_gather_data(is_ready))
+            return all(self._side.all_gather_value(is_ready))
 
         limit = 0 if mode == "lockstep" else DEFAULT_DEPTH if depth is None else depth
         asks_own_side = mode == "latest" and not on_request

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fsdpx.core.base.safe_files import READABLE, create_file, expanduser, make_folder, open_file, read_json, write_file
-from fsdpx.core.comm.default_communicator import all_gather_plain_data, get_rank_and_size
+from fsdpx.core.comm.default_communicator import all_gather_plain_value, get_rank_and_size
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 from fsdpx.ext.coupling.messages import PartFacts, find_overlap, parse_number_dtype, to_native_byte_order_on_host
 from fsdpx.ext.fields.channel_statistics import (
@@ -117,7 +117,7 @@ class ReplayBuffer:
             moments = self._merge_moments_of_new_sample(arrays)
         except DataError as problem:
             error = str(problem)
-        for rank, text in enumerate(all_gather_plain_data(self._grid.comm, error)):
+        for rank, text in enumerate(all_gather_plain_value(self._grid.comm, error)):
             if text:
                 raise DataError(f"ReplayBuffer.add: rank {rank}: {text}")
         self._moments = moments
@@ -229,7 +229,7 @@ class ReplayBuffer:
         CheckpointError : on all ranks, if a rank cannot write its files
         """
         folder, comm = expanduser(path), self._grid.comm
-        token = all_gather_plain_data(comm, os.urandom(8).hex())[0]
+        token = all_gather_plain_value(comm, os.urandom(8).hex())[0]
         number, problem = get_rank_and_size(self._grid.comm)[0], ""
         try:
             make_folder(folder, private=False)
@@ -240,12 +240,12 @@ class ReplayBuffer:
         except OSError as error:
             problem = f"rank {number}: {error}"
         moments = [all_gather_and_merge_moments(comm, one, "") for one in self._moments]
-        everyone = all_gather_plain_data(comm, (problem, tuple(self._part)))
+        everyone = all_gather_plain_value(comm, (problem, tuple(self._part)))
         if number == 0 and not any(text for text, _ in everyone):
             problem = self._write_metadata_and_remove_old_buffers(
                 folder, token, [part for _, part in everyone], moments
             )
-        texts = [text for text in all_gather_plain_data(comm, problem) if text]
+        texts = [text for text in all_gather_plain_value(comm, problem) if text]
         if texts:
             raise CheckpointError(f"ReplayBuffer.save({str(folder)!r}): {texts[0]}")
 
@@ -280,7 +280,7 @@ class ReplayBuffer:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ConfigError) as error:
             damaged = isinstance(error, (LookupError, TypeError, AttributeError))
             problem = f"{FACTS} is damaged ({type(error).__name__}: {error})" if damaged else f"{error}"
-        texts = [text for text in all_gather_plain_data(self._grid.comm, problem) if text]
+        texts = [text for text in all_gather_plain_value(self._grid.comm, problem) if text]
         if texts:
             raise CheckpointError(f"ReplayBuffer.load({str(folder)!r}): {texts[0]}")
         self._samples = list(zip(*fields, strict=True))

@@ -361,7 +361,7 @@ class Receiver:
             is_complete = self._receive_parts()
             outcome = END if self._ended else max((header.kind for header, _ in self._found.values()), default=DATA)
             if self._on_request or not wait:
-                everyone = self._side.all_gather_data((is_complete, outcome))
+                everyone = self._side.all_gather_value((is_complete, outcome))
                 if not all(complete for complete, _ in everyone):
                     return None
                 outcome = max(kind for _, kind in everyone)

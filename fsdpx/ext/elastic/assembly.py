@@ -197,7 +197,7 @@ class Assembler:
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
             for g in generations
         ]
-        everyone: list[Member] = control.all_gather_data(member._replace(generations=mine))
+        everyone: list[Member] = control.all_gather_value(member._replace(generations=mine))
         report("recovery: all ranks have said what they hold")
         built = self._build_assembly(control, everyone, ranks, initial=False, timeout=timeout)
         report("recovery: the new trainer is there")

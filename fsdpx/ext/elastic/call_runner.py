@@ -203,7 +203,7 @@ class ElasticRunner(CallRunner):
 
     def all_gather_output_of_caller(self, output: Any) -> Any:
         host = tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
-        parts = self.placement.axes.data.all_gather_data(host)
+        parts = self.placement.axes.data.all_gather_value(host)
         if isinstance(host, tuple):
             return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return np.concatenate(parts)
@@ -365,7 +365,7 @@ class ElasticRunner(CallRunner):
         if what == SAVE:
             self._coordinator.report_to_observers("saving")
         found = function()
-        if what == WAIT and any(self.placement.axes.world.all_gather_data(self._save_abandoned)):
+        if what == WAIT and any(self.placement.axes.world.all_gather_value(self._save_abandoned)):
             raise CheckpointError("a save in the background was given up when a rank died: save again")
         return found
 

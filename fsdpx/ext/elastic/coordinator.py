@@ -273,7 +273,7 @@ class Coordinator:
     def agree_on_requested_rank_count(self) -> int | None:
         """Return the requested number of ranks, the same on all ranks. Return None if no mesh fits on that many ranks.
         Collective."""
-        found: int | None = self.assembly.control.all_gather_data(self._read_requested_rank_count())[0]
+        found: int | None = self.assembly.control.all_gather_value(self._read_requested_rank_count())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
             find_largest_mesh_for_ranks(where.mesh, where.strategy_within_replica(size), min(found or size, size))

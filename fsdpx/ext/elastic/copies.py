@@ -202,7 +202,7 @@ class StateCopies:
         self._partners = CopyPartners((), [], {})
         if self.needed:
             own = [describe_shard(part) for part in self._iterate_up_to_date_shards()]
-            everyone = comm.all_gather_data((platform.node(), own))
+            everyone = comm.all_gather_value((platform.node(), own))
             placed = assign_copy_holder_ranks([host for host, _ in everyone], copies)
             kept = {rank: everyone[rank][1] for rank in range(comm.size) if comm.rank in placed[rank]}
             self._partners = CopyPartners(placed[comm.rank], own, kept)

@@ -493,7 +493,7 @@ def reshard_arrays(
     A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. The rank needs
     additional memory only for elements that are not contiguous, up to MAX_MESSAGES_IN_FLIGHT x block."""
     mine = ([describe_shard(part) for part in have], [describe_shard(part) for part in want])
-    everyone = comm.all_gather_data(mine)
+    everyone = comm.all_gather_value(mine)
     plan = ReshardPlan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
     plan.require_all_elements_held()
     given, taken = [_view_as_unsigned(part.array) for part in have], [_view_as_unsigned(part.array) for part in want]

@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.sums import combine_moments
 from fsdpx.core.base.name_hints import wrap_with_option_check
-from fsdpx.core.comm.default_communicator import all_gather_plain_data, require_valid_intracomm, to_mpi4py
+from fsdpx.core.comm.default_communicator import all_gather_plain_value, require_valid_intracomm, to_mpi4py
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = [
@@ -95,7 +95,7 @@ def all_gather_and_merge_moments(comm: Any, moments: np.ndarray | None, error_te
     mine = (error_text, None if moments is None else moments.tolist())
     everyone, whole = [mine], None
     if comm is not None:
-        everyone = all_gather_plain_data(comm, mine)
+        everyone = all_gather_plain_value(comm, mine)
     for rank, (text, values) in enumerate(everyone):
         if text:
             raise DataError(f"gather_channel_statistics: rank {rank}: {text}")

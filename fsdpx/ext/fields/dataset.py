@@ -15,7 +15,7 @@ import numpy as np
 from fsdpx.core.array.namespace import to_numpy_dtype
 from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.safe_files import expanduser
-from fsdpx.core.comm.default_communicator import all_gather_plain_data
+from fsdpx.core.comm.default_communicator import all_gather_plain_value
 from fsdpx.data.dataset import OpenFiles
 from fsdpx.data.opening import (
     UnreadableMember,
@@ -275,7 +275,7 @@ class GridLike(Protocol):
     periods: tuple[bool, ...]
     parts: Any
 
-    def all_gather_data(self, value: Any) -> list[Any]: ...
+    def all_gather_value(self, value: Any) -> list[Any]: ...
 
 
 @runtime_checkable
@@ -315,8 +315,8 @@ class NodeRows:
         # the process that unpickles this object is not a rank of the mesh, so the copy has no mesh
         return self.__dict__ | {"_mesh": None}
 
-    def all_gather_data(self, value: Any) -> list[Any]:
-        return all_gather_plain_data(self._mesh.comm, value)
+    def all_gather_value(self, value: Any) -> list[Any]:
+        return all_gather_plain_value(self._mesh.comm, value)
 
 
 def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
@@ -442,7 +442,7 @@ class FieldDataset:
     def _require_agreement(self, grid: GridLike, problem: FsdpxError | None, own: str) -> None:
         """Raise an error on all ranks if `problem` is not None on any rank, or if ranks differ in `own`, a description
         of what they read. Collective."""
-        everyone = grid.all_gather_data((str(problem or ""), isinstance(problem, ConfigError), own))
+        everyone = grid.all_gather_value((str(problem or ""), isinstance(problem, ConfigError), own))
         for rank, (text, config, found) in enumerate(everyone):
             if text:
                 raise (ConfigError if config else DataError)(f"rank {rank}: {text}") from problem

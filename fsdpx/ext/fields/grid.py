@@ -14,7 +14,7 @@ from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.messages import shorten_value
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import (
-    all_gather_plain_data,
+    all_gather_plain_value,
     get_rank_and_size,
     require_valid_intracomm,
     to_mpi4py,
@@ -129,7 +129,7 @@ class Grid(Domain):
     ) -> None:
         comm = to_mpi4py(comm)
         require_valid_intracomm(comm)
-        if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_data"):
+        if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_value"):
             raise ConfigError(
                 f"Grid: {comm!r} is not a communicator: pass one of mpi4py, such as comm.Create_cart(...), or of fsdpx"
             )
@@ -141,7 +141,7 @@ class Grid(Domain):
             given = {"shape": shape, "dims": dims, "offsets": offsets, "ghosts": ghosts, "periods": periods}
             wrong = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
             mine = GridArguments((), "", (), (), (), None, None, f"{wrong}: {error}")
-        facts = [GridArguments(*fact) for fact in all_gather_plain_data(comm, tuple(mine))]
+        facts = [GridArguments(*fact) for fact in all_gather_plain_value(comm, tuple(mine))]
         _require_consistent_arguments(facts)
         width = prod(mine.dims) if mine.dims else size
         self.member, self.layout, self.periods = rank // width, mine.layout, mine.periods
@@ -196,8 +196,8 @@ class Grid(Domain):
     def close(self) -> None:
         """Free the grid's duplicate of the communicator. Later calls do nothing. Collective.
 
-        The sizes and partitions of the grid remain usable, and so do trainers made with it, but `gather` does not. If a
-        grid is garbage-collected without `close`, its communicator is freed when the next grid is made."""
+        The sizes and partitions of the grid remain usable, and so do trainers made with it, but `all_gather` does not.
+        If a grid is garbage-collected without `close`, its communicator is freed when the next grid is made."""
         if self._free is not None and self._free.detach() is not None:
             self._comm.Free()
 
@@ -485,11 +485,11 @@ class Grid(Domain):
         if mesh.domain not in ((), self.dims):
             wrong = f"Mesh(domain={mesh.domain}): the grid has {self.dims} ranks; omit one of them"
             raise ConfigError(wrong)
-        mine = self.gather_ranks(world.rank)
-        grids = [None] * world.size if mine is None else world.all_gather_data(list(mine))
+        mine = self.all_gather_ranks(world.rank)
+        grids = [None] * world.size if mine is None else world.all_gather_value(list(mine))
         return group_ranks_sharing_samples(mesh, world.rank, self.dims, grids)
 
-    def gather_ranks(self, rank: int) -> tuple[int, ...] | None:
+    def all_gather_ranks(self, rank: int) -> tuple[int, ...] | None:
         """All-gather the value of `rank` from each rank of this field, and return these values in the order of the
         grid. Collective over `comm`.
 
@@ -506,7 +506,7 @@ class Grid(Domain):
         """
         if self.comm is None:
             return None
-        theirs = self.all_gather_data(rank)
+        theirs = self.all_gather_value(rank)
         return tuple(int(theirs[r]) for r in self._ranks)
 
     def take_local(self, array_or_index: Any) -> Any:
@@ -555,8 +555,8 @@ class Grid(Domain):
             found.append(place)
         return tuple(found)
 
-    def all_gather_data(self, value: Any) -> list[Any]:
-        """Gather a Python value from each rank of `comm`, and return the list on every rank. Collective.
+    def all_gather_value(self, value: Any) -> list[Any]:
+        """All-gather a Python value from each rank of `comm`, and return the list on every rank. Collective.
 
         Parameters
         ----------
@@ -567,10 +567,10 @@ class Grid(Domain):
         list
             the values in rank order
         """
-        return all_gather_plain_data(self.comm, value)
+        return all_gather_plain_value(self.comm, value)
 
-    def gather(self, array: Any) -> Any:
-        """Gather the parts of a field or mask, and return the full array on every rank. Collective over `comm`.
+    def all_gather(self, array: Any) -> Any:
+        """All-gather the parts of a field or mask, and return the full array on every rank. Collective over `comm`.
 
         Every rank allocates the full field, so use this method for small arrays only.
 
@@ -589,15 +589,15 @@ class Grid(Domain):
             differ in dtype or in the size of a non-cell dim
         """
         array = self.without_ghosts(np.asarray(array))
-        everyone = [(tuple(shape), dtype) for shape, dtype in self.all_gather_data((array.shape, array.dtype.str))]
+        everyone = [(tuple(shape), dtype) for shape, dtype in self.all_gather_value((array.shape, array.dtype.str))]
         shapes = []
         for rank, (own, (shape, dtype)) in enumerate(zip(self._own, everyone, strict=True)):
             if own is not None:
                 hint = "; results of another size than the input are parts of trainer.output_grid"
-                self._require_cell_shape("gather", shape, own, f"the part of rank {rank}", hint)
+                self._require_cell_shape("all_gather", shape, own, f"the part of rank {rank}", hint)
             shapes.append(self._replace_cell_dims(own, everyone[0][0]) if own is not None else shape)
             if (shape, dtype) != (shapes[rank], everyone[0][1]):
-                raise DataError(f"Grid.gather: rank 0 has {everyone[0]}, and rank {rank} {(shape, dtype)}")
+                raise DataError(f"Grid.all_gather: rank 0 has {everyone[0]}, and rank {rank} {(shape, dtype)}")
         sizes = [prod(shape) for shape in shapes]
         flat, mine = np.empty(sum(sizes), array.dtype), np.ascontiguousarray(array).reshape(-1)
         if hasattr(self.comm, "all_gather"):

@@ -82,7 +82,7 @@ class SplitSamples(ABC):
             for what, array, kind in rows
             if not isinstance(kind, FieldPartition)
         ]
-        everyone = self.axes.uncounted_world.all_gather_data((mine, scalars, samples, groups.own_ranks))
+        everyone = self.axes.uncounted_world.all_gather_value((mine, scalars, samples, groups.own_ranks))
         for member in dict.fromkeys(group for *_, group in everyone):
             known = {rank: everyone[rank][2] for rank in member if everyone[rank][2] is not None}
             if pair := next(((a, b) for a, b in pairwise(known) if known[a] != known[b]), None):

@@ -131,11 +131,11 @@ class GlooCommunicator(MessageBackend):
             raise ConfigError(
                 "all_gather_object over Gloo runs what other ranks have pickled, and without FSDPX_SECRET nobody knows "
                 "who they are: set FSDPX_SECRET to the same secret on all ranks (openssl rand -hex 32), start them by "
-                "fsdpx run, which makes one, or send plain data by all_gather_data"
+                "fsdpx run, which makes one, or send plain data by all_gather_value"
             )
         return super().all_gather_object(obj)
 
-    def start_transfer(self, call: Call) -> Handle:
+    def start_call(self, call: Call) -> Handle:
         with self.rendezvous.translating_torch_errors(f"{call.name} on rank {self.rank} of {self.size}"):
             if has_gpu_array(call.arrays):
                 return self.start_gpu_transfer(call, self._start_call)
@@ -144,7 +144,7 @@ class GlooCommunicator(MessageBackend):
     def _start_call(self, call: Call) -> Handle:
         begin = _NATIVE_CALLS.get(call.verb)
         if begin is None or (call.verb == "all_reduce" and _find_gloo_op(call.arrays[0], call.op) is None):
-            return super().start_transfer(call)
+            return super().start_call(call)
         return begin(self, call)
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
@@ -164,7 +164,7 @@ class GlooCommunicator(MessageBackend):
         if call.root == self.rank:
             call = call.with_arrays(call.arrays)
             call.root = 0
-            return self._itself.start_transfer(call)
+            return self._itself.start_call(call)
         return super().start_single_message(call)
 
     def _start_all_gather(self, call: Call) -> Handle:
@@ -205,7 +205,7 @@ class GlooCommunicator(MessageBackend):
         return self._start_all_reduce(call.with_arrays((np.zeros(1, np.uint8),)))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        given = self.all_gather_data((color, key))
+        given = self.all_gather_value((color, key))
         self._groups += 1
         if color is None:
             return None

@@ -97,7 +97,7 @@ class NcclCommunicator(Backend):
     def _create_nccl_communicator(self) -> Any:
         """Create NCCL's communicator for these ranks. Collective because every rank needs the communicator's id, which
         rank 0 creates."""
-        name = self.carrier.all_gather_data(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
+        name = self.carrier.all_gather_value(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
         self.carrier.barrier(what="NCCL").wait()
         return self.nccl.NcclCommunicator(self.size, name, self.rank)
 
@@ -108,14 +108,14 @@ class NcclCommunicator(Backend):
         """Set the maximum time of a single wait, in seconds, from now on."""
         self.timeout = seconds
 
-    def start_transfer(self, call: Call) -> Handle:
+    def start_call(self, call: Call) -> Handle:
         arrays = [array for array in call.arrays if array is not None]
         of_gpu = bool(arrays) and is_on_gpu(arrays[0]) and arrays[0].dtype.name in NCCL_TYPES
         if of_gpu and call.verb in ("gather", "scatter", "all_to_all"):
-            return super().start_transfer(call)
+            return super().start_call(call)
         if of_gpu and call.verb in _BODIES:
             return self._start_on_stream(call, partial(_BODIES[call.verb], self, call))
-        return self.carrier.start_transfer(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
+        return self.carrier.start_call(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
 
     def _take_next_tag(self) -> int:
         """Return an unused message tag of the MPI communicator that carries host arrays."""

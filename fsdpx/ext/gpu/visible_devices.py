@@ -61,7 +61,7 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
     if inner is None:
         return None
     wanted = environment.get_gpu_aware_mpi_setting()
-    found: GpuAwareness = world.all_gather_data(probe_gpu_awareness(wanted) if world.rank == 0 else None)[0]
+    found: GpuAwareness = world.all_gather_value(probe_gpu_awareness(wanted) if world.rank == 0 else None)[0]
     if wanted and not found.able:
         raise ConfigError(
             f"FSDPX_GPU_AWARE_MPI=1, but this MPI does not accept GPU arrays ({'; '.join(found.evidence)}): "
@@ -194,7 +194,7 @@ def gather_gpu_assignments(world: Communicator, device_map: DeviceMap = None) ->
         )
     except ConfigError as error:
         mine = _RankFacts(here, process, None, (), device_map, str(error))
-    facts = world.all_gather_data(mine)
+    facts = world.all_gather_value(mine)
     return [_assign_gpu(rank, facts) for rank in range(len(facts))]
 
 

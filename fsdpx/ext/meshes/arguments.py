@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fsdpx.core.comm.default_communicator import all_gather_plain_data
+from fsdpx.core.comm.default_communicator import all_gather_plain_value
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.ext.meshes.graph_building import GraphArguments, raise_first_error
 from fsdpx.ext.meshes.splitting import assign_parts
@@ -145,7 +145,7 @@ def agree_on_argument_kinds(comm: Any, given: GraphArguments) -> GraphArguments:
         for name, a in (("positions", given.positions), ("edge_features", given.edge_features))
     }
     facts = {"owned_mask": given.owned is not None, "undirected": given.undirected, **widths}
-    everyone = all_gather_plain_data(comm, list(facts.values()))
+    everyone = all_gather_plain_value(comm, list(facts.values()))
     for name, *values in zip(facts, *everyone, strict=True):
         known = [(rank, value) for rank, value in enumerate(values) if value is None or value >= 0]
         for rank, value in known:
@@ -161,7 +161,7 @@ def require_same_graph(comm: Any, given: GraphArguments, parts: np.ndarray) -> N
     """Raise ConfigError on all ranks unless every rank passes the same graph and the same `parts`. Collective."""
     arrays = {"edges": given.edges, "parts": parts, "positions": given.positions, "edge_features": given.edge_features}
     sums = {name: 0 if a is None else zlib.crc32(np.ascontiguousarray(a).tobytes()) for name, a in arrays.items()}
-    everyone = all_gather_plain_data(comm, list(sums.values()))
+    everyone = all_gather_plain_value(comm, list(sums.values()))
     for rank, others in enumerate(everyone):
         for name, ours, theirs in zip(sums, everyone[0], others, strict=True):
             if ours != theirs:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.comm.default_communicator import all_gather_plain_data
+from fsdpx.core.comm.default_communicator import all_gather_plain_value
 from fsdpx.errors import ConfigError
 from fsdpx.ext.meshes.local_graph import LocalGraph, PartSizes
 
@@ -101,7 +101,7 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
     owners = _find_owners(comm, rank, size, given)
     rows = np.flatnonzero(owners == rank)
     numbers = given.numbers[rows]
-    total = sum(all_gather_plain_data(comm, int(rows.size)))
+    total = sum(all_gather_plain_value(comm, int(rows.size)))
     edges, routes = _send_edges_to_receivers(comm, size, given, owners)
     if given.undirected is None:
         _require_no_lost_reverse_edges(comm, size, edges, total)
@@ -130,16 +130,16 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
     graph = LocalGraph(
         rows.size, ghosts.shape[1], receivers.size, np.concatenate([numbers, ghosts[1]]), senders, receivers, offsets,
         by_sender, _find_offsets(senders[by_sender], local), receivers[by_sender], np.ascontiguousarray(features),
-        sends, receives, max(all_gather_plain_data(comm, int(np.diff(offsets).max(initial=0)))),
+        sends, receives, max(all_gather_plain_value(comm, int(np.diff(offsets).max(initial=0)))),
     )  # fmt: skip
-    parts = tuple(PartSizes(*part) for part in all_gather_plain_data(comm, tuple(graph.sizes)))
+    parts = tuple(PartSizes(*part) for part in all_gather_plain_value(comm, tuple(graph.sizes)))
     return BuiltGraph(graph, owners, parts, routes)
 
 
 def raise_first_error(comm: Any, text: str, names_rank: bool = True) -> None:
     """Raise ConfigError on all ranks if any rank passes a nonempty `text`. The message is the text from the first such
     rank, preceded by that rank's number if `names_rank` is True."""
-    for rank, found in enumerate(all_gather_plain_data(comm, text)):
+    for rank, found in enumerate(all_gather_plain_value(comm, text)):
         if found:
             raise ConfigError(f"Partition: rank {rank}: {found}" if names_rank else f"Partition: {found}")
 
@@ -149,7 +149,7 @@ def exchange_arrays(comm: Any, pieces: Sequence[np.ndarray]) -> list[np.ndarray]
     ranks must be matrices of the same dtype and with the same number of columns."""
     if not hasattr(comm, "all_to_all"):
         return list(comm.alltoall(list(pieces)))
-    counts = all_gather_plain_data(comm, [len(piece) for piece in pieces])
+    counts = all_gather_plain_value(comm, [len(piece) for piece in pieces])
     width, rows = pieces[0].shape[1], [each[comm.rank] for each in counts]
     flat = np.empty(sum(rows) * width, pieces[0].dtype)
     sent = np.ascontiguousarray(np.concatenate(pieces)).reshape(-1)
@@ -185,7 +185,7 @@ def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Tabl
     found = exchange_arrays(comm, [table[rows] for rows in places])
     answers, error = _look_up_node_owners_for_ranks(found, given.owned is None)
     seen = np.unique(np.concatenate(found)[:, 0])
-    totals = all_gather_plain_data(comm, (int(seen.size), int(seen.max(initial=-1)), error))
+    totals = all_gather_plain_value(comm, (int(seen.size), int(seen.max(initial=-1)), error))
     if not any(text for *_, text in totals) and sum(n for n, *_ in totals) != max(m for _, m, _ in totals) + 1:
         error = (
             f"there are {sum(n for n, *_ in totals)} nodes, and the largest global number is "
@@ -251,7 +251,7 @@ def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArgume
     wanted = exchange_wanted_rows(comm, numbers[mine], [numbers[rows] for rows in shown])
     theirs = np.concatenate(exchange_arrays(comm, [positions[rows] for rows in shown]))
     here = (positions[mine] if has_ghosts else positions)[np.concatenate(wanted)]
-    span = max(all_gather_plain_data(comm, float(np.abs(positions).max(initial=0.0)))) or 1.0
+    span = max(all_gather_plain_value(comm, float(np.abs(positions).max(initial=0.0)))) or 1.0
     wrong = np.flatnonzero(np.abs(here - theirs).max(axis=1, initial=0.0) > TOLERANCE * span)
     if wrong.size:
         at, source = wrong[0], np.repeat(np.arange(size), [rows.size for rows in wanted])
@@ -299,7 +299,7 @@ def _require_equal_edge_features(comm: Any, edges: _Edges, rows: Table, first: T
     `edges` has one entry per edge and rank that passes it, and `source` is the rank of each entry. For each i, the
     entries rows[i] and first[i] describe the same edge, and first[i] is the entry from the lowest rank."""
     values, text = edges.features, ""
-    spans = np.max(all_gather_plain_data(comm, np.abs(values).max(axis=0, initial=0.0)), axis=0)
+    spans = np.max(all_gather_plain_value(comm, np.abs(values).max(axis=0, initial=0.0)), axis=0)
     wrong = np.flatnonzero((np.abs(values[rows] - values[first]) > TOLERANCE * spans).any(axis=1))
     if wrong.size:
         at, other = first[wrong[0]], rows[wrong[0]]
@@ -336,7 +336,7 @@ def _require_no_lost_reverse_edges(comm: Any, size: int, edges: _Edges, total: i
     wanted = np.unique(asked[:, 1] * total + asked[:, 0])
     missing = np.setdiff1d(wanted, pairs[:, 0] * total + pairs[:, 1], assume_unique=False)
     example = divmod(int(missing[0]), total) if missing.size else None
-    facts = all_gather_plain_data(comm, (int(wanted.size), int(missing.size), example))
+    facts = all_gather_plain_value(comm, (int(wanted.size), int(missing.size), example))
     count, lost = sum(n for n, *_ in facts), sum(n for _, n, _ in facts)
     if 0 < lost < NEARLY_ALL * count:
         sender, receiver = next(pair for *_, pair in facts if pair)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.comm.default_communicator import all_gather_plain_data
+from fsdpx.core.comm.default_communicator import all_gather_plain_value
 from fsdpx.errors import ConfigError
 from fsdpx.ext.meshes.arguments import as_integer_array, parse_or_raise_on_all_ranks
 from fsdpx.ext.meshes.graph_building import GraphArguments, build_local_graph, exchange_arrays, find_rows
@@ -58,7 +58,7 @@ class MeshLevel:
         self.fine, self.coarse = fine, coarse
         link = _build_link(comm, rank, size, coarse, fine, given)
         self.shares = 1.0 / np.maximum(_exchange_fine_node_counts_per_coarse(comm, size, link), 1)
-        self._sizes = [PartSizes(*sizes) for sizes in all_gather_plain_data(comm, tuple(link.sizes))]
+        self._sizes = [PartSizes(*sizes) for sizes in all_gather_plain_value(comm, tuple(link.sizes))]
         self._links = [LevelLink(link, fine.partition, coarse.partition)]
 
     def __repr__(self) -> str:

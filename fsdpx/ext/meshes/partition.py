@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import (
-    all_gather_plain_data,
+    all_gather_plain_value,
     get_rank_and_size,
     require_valid_intracomm,
     to_mpi4py,
@@ -101,7 +101,7 @@ class Partition(Domain):
         comm = _as_communicator(comm)
         rank, _ = get_rank_and_size(comm)
         count = parse_or_raise_on_all_ranks(comm, lambda: parse_count("owned", owned, "owned nodes"))
-        first = sum(all_gather_plain_data(comm, count)[:rank])
+        first = sum(all_gather_plain_value(comm, count)[:rank])
 
         def parse() -> GraphArguments:
             numbers = np.concatenate([np.arange(first, first + count), as_integer_array("ghosts", ghosts, 1)])
@@ -443,7 +443,7 @@ class Partition(Domain):
     def close(self) -> None:
         """Free the partition's duplicate of the communicator; later calls do nothing. Collective.
 
-        Trainers made with the partition remain usable; `gather` does not."""
+        Trainers made with the partition remain usable; `all_gather` does not."""
         if self._free is not None and self._free.detach() is not None:
             self._comm.Free()
 
@@ -527,8 +527,8 @@ class Partition(Domain):
             raise ConfigError(f"Mesh(domain={mesh.domain}): the partition has {self.dims[0]} ranks; omit one of them")
         if self._comm is None:  # a dry run assumes that consecutive data ranks hold one mesh together
             return group_ranks_sharing_samples(mesh, world.rank, self.dims, [None] * world.size)
-        mine = [int(r) for r in all_gather_plain_data(self.comm, world.rank)]
-        return group_ranks_sharing_samples(mesh, world.rank, self.dims, world.all_gather_data(mine))
+        mine = [int(r) for r in all_gather_plain_value(self.comm, world.rank)]
+        return group_ranks_sharing_samples(mesh, world.rank, self.dims, world.all_gather_value(mine))
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
@@ -685,8 +685,8 @@ class Partition(Domain):
             )
         return array[(slice(None),) * dim + (self.numbers,)]
 
-    def gather(self, array: Any) -> Any:
-        """Gather the rows of all ranks, and return the array for the whole mesh on every rank, in the order of the
+    def all_gather(self, array: Any) -> Any:
+        """All-gather the rows of all ranks, and return the array for the whole mesh on every rank, in the order of the
         global numbers. Collective over `comm`.
 
         Parameters
@@ -710,7 +710,7 @@ class Partition(Domain):
         else:
             kind = _describe_array(array, dim)
             array = self.take_owned_rows(array) if dim else self.take_owned_rows(array[None])[0]
-        everyone = self._all_gather_or_raise("gather", error, kind, (np.ascontiguousarray(self.numbers), array))
+        everyone = self._all_gather_or_raise("all_gather", error, kind, (np.ascontiguousarray(self.numbers), array))
         whole = np.empty((*array.shape[:dim], self.total_nodes, *array.shape[dim + 1 :]), array.dtype)
         for numbers, part in everyone:
             whole[(slice(None),) * dim + (numbers,)] = part
@@ -720,7 +720,7 @@ class Partition(Domain):
         """All-gather `value`. If any rank passes a nonempty `error`, raise DataError on all ranks, with the first such
         `error` as the message. `kind` is the description of the rank's array that `_describe_array` returned; raise
         DataError if the descriptions differ."""
-        everyone = all_gather_plain_data(self.comm, (error, kind, value))
+        everyone = all_gather_plain_value(self.comm, (error, kind, value))
         for rank, (text, *_) in enumerate(everyone):
             if text:
                 raise DataError(f"Partition.{method}: rank {rank}: {text}")
@@ -734,7 +734,7 @@ def _as_communicator(comm: Any) -> Any:
     """Return `comm` as an mpi4py or fsdpx communicator. Raise ConfigError if it cannot be used as one."""
     comm = to_mpi4py(comm)
     require_valid_intracomm(comm)
-    if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_data"):
+    if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_value"):
         raise ConfigError(f"Partition: {comm!r} is not a communicator: pass one of mpi4py or of fsdpx")
     return comm
 

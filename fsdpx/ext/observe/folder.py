@@ -282,7 +282,7 @@ def _decide_on_rank0(comm: Any, decide: Callable[[], Any]) -> Any:
         found = decide() if comm.rank == 0 else None
     except ConfigError as error:
         found = error
-    found = comm.all_gather_data(found)[0]
+    found = comm.all_gather_value(found)[0]
     if isinstance(found, ConfigError):
         raise found
     return found

@@ -100,7 +100,7 @@ def measure_timeline_of_fastest_step(engine: Engine, step: Callable[[], object],
         engine.remove_observers(recording)
         if before is not None:
             engine.add_observer(before)
-    rows = axes.pipe.all_gather_data((timelines, engine.last_program))
+    rows = axes.pipe.all_gather_value((timelines, engine.last_program))
     quickest = min(range(steps), key=lambda i: max(row[0][i][-1][2] - row[0][i][0][1] for row in rows))
     lines = [found[quickest] for found, _ in rows]
     first = min(start for line in lines for _, start, _ in line)

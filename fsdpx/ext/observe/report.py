@@ -461,7 +461,7 @@ def gather_summary(host: CallRunner) -> ReportSummary:
     """Gather the reports of all ranks, for `trainer.inspect.gather_summary`. Collective."""
     host.agree_on_call("gather_summary")
     mine = make_report(host.session.engine, host.session.round_programs).with_footprint()
-    return ReportSummary(tuple(host.world.all_gather_data(mine)))
+    return ReportSummary(tuple(host.world.all_gather_value(mine)))
 
 
 def _predict_traffic(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[tuple[str, str], Traffic]:

@@ -142,4 +142,4 @@ def gather_expert_load(host: CallRunner) -> dict[str, ExpertLoad]:
     """Gather the expert loads of all ranks and return their sums, for `trainer.inspect.gather_expert_load`.
     Collective."""
     host.agree_on_call("gather_expert_load")
-    return sum_expert_load(host.world.all_gather_data(summarize_expert_load(host.placement.axes.counters.tallies)))
+    return sum_expert_load(host.world.all_gather_value(summarize_expert_load(host.placement.axes.counters.tallies)))

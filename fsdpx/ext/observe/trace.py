@@ -79,7 +79,7 @@ class TraceWriter(Observer):
         shown = self._agree_on_representative_step(records)
         if shown is not None:
             line = [(one.action, one.ready, one.end) for one in shown.actions]
-            everyone = axes.pipe.all_gather_data((line, shown.program))
+            everyone = axes.pipe.all_gather_value((line, shown.program))
             events = simulate_programs(
                 [program for _, program in everyone], make_action_times([row for row, _ in everyone])
             )
@@ -95,7 +95,7 @@ class TraceWriter(Observer):
         Only steps that all ranks have recorded completely are considered. Returns None if there is no such step, or if
         ranks train asynchronously."""
         own = {one.number: one.actions[-1].end - one.actions[0].begin for one in records if one.is_complete}
-        everyone = self._axes.world.all_gather_data(own)
+        everyone = self._axes.world.all_gather_value(own)
         common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))
         if not common or self._state.placement.sync_policy.own_speed:
             return None

@@ -542,10 +542,10 @@ def _open_file_on_all_ranks(disk: DiskStorage, folder: Path, direct: bool | None
     owner = f"process {os.getpid()} on {platform.node()}, {time.time_ns()}"
     problem, cause = None, None
     try:
-        disk.open_file(folder, direct, world.all_gather_data(owner)[0])
+        disk.open_file(folder, direct, world.all_gather_value(owner)[0])
     except OffloadError as error:
         problem, cause = str(error), error
-    for rank, text in enumerate(world.all_gather_data(problem)):
+    for rank, text in enumerate(world.all_gather_value(problem)):
         if text is not None:
             disk.close()
             who = f"rank {rank}: " if world.size > 1 else ""

@@ -83,7 +83,7 @@ def start_watchdog(
     token = secrets.token_hex(8) if watchdog is None else ""
     mine = (token, platform.node(), str(environment.read_environment().run or ""))
     tokens, hosts, runs = zip(
-        *base.all_gather_data(mine), strict=True
+        *base.all_gather_value(mine), strict=True
     )  # all ranks must take part in this all-gather, even those that already have a watchdog
     if watchdog is None:
         try:
@@ -95,7 +95,7 @@ def start_watchdog(
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
     # wait for all records; otherwise, a rank that ends early would think it is the last and remove the folder
-    base.all_gather_data(None)
+    base.all_gather_value(None)
     if watchdog is None:
         return None
     for one in (comm, *other_comms) if extend_waits else ():

@@ -29,9 +29,9 @@ from fsdpx.core.comm.local import make_single_rank_communicator
 
 class Half(NoCompression):
     """Carries half of each gradient."""
-    def reduce(self, comm, grad, out, counts, scratch, memory, *, what):
+    def reduce_scatter(self, comm, grad, out, counts, scratch, memory, *, what):
         grad *= np.float32(0.5)
-        return super().reduce(comm, grad, out, counts, scratch, memory, what=what)
+        return super().reduce_scatter(comm, grad, out, counts, scratch, memory, what=what)
 
 def open_alone(asked):
     comm = make_single_rank_communicator()

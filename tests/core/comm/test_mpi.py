@@ -91,7 +91,7 @@ def test_a_new_reduction_needs_no_row_elsewhere(world, monkeypatch):
     monkeypatch.setitem(COLLECTIVES, "scan", lambda comm, call: COMPLETED)
     monkeypatch.setitem(mpi._NATIVE_CALLS, "scan", begin)
     for op in (ReduceOp.SUM, ReduceOp.MAX):
-        world.start_transfer(Call("scan", (np.zeros(1),), op))
+        world.start_call(Call("scan", (np.zeros(1),), op))
     assert asked == [ReduceOp.SUM]
 
 

@@ -197,8 +197,8 @@ def test_a_few_bytes_inside_a_host_travel_on_the_board(world, monkeypatch):
     """Also more of them at one time than the board has places. One byte too many is a message."""
 
     def body(comm):
-        sent, move = [], comm.carrier.start_transfer
-        monkeypatch.setattr(comm.carrier, "start_transfer", lambda call: sent.append(call.what) or move(call))
+        sent, move = [], comm.carrier.start_call
+        monkeypatch.setattr(comm.carrier, "start_call", lambda call: sent.append(call.what) or move(call))
         for most, what in ((MAX_PAYLOAD_BYTES, "letter"), (MAX_PAYLOAD_BYTES + 1, "message")):
             counts = [most - 16 * rank for rank in range(comm.size)]
             fulls = [np.zeros(sum(counts), np.uint8) for _ in range(BOARD_SLOTS + 6)]

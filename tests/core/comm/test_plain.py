@@ -103,7 +103,7 @@ def test_a_pickle_that_a_rank_sends_as_a_message_of_control_is_not_run(tmp_path:
     def body(comm: Communicator) -> list[Any]:
         if comm.rank == 1:
             return comm.all_gather_bytes(pickle.dumps(Bad(tmp_path / "run")))
-        return comm.all_gather_data("step")
+        return comm.all_gather_value("step")
 
     # thread ranks hear the first failure
     with pytest.raises(CommError, match="a rank has sent what is no plain data"):

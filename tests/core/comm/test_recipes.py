@@ -125,7 +125,7 @@ class QueueCommunicator(Backend):
         self.lines: dict[tuple[int, int], list[Arrival]] = {}
         self.splits = 0
 
-    def start_transfer(self, call: Call) -> Handle:
+    def start_call(self, call: Call) -> Handle:
         if call.verb == "send":
             self.post.of(self.name, self.rank, call.root, call.tag).put(call.arrays[0].copy())
             return COMPLETED
@@ -133,11 +133,11 @@ class QueueCommunicator(Backend):
             line = self.lines.setdefault((call.root, call.tag), [])
             letters = self.post.of(self.name, call.root, self.rank, call.tag)
             return Arrival(line, letters, call.arrays[0], self.progress)
-        return super().start_transfer(call)
+        return super().start_call(call)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         self.splits += 1
-        asked = self.all_gather_data((color, key, self.rank))
+        asked = self.all_gather_value((color, key, self.rank))
         if color is None:
             return None
         ranks = [rank for other, _, rank in sorted(a for a in asked if a[0] is not None) if other == color]

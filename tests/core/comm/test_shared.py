@@ -209,7 +209,7 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
         class Pipe:  # as much of a communicator as the window needs
             rank, size = int(sys.argv[1]), 2
 
-            def all_gather_data(self, obj):
+            def all_gather_value(self, obj):
                 print(repr(obj), flush=True)
                 return eval(sys.stdin.readline())
 

@@ -44,12 +44,12 @@ class Doubling:
         self.handle = handle
 
     def double(self, send, recv):
-        return start_through_host(Call("reduce", (send, recv)), self.start_transfer)
+        return start_through_host(Call("reduce", (send, recv)), self.start_call)
 
     def in_place(self, buf):
-        return start_through_host(Call("all_reduce", (buf,)), self.start_transfer)
+        return start_through_host(Call("all_reduce", (buf,)), self.start_call)
 
-    def start_transfer(self, call):
+    def start_call(self, call):
         assert all(type(array) in (np.ndarray, type(None)) for array in call.arrays)
         if call.arrays[-1] is not None:
             call.arrays[-1][:] = 2 * call.arrays[0]

@@ -34,7 +34,7 @@ class Pair:
     def __init__(self, rank: int, wire: socket.socket) -> None:
         self.rank, self.wire, self.lines = rank, wire, wire.makefile()
 
-    def all_gather_data(self, value: Any) -> list[Any]:
+    def all_gather_value(self, value: Any) -> list[Any]:
         self.wire.sendall(f"{json.dumps(value)}\n".encode())
         if not (line := self.lines.readline()):
             raise EOFError("the other rank is dead")

@@ -144,9 +144,11 @@ class Keeps(fsdpx.NoCompression):
     def memory_sizes(self, size: int) -> dict[str, int]:
         return {"seen": size, "more": 2}
 
-    def reduce(self, comm: Any, grad: Any, out: Any, counts: Any, scratch: Any, memory: Any, *, what: str) -> Any:
+    def reduce_scatter(
+        self, comm: Any, grad: Any, out: Any, counts: Any, scratch: Any, memory: Any, *, what: str
+    ) -> Any:
         memory["seen"] += 1
-        return super().reduce(comm, grad, out, counts, scratch, memory, what=what)
+        return super().reduce_scatter(comm, grad, out, counts, scratch, memory, what=what)
 
 
 def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> None:

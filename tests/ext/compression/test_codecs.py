@@ -177,7 +177,7 @@ def test_warm_starts_find_the_largest_singular_values() -> None:
         for _ in range(60):
             memory["error"][...] = 0
             grad = matrix.reshape(-1).copy()
-            codec.reduce_all(comm, grad, np.empty(0, np.uint8), memory, what="g").wait()
+            codec.all_reduce(comm, grad, np.empty(0, np.uint8), memory, what="g").wait()
             off.append(float(np.linalg.norm(grad - matrix.reshape(-1))))
         return off
 

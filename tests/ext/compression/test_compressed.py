@@ -124,7 +124,7 @@ def test_other_numbers_are_refused(name: str, dtype: str) -> None:
     def run(comm: Communicator) -> None:
         codec, grad = FEEDBACK[name](), np.ones(8, dtype)
         memory = {name: np.zeros(n, np.float32) for name, n in codec.memory_sizes(8).items()}
-        codec.reduce_all(comm, grad, np.empty(codec.scratch_bytes(8, 2), np.uint8), memory, what="REDUCE0 0.weight")
+        codec.all_reduce(comm, grad, np.empty(codec.scratch_bytes(8, 2), np.uint8), memory, what="REDUCE0 0.weight")
 
     words = f"REDUCE0 0.weight: codec {type(FEEDBACK[name]()).__name__} carries gradients of float32 or float64, not "
     with pytest.raises(ConfigError, match=words + dtype):

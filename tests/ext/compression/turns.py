@@ -14,7 +14,7 @@ from fsdpx.core.comm.communicator import CountingCommunicator, TrafficCounters
 def steps(
     codec: Any, size: int, count: int, together: bool, make: Any, counts: Sequence[int] | None = None, moved: Any = None
 ) -> list[Any]:
-    """What arrived on each rank in each step, and what it keeps in the end. together: by `reduce_all`; else each rank
+    """What arrived on each rank in each step, and what it keeps in the end. together: by `all_reduce`; else each rank
     gets a part of `counts`, by default even ones. moved: a dict for the traffic of each rank."""
 
     def body(comm: Communicator) -> Any:
@@ -28,9 +28,9 @@ def steps(
             grad = make(comm.rank, step).copy()
             out = grad if together else np.empty(parts[comm.rank], grad.dtype)
             if together:
-                codec.reduce_all(counted, grad, scratch, memory, what="g").wait()
+                codec.all_reduce(counted, grad, scratch, memory, what="g").wait()
             else:
-                codec.reduce(counted, grad, out, parts, scratch, memory, what="g").wait()
+                codec.reduce_scatter(counted, grad, out, parts, scratch, memory, what="g").wait()
             found.append(out)
         if moved is not None:
             moved[comm.rank] = {verb: (calls, nbytes) for _, verb, calls, nbytes in counters}

@@ -26,7 +26,7 @@ def test_ranks_of_mpi_exchange_fields_and_weights(world: Communicator, mode: str
         grid = trainer_grid(part) if trains else solver_grid(part)
         with fsdpx.Bridge(MPI.COMM_WORLD, **{"trainer" if trains else "solver": grid}, mode=mode) as bridge:
             found = (train if trains else solve)(bridge, grid, mode)
-        everyone = world.all_gather_data(found)
+        everyone = world.all_gather_value(found)
         assert all(numbers == everyone[-1] for numbers in everyone[solvers:])
         assert everyone[-1] == list(range(6)) if mode != "latest" else everyone[-1] == sorted(set(everyone[-1]))
         assert all(weights == [*everyone[-1]][-1] for weights in everyone[:solvers])

@@ -50,7 +50,7 @@ class Doom:
 
         self.born, self.at, self.after, self.later = born, at, after, later
         self.on, self.spoken = False, 0
-        for name in ("start_transfer", "split", "agree_on_flags", "close", "get_failed_ranks"):
+        for name in ("start_call", "split", "agree_on_flags", "close", "get_failed_ranks"):
             setattr(UlfmCommunicator, name, self.counting(getattr(UlfmCommunicator, name)))
 
     def counting(self, speak: Any) -> Any:

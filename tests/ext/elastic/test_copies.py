@@ -377,7 +377,7 @@ def test_a_rank_that_dies_while_state_moves() -> None:
     def body(comm: Any) -> Any:
         have = left.parts[comm.rank]
         if comm.rank == 2:
-            comm.all_gather_data(([describe_shard(one) for one in have], []))
+            comm.all_gather_value(([describe_shard(one) for one in have], []))
             raise RankDied("in the middle of recovery")
         values = {key: np.zeros(spec.size) for key, spec in left.wanted.items()}
         want = [LocalShard(key, values[key], 0, spec, 0, 1) for key, spec in left.wanted.items()]

@@ -63,7 +63,7 @@ def trained_on(grid: Any, shared: bool, **more: Any) -> Any:
     inputs = *given, grid.take_local(P)
     losses = [trainer.step(inputs, target) for _ in range(2)]
     outputs = trainer.output_grid
-    found = [out.gather(mine) for out, mine in zip(outputs, trainer.predict(inputs), strict=True)]
+    found = [out.all_gather(mine) for out, mine in zip(outputs, trainer.predict(inputs), strict=True)]
     assert [out.local_shape for out in outputs] == [on_x.local_shape, on_y.local_shape]
     assert [out.offsets for out in outputs] == [on_x.offsets, on_y.offsets]
     return losses, trainer.parameters(), found

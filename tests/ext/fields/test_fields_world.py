@@ -30,7 +30,7 @@ def whole_samples(folder: Path) -> FieldDataset:
 def test_ranks_of_mpi_train_on_their_parts_of_a_file(world: Communicator, tmp_path: Path) -> None:
     MPI = pytest.importorskip("mpi4py.MPI")
     whole = np.random.default_rng(0).standard_normal((9, 12, 10, 2)).astype(np.float32)
-    folder = Path(world.all_gather_data(str(tmp_path))[0])
+    folder = Path(world.all_gather_value(str(tmp_path))[0])
     if world.rank == 0:
         np.save(folder / "u.npy", whole)
     world.barrier()

@@ -38,7 +38,7 @@ def test_results_are_gathered_by_their_own_grid(net: str, dims: tuple[int, int],
         )
         result = trainer.output_grid
         y = trainer.predict(grid.take_local(u))
-        whole = result.gather(y)
+        whole = result.all_gather(y)
         at = tuple(slice(a, a + n) for a, n in zip(result.offsets, result.local_shape, strict=True))
         at = (slice(None), *at) if layout == "cyx" else (*at, slice(None))
         np.testing.assert_array_equal(whole[at], y)
@@ -47,7 +47,7 @@ def test_results_are_gathered_by_their_own_grid(net: str, dims: tuple[int, int],
         assert result.layout == layout
         if net != "alike":
             with pytest.raises(DataError, match=r"results of another size .* trainer\.output_grid"):
-                grid.gather(y)
+                grid.all_gather(y)
         return result.shape, whole
 
     (shape, whole), *_ = spawn(run, 1)
@@ -66,7 +66,7 @@ def test_members_of_an_ensemble_gather_their_own_results() -> None:
         grid = fsdpx.Grid(comm, own, dims=(2, 1))
         trainer = nn.Upsample(scale_factor=2).as_distributed(domain=grid, comm=comm)
         u = np.full((*own, 1), comm.rank // 2, np.float32)
-        return trainer.output_grid.gather(trainer.predict(u))
+        return trainer.output_grid.all_gather(trainer.predict(u))
 
     for rank, whole in enumerate(spawn(run, 4)):
         np.testing.assert_array_equal(whole, np.full((12, 8, 1), rank // 2))

@@ -108,7 +108,7 @@ def test_two_steps_with_walls_are_those_of_one_process(dims: tuple[int, int], gh
         (a, b), (c, d) = ((cut[i], cut[i + 1]) for cut, i in zip(cuts, (y, x), strict=True))
         mine = whole[a : b + 1 + sides[0][1], c : d + 2] if ghosts else whole[a:b, c:d]
         losses = [trainer.step(mine, grid.take_local(normal(8, 6, seed=1))) for _ in range(2)]
-        return losses, trainer.parameters(), trainer.output_grid.gather(trainer.predict(mine))
+        return losses, trainer.parameters(), trainer.output_grid.all_gather(trainer.predict(mine))
 
     losses, values, predicted = spawn(lambda comm: trained(comm, (1, 1), ((0, 8), (0, 6))), 1)[0]
     cuts = ((0, 3, 8), (0, 6)) if dims == (2, 1) else random_cuts((8, 6), dims)

@@ -275,7 +275,7 @@ def train_drag(comm: Communicator, ranks: int) -> tuple[list[float], np.ndarray,
     u, later = (grid.take_local(np.random.default_rng(c).random((7, 6, c))) for c in (2, 6))
     losses = [trainer.step(u, (later, [0.5, 0.2, 0.1])) for _ in range(3)]
     states, drags = trainer.predict(u)
-    return losses, grid.gather(states), drags
+    return losses, grid.all_gather(states), drags
 
 
 def test_scalars_of_each_step_are_those_of_one_process() -> None:

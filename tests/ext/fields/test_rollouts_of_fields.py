@@ -184,7 +184,7 @@ def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghos
     trainer = model.as_distributed(domain=cells.with_inputs(*grids), comm=comm, **OPTIONS)
     target = tuple(g.take_local(a) for g, a in zip(states, later, strict=True))
     losses = [trainer.step(tuple(given), target) for _ in range(5)]
-    outputs = [out.gather(y) for out, y in zip(trainer.output_grid, trainer.predict(tuple(given)), strict=True)]
+    outputs = [out.all_gather(y) for out, y in zip(trainer.output_grid, trainer.predict(tuple(given)), strict=True)]
     assert [out.local_shape for out in trainer.output_grid] == [grid.local_shape for grid in states]
     trainer.forward(tuple(given))
     dx = list(trainer.backward(target))
@@ -304,7 +304,8 @@ def train_with_scalars(comm: Communicator, ranks: int) -> Any:
     trainer.forward(x)
     speeds = trainer.backward(tuple(np.asarray(a, np.float64) for a in y))[1]
     assert speed.shape == drags.shape == (3,)
-    return losses, trainer.parameters() | {"u": fine.gather(u), "c": low.gather(coarse), "s": speed, "ds": speeds}
+    values = {"u": fine.all_gather(u), "c": low.all_gather(coarse), "s": speed, "ds": speeds}
+    return losses, trainer.parameters() | values
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -328,7 +329,7 @@ def test_fields_of_the_same_size_keep_their_own_parts() -> None:
         trainer = model.as_distributed(domain=one.with_inputs(one, two), comm=comm, precision="float64")
         y = trainer.predict((one.take_local(u), two.take_local(v)))
         assert [out.local_shape for out in trainer.output_grid] == [one.local_shape, two.local_shape]
-        return [out.gather(a) for out, a in zip(trainer.output_grid, y, strict=True)]
+        return [out.all_gather(a) for out, a in zip(trainer.output_grid, y, strict=True)]
 
     wanted = spawn(run, 1, [[(0, 9)]] * 2)[0]
     for found in spawn(run, 3, [[(0, 2, 5, 9)], [(0, 6, 6, 9)]]):

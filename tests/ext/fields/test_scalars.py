@@ -145,7 +145,7 @@ def test_samples_without_a_dim_of_their_own_and_other_layouts() -> None:
         out, drag = trainer.predict(x)
         grids = trainer.output_grid
         assert grids[1] is None
-        return loss, grids[0].gather(out), drag, [np.shape(a) for a in dx], dx[3]
+        return loss, grids[0].all_gather(out), drag, [np.shape(a) for a in dx], dx[3]
 
     def whole(comm: Communicator) -> Any:
         trainer = net(TERRAIN, VOLUMES).as_distributed(**options(comm))

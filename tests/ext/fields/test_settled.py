@@ -180,7 +180,7 @@ def test_what_one_process_brings_wrong_is_one_error_of_all(world: Communicator, 
     for name in ("samples", "cells"):
         make, _, text = BAD[name]
         bad = {(world.size - 1, 3): make()}
-        found = world.all_gather_data(predictions(world, net, "ddp", bad, world.size + 5))
+        found = world.all_gather_value(predictions(world, net, "ddp", bad, world.size + 5))
         errors = {error for row in found for error in row if error}
         assert len(errors) == 1
         assert text.format(world.size - 1) in errors.pop()

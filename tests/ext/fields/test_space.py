@@ -211,7 +211,8 @@ def test_what_only_chooses_values_has_the_same_bits_on_all_grids() -> None:
         place, grid = place_of(comm.rank, dims), grid_at(comm, dims, random_cuts(cells, dims))
         trainer = net.as_distributed(domain=grid, comm=comm)
         outputs = trainer.inspect.placement.sample_layout.outputs
-        found = fsdpx.Grid(comm, outputs.local_shape(place), dims=dims).gather(trainer.predict(grid.take_local(whole)))
+        results = fsdpx.Grid(comm, outputs.local_shape(place), dims=dims)
+        found = results.all_gather(trainer.predict(grid.take_local(whole)))
         return np.asarray(found)
 
     straight = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
@@ -279,7 +280,7 @@ def test_a_model_reads_several_fields() -> None:
         y = trainer.forward((mine[0], forcing[0]))
         slopes = trainer.backward(y)
         assert [a.shape for a in (one, y, *slopes)] == [mine[0].shape] * 4
-        return losses, grid.gather(one), [grid.gather(slope) for slope in slopes]
+        return losses, grid.all_gather(one), [grid.all_gather(slope) for slope in slopes]
 
     losses, one, slopes = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
     for found in spawn(lambda comm: run(comm, (2, 2)), 4):
@@ -290,7 +291,7 @@ def test_a_model_reads_several_fields() -> None:
 
 def test_a_mask_is_put_together_as_a_field_is() -> None:
     mask = np.arange(48).reshape(4, 12) % 5 > 0
-    for whole in spawn(lambda comm: grid_of(comm).gather(grid_of(comm).take_local(mask)), 2):
+    for whole in spawn(lambda comm: grid_of(comm).all_gather(grid_of(comm).take_local(mask)), 2):
         np.testing.assert_array_equal(whole, mask)
 
 
@@ -322,7 +323,7 @@ def test_arrays_are_as_the_solver_holds_them(layout: str) -> None:
         trainer = net.as_distributed(comm=comm, domain=grid)
         assert trainer.predict(mine).shape == mine.shape
         assert trainer.predict(np.stack([mine] * 3)).shape == (3, *mine.shape)
-        return bool((grid.gather(mine) == whole).all())
+        return bool((grid.all_gather(mine) == whole).all())
 
     assert spawn(run, 2) == [True, True]
 
@@ -400,7 +401,7 @@ def grid_of(comm: Communicator) -> Any:
             ),
             "One value more along x is what a staggered field has, with values on the faces of cells: pass ",
         ),
-        (lambda c: grid_of(c).gather(np.ones((4, 6 + c.rank, 1))), "along x is what a staggered field has"),
+        (lambda c: grid_of(c).all_gather(np.ones((4, 6 + c.rank, 1))), "along x is what a staggered field has"),
         (lambda c: grid_of(c).take_local(np.ones((5, 12))), "One value more along y is what a staggered field has"),
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), periods=True), "periods=True: 'bool' object is not iterable"),
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), ghosts=(1, "a")), "rank 0: shape=(4, 6), dims=(1, 2), ghosts="),
@@ -450,9 +451,9 @@ def grid_of(comm: Communicator) -> Any:
         ),
         (lambda c: nn.ReLU().as_distributed(comm=c, domain="2x1"), "domain='2x1': give a fsdpx.Grid"),
         (lambda c: grid_of(c).take_local(np.ones((12, 4))), "an array of shape (12, 4) is not the whole field, which"),
-        (lambda c: grid_of(c).gather(np.ones((4, 6 + c.rank, 1))), "(4, 7, 1) is not the part of rank 1, which has"),
-        (lambda c: grid_of(c).gather(np.ones(3)), "of shape (3,) is not the part of rank 0, which has {'y': 4"),
-        (lambda c: grid_of(c).gather(np.ones((4, 6), "f4 f8".split()[c.rank])), "((4, 6), '<f4'), and rank 1 ((4, 6)"),
+        (lambda c: grid_of(c).all_gather(np.ones((4, 6 + c.rank, 1))), "(4, 7, 1) is not the part of rank 1, which"),
+        (lambda c: grid_of(c).all_gather(np.ones(3)), "of shape (3,) is not the part of rank 0, which has {'y': 4"),
+        (lambda c: grid_of(c).all_gather(np.ones((4, 6), "f4 f8".split()[c.rank])), "((4, 6), '<f4'), and rank 1 ((4,"),
         (
             lambda c: (
                 nn.Graph({"sum": (nn.Add(), "u", "f")}, inputs=("u", "f"), outputs=("sum",))

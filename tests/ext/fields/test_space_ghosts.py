@@ -122,7 +122,7 @@ def test_what_acts_on_cells_keeps_ghost_cells_to_itself() -> None:
         grid = fsdpx.Grid(comm, (2, 5), dims=(2, 1), ghosts=1)
         trainer = net.as_distributed(domain=grid, **options(comm))
         trainer.step(x[rows], trainer.predict(x[rows]) + 1.0)
-        return grid.gather(trainer.predict(x[rows])), trainer.parameters()
+        return grid.all_gather(trainer.predict(x[rows])), trainer.parameters()
 
     for net, want in nets:
         found, parameters = spawn(lambda comm, net=net: run(comm, net), 2)[0]
@@ -172,7 +172,7 @@ def test_ghost_cells_replace_a_padding_that_does_not_fit(mode: str) -> None:
         trainer = net.as_distributed(domain=grid, **options(comm))
         mine = u[rows * comm.rank :][: rows + 6]
         trainer.step(mine, np.ones((rows, 4, 1)))
-        return grid.gather(trainer.predict(mine)), trainer.parameters()
+        return grid.all_gather(trainer.predict(mine)), trainer.parameters()
 
     found, p = spawn(run, 1)[0]
     conv, _ = nn.Conv2d(1, 1, 7).forward(ENV, {name[2:]: a for name, a in p.items()}, u[None, None, ..., 0])
@@ -273,7 +273,7 @@ def test_windows_reach_beyond_the_ghost_cells_of_a_part(data: st.DataObject) -> 
         trainer = net.as_distributed(domain=grid, **options(comm))
         mine, result = field[ends[0] + a - low : ends[0] + b + high], trainer.output_grid
         trainer.step(mine, result.take_local(np.ones((out, 3, 2))))
-        return result.gather(trainer.predict(mine)), trainer.parameters()
+        return result.all_gather(trainer.predict(mine)), trainer.parameters()
 
     def whole(comm: Communicator) -> Any:
         pads = [0 if end else pad for pad, end in zip(padding, ends, strict=True)]
@@ -347,7 +347,7 @@ def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str)
         trainer = net.as_distributed(domain=grid, **options(comm))
         target = wanted(SHAPE)[:, *(slice(a, b) for a, b in mine)]
         losses = [trainer.step(x, target) for _ in range(2)]
-        return losses, trainer.parameters(), grid.gather(trainer.predict(x))
+        return losses, trainer.parameters(), grid.all_gather(trainer.predict(x))
 
     want = spawn(lambda comm: run(comm, (1, 1), even(SHAPE, (1, 1)), False), 1)[0]
     for turn, dims in enumerate(((2, 1), (1, 3), (2, 2), (3, 2)), SIDES.index(kind) + WALLS.index(mode)):
@@ -378,7 +378,7 @@ def test_a_rollout_has_ghost_cells_between_ranks_alone() -> None:
         trainer = nn.Rollout(net, 3).as_distributed(domain=grid, **options(comm))
         x = whole[:, *(slice(a - low, b + high) for (a, b), (low, high) in zip(mine, sides, strict=True))]
         target = y[:, *(slice(a, b) for a, b in mine)]
-        return [trainer.step(x, target) for _ in range(2)], grid.gather(trainer.predict(x))
+        return [trainer.step(x, target) for _ in range(2)], grid.all_gather(trainer.predict(x))
 
     losses, field = spawn(lambda comm: run(comm, (1, 1), 0), 1)[0]
     for dims in ((2, 1), (3, 2)):

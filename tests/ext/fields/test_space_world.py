@@ -130,7 +130,7 @@ def test_ranks_may_be_numbered_in_any_order(world: Communicator, first: int) -> 
         )
         mine = part(u, cuts, place, 0)
         found.append([trainer.step(mine, mine) for _ in range(3)])
-        np.testing.assert_allclose(grid.gather(mine), u)
+        np.testing.assert_allclose(grid.all_gather(mine), u)
         if mine.size:
             assert grid.offsets == tuple(a for a, _ in bounds(cuts, place))
         trainer.close()
@@ -145,7 +145,7 @@ def test_the_solver_may_free_its_communicator(world: Communicator) -> None:
     grid = fsdpx.Grid(cart, (2, 5))
     cart.Free()
     u = np.full((2, 5, 1), world.rank, np.float32)
-    assert grid.gather(u)[::2, 0, 0].tolist() == list(range(world.size))
+    assert grid.all_gather(u)[::2, 0, 0].tolist() == list(range(world.size))
     options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=1e-3), "domain": grid}
     trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(**options)
     loss = trainer.step(u, u)
@@ -154,7 +154,7 @@ def test_the_solver_may_free_its_communicator(world: Communicator) -> None:
     assert trainer.step(u, u) < loss
     assert trainer.predict(u).shape == u.shape
     with pytest.raises(ConfigError, match=r"^Grid\(.*\) is closed: "):
-        grid.gather(u)
+        grid.all_gather(u)
     with pytest.raises(ConfigError, match=r"^Grid\(.*\) is closed: "):
         nn.Conv2d(1, 1, 3, padding=1).as_distributed(**options)
     trainer.close()

@@ -69,7 +69,7 @@ def test_faces_in_faces_out_with_ghosts_of_the_solver(dims: tuple[int, int], sha
         mine = wide[y : y + ny + 2, x : x + nx + sum(ghosts[1]), None]
         assert sum(ghosts[1]) == 2 + (shared and place_of(comm.rank, width)[1] < width[1] - 1)
         losses = [trainer.step(mine, grid.take_local(target)) for _ in range(2)]
-        return losses, trainer.parameters(), grid.gather(trainer.predict(mine))
+        return losses, trainer.parameters(), grid.all_gather(trainer.predict(mine))
 
     losses, values, predicted = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
     for got, found, mine in spawn(lambda comm: run(comm, dims), int(np.prod(dims))):
@@ -87,8 +87,8 @@ def test_faces_are_cut_where_cells_are() -> None:
         faces, both, corners = grid.faces("x"), grid.faces("x", shared=True), grid.faces("x").faces("y")
         whole = np.arange(4.0 * 6).reshape(4, 6)
         mine = faces.take_local(whole)
-        np.testing.assert_array_equal(faces.gather(mine), whole)
-        np.testing.assert_array_equal(both.gather(whole[:, sum((3, 2, 0)[: comm.rank]) :][:, : n + 1]), whole)
+        np.testing.assert_array_equal(faces.all_gather(mine), whole)
+        np.testing.assert_array_equal(both.all_gather(whole[:, sum((3, 2, 0)[: comm.rank]) :][:, : n + 1]), whole)
         round_ = fsdpx.Grid(comm, (4, n), dims=(1, 3), layout="yx", periods=(False, True)).faces("x", shared=True)
         assert round_.shape == (4, 5)
         assert (faces.shape, corners.shape) == ((4, 6), (5, 6))
@@ -116,7 +116,7 @@ def test_inputs_of_two_resolutions() -> None:
         )
         x = grid.take_local(fine), below.take_local(coarse)
         losses = [trainer.step(x, x) for _ in range(2)]
-        return losses, [out.gather(y) for out, y in zip(trainer.output_grid, trainer.predict(x), strict=True)]
+        return losses, [out.all_gather(y) for out, y in zip(trainer.output_grid, trainer.predict(x), strict=True)]
 
     losses, predicted = spawn(lambda comm: run(comm, (1, 1), ((0, 8), (0, 6)), ((0, 4), (0, 3))), 1)[0]
     for dims in ((2, 2), (3, 1)):

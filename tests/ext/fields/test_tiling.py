@@ -104,7 +104,7 @@ def test_a_grid_in_any_order_has_its_cells_where_they_are(data: st.DataObject) -
         assert grid.local_shape == tuple(b - a for a, b in mine)
         own = whole[tuple(slice(a, b) for a, b in mine)]
         np.testing.assert_array_equal(grid.take_local(whole), own)
-        np.testing.assert_array_equal(grid.gather(own), whole)
+        np.testing.assert_array_equal(grid.all_gather(own), whole)
         if own.size:
             assert grid.offsets == tuple(a for a, _ in mine)
             assert grid.coords == tuple(place_of(order[comm.rank], dims))
@@ -125,7 +125,7 @@ def test_training_is_the_same_in_any_order(strategy: str) -> None:
         trainer = net.as_distributed(domain=grid, strategy=strategy, precision="float64", **options)
         mine = [part(x, cuts, place, 1) for x in fields]
         losses = [trainer.step(x, x) for x in mine]
-        return losses, grid.gather(trainer.predict(mine[0][0]))
+        return losses, grid.all_gather(trainer.predict(mine[0][0]))
 
     losses, field = spawn(lambda comm: run(comm, tuple(range(6))), 6)[0]
     for order in ((0, 3, 1, 4, 2, 5), (5, 2, 0, 4, 1, 3)):
@@ -140,7 +140,7 @@ def test_dims_say_how_many_ranks_a_member_has() -> None:
     def run(comm: Communicator) -> tuple[int, tuple[int, ...]]:
         grid = fsdpx.Grid(comm, (3,), dims=(2,), offsets=(3 * (1 - comm.rank % 2),), layout="x")
         u = np.full(3, comm.rank)
-        return grid.member, tuple(grid.gather(u).tolist())
+        return grid.member, tuple(grid.all_gather(u).tolist())
 
     first, second = (0, (1, 1, 1, 0, 0, 0)), (1, (3, 3, 3, 2, 2, 2))
     assert spawn(run, 4) == [first, first, second, second]

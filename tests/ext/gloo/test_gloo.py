@@ -84,9 +84,9 @@ class TestTheWorld:
         x, y = np.ones((2, 8), np.float32), np.zeros(2, np.int64)
         for _ in range(3):  # the first ones get things ready
             trainer.step(x, y)
-        sent, move = [], GlooCommunicator.start_transfer
+        sent, move = [], GlooCommunicator.start_call
         monkeypatch.setattr(
-            GlooCommunicator, "start_transfer", lambda self, call: sent.append(call.name) or move(self, call)
+            GlooCommunicator, "start_call", lambda self, call: sent.append(call.name) or move(self, call)
         )
         trainer.step(x, y)
         monkeypatch.undo()

@@ -97,7 +97,7 @@ def test_what_the_user_says_counts_but_not_against_the_probe(monkeypatch: pytest
 
     class Mpi:
         rank, takes_gpus = 0, False
-        all_gather_data = staticmethod(lambda one: [one])
+        all_gather_value = staticmethod(lambda one: [one])
 
     monkeypatch.setenv("FSDPX_GPU_AWARE_MPI", "1")
     with pytest.raises(

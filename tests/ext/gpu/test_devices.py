@@ -79,7 +79,7 @@ class Hosts:
             visible_devices._RankFacts(h, 100 + r, known[r], ("a", "b"), maps[r]) for r, h in enumerate(hosts)
         ]
 
-    def all_gather_data(self, mine: Any) -> list[Any]:
+    def all_gather_value(self, mine: Any) -> list[Any]:
         return self.facts
 
 

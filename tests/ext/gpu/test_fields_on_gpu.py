@@ -68,7 +68,7 @@ def trained(
     losses = [trainer.step(part(x, cuts, place, 1), target) for x in fields]
     found = trainer.predict(part(fields[0], cuts, place, 1))
     found = found.get() if hasattr(found, "get") else found
-    return [*losses, float(comm.all_gather_data(float((np.asarray(found, np.float64) ** 2).sum()))[0])]
+    return [*losses, float(comm.all_gather_value(float((np.asarray(found, np.float64) ** 2).sum()))[0])]
 
 
 def found(device: str, name: str, dims: tuple[int, ...], cuts: Any, loss: str, precision: str) -> list[float]:

@@ -24,7 +24,7 @@ def train(comm: Communicator, name: str, device: str) -> tuple[list[float], np.n
     batches: Any = zip(*make_batches(graph), strict=True)
     losses = [trainer.step(partition.take_local(x), partition.take_local(y)) for x, y in batches]
     found: Any = trainer.predict(partition.take_local(make_batches(graph)[0][0]))
-    return losses, partition.gather(found.get() if hasattr(found, "get") else found)
+    return losses, partition.all_gather(found.get() if hasattr(found, "get") else found)
 
 
 @pytest.mark.parametrize("name", ["net", "shared", "conv mean", "conv max", "softmax"])

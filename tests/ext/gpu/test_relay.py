@@ -46,11 +46,11 @@ class Threads(MessageBackend):
         super().__init__(comm.rank, comm.size, comm.progress)
         self.comm, self.timeout, self.chunks, self.most = comm, 20.0, 0, relay.CHUNK_BYTES
 
-    def start_transfer(self, call: Call) -> Handle:
+    def start_call(self, call: Call) -> Handle:
         return (
-            self.start_gpu_transfer(call, self.comm.start_transfer)
+            self.start_gpu_transfer(call, self.comm.start_call)
             if relay.has_gpu_array(call.arrays)
-            else self.comm.start_transfer(call)
+            else self.comm.start_call(call)
         )
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
@@ -58,8 +58,8 @@ class Threads(MessageBackend):
             return start_messages_through_host(self, call, outgoing, incoming)
         assert all(part.nbytes <= self.most for _, part in (*outgoing, *incoming))
         self.chunks += len(outgoing)
-        handles = [self.comm.start_transfer(Call("recv", (part,), root=rank, tag=call.tag)) for rank, part in incoming]
-        handles += [self.comm.start_transfer(Call("send", (part,), root=rank, tag=call.tag)) for rank, part in outgoing]
+        handles = [self.comm.start_call(Call("recv", (part,), root=rank, tag=call.tag)) for rank, part in incoming]
+        handles += [self.comm.start_call(Call("send", (part,), root=rank, tag=call.tag)) for rank, part in outgoing]
         return GeneratorHandle(iter(handles), self.progress)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:

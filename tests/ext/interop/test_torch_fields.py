@@ -328,7 +328,7 @@ def test_a_rollout_of_a_module_is_one_of_its_layers() -> None:
         model = nn.Rollout(from_torch(module, domain=grid), 2)
         options: Any = {"loss": nn.MSELoss(), "optimizer": optim.SGD(0.1), "precision": "float64"}
         trainer = fsdpx.distribute(model, domain=grid, **options)
-        return trainer.output_grid.gather(trainer.predict(np.ones((4 + comm.rank, 6, 1))))
+        return trainer.output_grid.all_gather(trainer.predict(np.ones((4 + comm.rank, 6, 1))))
 
     first = module(torch.ones(1, 1, 9, 6, dtype=torch.float64))
     want = torch.cat([first, module(first)], 1)[0].detach().numpy()

@@ -126,7 +126,7 @@ def run_layer(
         g = {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
         whole = dy((x.shape[0], graph.nodes, y.shape[2]))
         dx = made.backward(env, p, g, saved, partition.take_local(whole))
-        return partition.gather(y), partition.gather(dx), g, [repr(one) for _, one in iterate_layers(made)]
+        return partition.all_gather(y), partition.all_gather(dx), g, [repr(one) for _, one in iterate_layers(made)]
 
     found = spawn(one, ranks)
     for y, dx, _, layers in found[1:]:
@@ -153,7 +153,7 @@ def train(comm: Communicator, graph: Graph, way: str, loss: nn.Loss) -> Any:
     x, t = make_batches(graph)
     before = trainer.parameters()
     losses = [trainer.step(partition.take_local(a), partition.take_local(b)) for a, b in zip(x, t, strict=True)]
-    return losses, partition.gather(trainer.predict(partition.take_local(x[0, 0]))), before, trainer.parameters()
+    return losses, partition.all_gather(trainer.predict(partition.take_local(x[0, 0]))), before, trainer.parameters()
 
 
 def make_batches(graph: Graph) -> tuple[np.ndarray, np.ndarray]:

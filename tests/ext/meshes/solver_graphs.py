@@ -22,7 +22,7 @@ def show(name: str, made: Any, places: np.ndarray) -> None:
     graph, dims = made.graph, places.shape[1]
     values = np.where(np.isin(np.arange(len(places)), made.owned_rows)[:, None], places, np.nan)
     np.testing.assert_allclose(made.update_ghosts(values), places, atol=1e-12)
-    whole = made.gather(places)
+    whole = made.all_gather(places)
     senders, receivers = whole[graph.numbers[graph.senders]], whole[graph.numbers[graph.receivers]]
     np.testing.assert_allclose(graph.edge_features[:, :dims], senders - receivers, atol=1e-12)
     total = (np.sin(senders @ [3, 5, 7][:dims]) * np.cos(receivers @ [2, 4, 6][:dims])).sum()

@@ -49,12 +49,12 @@ def train(comm: Communicator, graph: Graph, way: str) -> Any:
         for x, kinds, e in zip(X, TYPES, E, strict=True)
     ]
     losses = [trainer.step(x, mesh.take_local(t)) for x, t in zip(inputs, T, strict=True)]
-    y = mesh.gather(trainer.predict(tuple(a[0] for a in inputs[0])))
+    y = mesh.all_gather(trainer.predict(tuple(a[0] for a in inputs[0])))
     trainer.forward(inputs[0])
     dx, _, de = trainer.backward(mesh.take_local(T[0]))
     numbered = mesh.exchange_edges(mesh.passed[:, None].astype(float))[:, 0].astype(int)
     assert (mesh.edges == graph.edges[:, numbered]).all()
-    return losses, {"y": y, "dx": mesh.gather(dx)}, (numbered, de), before, trainer.parameters()
+    return losses, {"y": y, "dx": mesh.all_gather(dx)}, (numbered, de), before, trainer.parameters()
 
 
 def run_in_torch(p: Any, x: Any, kinds: Any, e: Any, graph: Graph) -> Any:

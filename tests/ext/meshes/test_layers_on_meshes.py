@@ -93,8 +93,8 @@ def run_case(comm: Communicator, mesh: fsdpx.Partition, make: Any, inputs: Any, 
     dxs = dx if isinstance(dx, tuple) else (dx,)
     slopes_of_inputs = [(d, isinstance(kind, Replicated)) for d, kind in zip(dxs, reads, strict=True) if d is not None]
     return (
-        [one if isinstance(kind, Replicated) else mesh.gather(one) for one, kind in zip(results, gives, strict=True)],
-        [mesh.gather(d) for d, is_scalar in slopes_of_inputs if not is_scalar],
+        [y if isinstance(kind, Replicated) else mesh.all_gather(y) for y, kind in zip(results, gives, strict=True)],
+        [mesh.all_gather(d) for d, is_scalar in slopes_of_inputs if not is_scalar],
         [d for d, is_scalar in slopes_of_inputs if is_scalar] + list(g.values()),
     )
 
@@ -126,7 +126,7 @@ def test_features_are_standardized_on_nodes_and_edges() -> None:
         cycle = np.stack([np.arange(NODES), np.roll(np.arange(NODES), 1)])
         mesh = fsdpx.Partition.split(comm, cycle, NODES, parts=np.arange(NODES) % comm.size)
         found = [model.as_distributed(comm=comm, domain=mesh, precision="float64") for model in (net, first)]
-        return [mesh.gather(trainer.predict(mesh.take_local(x))) for trainer in found]
+        return [mesh.all_gather(trainer.predict(mesh.take_local(x))) for trainer in found]
 
     for received, standardized in spawn(run, 2):
         np.testing.assert_allclose(received, np.roll(x, -1, axis=1), rtol=1e-12)

@@ -51,7 +51,7 @@ def train(comm: Communicator, seed: int, way: str) -> Any:
     )
     before = trainer.parameters()
     losses = [trainer.step(mesh.take_local(x), mesh.take_local(t)) for x, t in zip(X, T, strict=True)]
-    return losses, mesh.gather(trainer.predict(mesh.take_local(X[0]))), before, trainer.parameters()
+    return losses, mesh.all_gather(trainer.predict(mesh.take_local(X[0]))), before, trainer.parameters()
 
 
 @pytest.mark.parametrize("replaced", ["fine", "coarse"])

@@ -52,10 +52,10 @@ def train(comm: Communicator, graph: Graph, way: str, random: bool, **more: Any)
     for x, f, e, s, t in zip(X, F, E, S, T, strict=True):
         given = mesh.take_local(x), mesh.take_local(f), mesh.exchange_edges(e[:, mesh.passed]), s
         losses.append(trainer.step(given, mesh.take_local(t)))
-    y = mesh.gather(trainer.predict(tuple(a[0] for a in given)))
+    y = mesh.all_gather(trainer.predict(tuple(a[0] for a in given)))
     trainer.forward(given)
     dx, df, _, ds = trainer.backward(mesh.take_local(T[0]))
-    values = {"y": y, "dx": mesh.gather(dx), "df": mesh.gather(df), "ds": ds}
+    values = {"y": y, "dx": mesh.all_gather(dx), "df": mesh.all_gather(df), "ds": ds}
     return losses, values, before, trainer.parameters()
 
 

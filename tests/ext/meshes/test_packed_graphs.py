@@ -41,7 +41,7 @@ def train(comm: Communicator) -> Any:
     for step in range(STEPS):
         x, t = (mesh.take_local(packed.pack([a[step] for a in arrays])) for arrays in (X, T))
         losses.append(trainer.step(x, t))
-    return losses, packed.unpack(mesh.gather(trainer.predict(x))), before, trainer.parameters()
+    return losses, packed.unpack(mesh.all_gather(trainer.predict(x))), before, trainer.parameters()
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
@@ -104,7 +104,7 @@ def train_readouts(comm: Communicator) -> Any:
         losses.append(trainer.step(x, (mesh.take_local(u), *map(graphs.take_local, others))))
     with pytest.raises(ConfigError, match="values of a coarser mesh"):
         trainer.output_grid  # noqa: B018
-    y = [grid.gather(a) for grid, a in zip((mesh, graphs, graphs), trainer.predict(x), strict=True)]
+    y = [grid.all_gather(a) for grid, a in zip((mesh, graphs, graphs), trainer.predict(x), strict=True)]
     wrong = [np.zeros((2, n + (n > 0), k)) for n, k in ((0, 4), (graphs.graph.nodes, 2), (0, 4))]
     with pytest.raises(DataError, match=r"target 1 has shape .* but this rank has \d+ nodes: give"):
         trainer.step(x, (mesh.take_local(u), *wrong[1:]))
@@ -187,7 +187,7 @@ def train_on_changing_graphs(comm: Communicator, precision: str) -> Any:
         mesh.replace_edges(packed.edges[:, mine], positions=mesh.take_local(positions), undirected=False)
         losses.append(trainer.step((mesh.take_local(x), mesh.exchange_edges(values[mine])), mesh.take_local(t)))
         assert mesh.total_edges == len(values)
-        assert sum(comm.all_gather_data(mesh.graph.edges)) == len(values)
+        assert sum(comm.all_gather_value(mesh.graph.edges)) == len(values)
     trainer.forward((mesh.take_local(x), mesh.exchange_edges(values[mine])))
     with pytest.raises(ConfigError, match="rank 0: edges has node 30, but there are 30 nodes"):
         mesh.replace_edges([[30], [0]], positions=mesh.take_local(positions))

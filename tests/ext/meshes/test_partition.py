@@ -70,8 +70,8 @@ def test_cells_of_ranks_that_share_nodes_make_each_edge_once(ranks: int) -> None
         loops = fsdpx.Partition.from_cells(comm, mine, pairs=[(0, 1)])
         assert loops.total_edges < made.total_edges
         whole = np.arange(made.total_nodes * 2.0).reshape(-1, 2)
-        np.testing.assert_array_equal(made.gather(whole[rows]), whole)  # including rows of other ranks' nodes
-        np.testing.assert_array_equal(made.gather(made.take_local(whole[None])), whole[None])
+        np.testing.assert_array_equal(made.all_gather(whole[rows]), whole)  # including rows of other ranks' nodes
+        np.testing.assert_array_equal(made.all_gather(made.take_local(whole[None])), whole[None])
         wide = np.full((rows.size, 2, 1), np.nan)
         wide[made.owned_rows, :, 0] = made.take_local(whole)
         np.testing.assert_array_equal(made.update_ghosts(wide)[..., 0], whole[rows])
@@ -310,7 +310,7 @@ def test_arrays_have_the_rows_of_owned_nodes_or_of_all_nodes_of_a_rank() -> None
         with pytest.raises(DataError, match="does not have 23 nodes"):
             made.take_local(values[:5])
         with pytest.raises(DataError, match=r"rank 0: an array of shape \(3,\) does not have the"):
-            made.gather(np.zeros(3))
+            made.all_gather(np.zeros(3))
         made.close()
         return losses, trainer.output_grid is made
 
@@ -327,7 +327,7 @@ def read_only(rows: int) -> np.ndarray:
     return array
 
 
-@pytest.mark.parametrize("method", ["gather", "update_ghosts", "exchange_edges"])
+@pytest.mark.parametrize("method", ["all_gather", "update_ghosts", "exchange_edges"])
 def test_arrays_of_other_kinds_on_one_rank_are_an_error_on_all(method: str) -> None:
     makes: dict[str, tuple[Callable[[int], Any], str]] = {
         "width": (lambda rows: np.zeros((rows, 3)), r"rank 0 has float64 of shape \(rows, 2\), and rank 1 .*rows, 3"),
@@ -379,8 +379,8 @@ def test_rows_of_ghosts_may_be_anywhere() -> None:
         made = fsdpx.Partition.from_numbers(comm, rows[comm.rank], own, edges=[[0, 1, 2], [1, 2, 3]])
         assert made.owned_rows.tolist() == np.flatnonzero(own).tolist()
         wide = np.where(own[:, None], whole[rows[comm.rank]], np.nan)
-        np.testing.assert_array_equal(made.gather(wide), whole)
-        np.testing.assert_array_equal(made.gather(made.take_owned_rows(wide[None])), whole[None])
+        np.testing.assert_array_equal(made.all_gather(wide), whole)
+        np.testing.assert_array_equal(made.all_gather(made.take_owned_rows(wide[None])), whole[None])
         return made.update_ghosts(wide)
 
     for found, numbers in zip(spawn(one, 2), rows, strict=True):

@@ -59,7 +59,8 @@ def train(comm: Communicator, graph: Graph, way: str) -> Any:
     trainer.forward((mesh.take_local(X[0]), S[0]))
     dx, ds = trainer.backward((mesh.take_local(T[0]), DRAG[0]))
     assert trainer.output_grid == (mesh, None)
-    return losses, {"u": mesh.gather(u), "drag": drag, "dx": mesh.gather(dx), "ds": ds}, before, trainer.parameters()
+    values = {"u": mesh.all_gather(u), "drag": drag, "dx": mesh.all_gather(dx), "ds": ds}
+    return losses, values, before, trainer.parameters()
 
 
 def run_in_torch(p: Any, x: Any, s: Any, edges: Any) -> tuple[Any, Any]:
@@ -115,7 +116,7 @@ def test_equal_maxima_share_their_gradient_also_between_ranks() -> None:
         mesh = make_partition(comm, graph, "anywhere")
         trainer = nn.GlobalMax().as_distributed(comm=comm, precision="float64", domain=mesh)
         y = trainer.forward(mesh.take_local(x))
-        return y, mesh.gather(trainer.backward(dy))
+        return y, mesh.all_gather(trainer.backward(dy))
 
     for y, dx in spawn(run, 3):
         np.testing.assert_array_equal(y, [[2.0, 0.0], [0.0, np.nan]])

@@ -36,7 +36,7 @@ def test_a_graph_has_all_edges_whatever_ghosts_the_solver_has(solver: str) -> No
             made, mine = fsdpx.Partition.from_dmplex(dm, nodes=nodes), both[nodes]
         values = np.where(mine.owned[:, None], places[mine.local], np.nan)
         np.testing.assert_array_equal(made.update_ghosts(values), places[mine.local])  # the solver's rows
-        np.testing.assert_array_equal(made.gather(values), places[mine.olds])
+        np.testing.assert_array_equal(made.all_gather(values), places[mine.olds])
         graph, old = made.graph, mine.olds
         senders, receivers = old[graph.numbers[graph.senders]], old[graph.numbers[graph.receivers]]
         np.testing.assert_allclose(graph.edge_features[:, :-1], places[senders] - places[receivers], atol=1e-15)
@@ -137,7 +137,7 @@ def test_a_mesh_of_meshio_is_partitioned(name: str, library: str, tmp_path: Path
     def read(comm: Communicator) -> tuple[set[frozenset[int]], int, int, np.ndarray]:
         made = fsdpx.Partition.from_meshio(comm, mesh, parts=np.arange(len(points)) % comm.size)
         edges = {frozenset(pair) for pair in made.edges.T.tolist()}
-        return edges, made.total_edges, made.edge_feature_count, made.gather(made.take_local(mesh.point_data["u"]))
+        return edges, made.total_edges, made.edge_feature_count, made.all_gather(made.take_local(mesh.point_data["u"]))
 
     found, joined = spawn(read, 3), {frozenset(int(n, 12) for n in pair) for pair in wanted.split()}
     assert set.union(*(edges for edges, *_ in found)) == joined

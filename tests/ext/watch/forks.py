@@ -38,4 +38,4 @@ if comm.rank == 0:
         child.join()
     with Preemption():
         print([child.exitcode for child in children], *map(forked, ("raises", "ends", "stopped")), flush=True)
-print(sum(comm.all_gather_data(1)), "ranks go on", flush=True)
+print(sum(comm.all_gather_value(1)), "ranks go on", flush=True)

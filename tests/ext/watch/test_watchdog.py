@@ -197,7 +197,7 @@ class Pair:
     def __init__(self) -> None:
         self.dead: tuple[int, ...] = ()
 
-    def all_gather_data(self, obj: object) -> list[object]:
+    def all_gather_value(self, obj: object) -> list[object]:
         return [obj, obj]
 
     def get_failed_ranks(self) -> tuple[int, ...]:

@@ -286,7 +286,7 @@ class MpiCommunicator(MessageBackend):
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
 
-    def start_transfer(self, call: Call) -> Handle:
+    def start_call(self, call: Call) -> Handle:
         """Start a call. If MPI raises an exception immediately, convert the exception to a CommError, as for failed
         requests."""
         try:
@@ -301,7 +301,7 @@ class MpiCommunicator(MessageBackend):
         combined in rank order, build the operation from messages."""
         begin, reduces = _NATIVE_CALLS.get(call.verb), CALL_SPECS[call.verb].reduces
         if begin is None or (reduces and is_reduced_in_rank_order(call.op, call.arrays[0].dtype)):
-            return super().start_transfer(call)
+            return super().start_call(call)
         if self.takes_gpus:
             synchronize_devices(call.arrays)
         return begin(self, call)
@@ -422,7 +422,7 @@ class MpiCommunicator(MessageBackend):
         """Return an MPI window for one-sided access. If ranks may die and all ranks are on one host, return a window in
         shared memory instead, because it remains usable after a rank dies."""
 
-        if is_ulfm_active() and len(set(self.all_gather_data(platform.node()))) == 1:
+        if is_ulfm_active() and len(set(self.all_gather_value(platform.node()))) == 1:
             skip_finalize_barrier()
             return MappedWindow(self, nbytes, self.timeout)
         return MpiWindow(self.raw, nbytes, self.timeout)

@@ -67,7 +67,7 @@ class NodeCommunicator(Backend):
     xp = np
 
     def __init__(self, carrier: MessageBackend, hosts: Sequence[int] | None = None) -> None:
-        names = carrier.all_gather_data(get_shared_memory_id()) if hosts is None else hosts
+        names = carrier.all_gather_value(get_shared_memory_id()) if hosts is None else hosts
         ranks = [rank for rank, name in enumerate(names) if name == names[carrier.rank]]
         here = carrier if len(ranks) == carrier.size else carrier.split(ranks[0], carrier.rank)
         assert here is not None
@@ -77,7 +77,7 @@ class NodeCommunicator(Backend):
         super().__init__(carrier.rank, carrier.size, carrier.progress)
         self.carrier, self.memory = carrier, memory
         self._owns_memory = owns
-        everyone = carrier.all_gather_data((memory.leader, memory.rank, has_numba()))
+        everyone = carrier.all_gather_value((memory.leader, memory.rank, has_numba()))
         names = list(dict.fromkeys(leader for leader, _, _ in everyone))
         number = names.index(memory.leader)
         self.ranks_by_host = [[r for r, (leader, _, _) in enumerate(everyone) if leader == name] for name in names]
@@ -191,11 +191,11 @@ class NodeCommunicator(Backend):
             return None
         return known if known is not None and known.first() is first and known.last() is last else None
 
-    def start_transfer(self, call: Call) -> Handle:
+    def start_call(self, call: Call) -> Handle:
         """Start a call, in shared memory if possible and otherwise with messages."""
         begin = _SHARED_MEMORY_CALLS.get(call.verb)
         handle = begin(self, call, self.host_group) if begin is not None and self.host_group is not None else None
-        return self.carrier.start_transfer(call) if handle is None else handle
+        return self.carrier.start_call(call) if handle is None else handle
 
     def _take_next_tag(self) -> int:
         """Reserve and return the next message tag of the carrier (the message backend), so that the carrier's own

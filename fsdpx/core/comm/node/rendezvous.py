@@ -314,7 +314,7 @@ class HostLanes:
         """Start the reduction of the hosts' partial sums over this rank's lane (the ranks with the same index on their
         hosts)."""
         self.turn += 1
-        return self.across.start_transfer(
+        return self.across.start_call(
             Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, partitions=partitions)
         )
 

@@ -76,7 +76,7 @@ class _SharedFileOpening:
         where = self._run_and_gather_results(self._make_unnamed_file)[0]
         if self.comm.rank:
             self.file = _open_descriptor_of_process(*where)
-        return all(self.comm.all_gather_data(self.file >= 0))
+        return all(self.comm.all_gather_value(self.file >= 0))
 
     def share_named_file(self) -> None:
         self.close()
@@ -87,7 +87,7 @@ class _SharedFileOpening:
             if self.comm.rank == 0:
                 os.unlink(path)
         # wait until rank 0 has removed the name: a killed job must not leave a file that occupies memory
-        self.comm.all_gather_data(None)
+        self.comm.all_gather_value(None)
 
     def map_memory_and_hold_liveness_lock(self, preallocate: bool) -> mmap.mmap:
         """Map the file, and lock one byte to show that this rank is alive. If `preallocate` is true, rank 0 allocates
@@ -139,7 +139,7 @@ class _SharedFileOpening:
             value = body()
         except OSError as error:
             problem = self._explain_error(error)
-        everyone = self.comm.all_gather_data((value, problem))
+        everyone = self.comm.all_gather_value((value, problem))
         for rank, (_, text) in enumerate(everyone):
             if text:
                 raise ConfigError(text if rank == 0 else f"rank {rank}: {text}")

@@ -62,7 +62,7 @@ class SharedMapping:
         otherwise each memory page is allocated when it is first accessed"""
 
     def __init__(self, comm: Communicator, nbytes: int, preallocate: bool = True) -> None:
-        sizes = comm.all_gather_data(max(nbytes, 1))
+        sizes = comm.all_gather_value(max(nbytes, 1))
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
         self.file, memory = map_shared_file(comm, starts[-1], _find_shared_memory_folder(), preallocate)
         self._end = weakref.finalize(self, os.close, self.file)
@@ -192,8 +192,8 @@ class NodeMemory:
         """Create a window (shared memory) with `nbytes` bytes for this rank, and return its id. Ranks may request
         different sizes. If any host has too little shared memory, return None on all ranks. Collective over the
         world."""
-        wanted = sum(self.here.all_gather_data(nbytes))
-        if not all(self.world.all_gather_data(wanted <= count_free_shared_bytes())):
+        wanted = sum(self.here.all_gather_value(nbytes))
+        if not all(self.world.all_gather_value(wanted <= count_free_shared_bytes())):
             return None
         window, number = HostWindow(self.here, nbytes), self._window_count
         self._window_count += 1
