@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except FsdpxError as error:
-        if _has_connected_to_ranks():
+        if _is_connected_rank():
             raise error.with_traceback(None) from None  # the job's excepthook prints the error and ends all ranks
         return _print_error_on_first_rank(f"fsdpx {args.command}: {error}")
     except KeyboardInterrupt:
-        if _has_connected_to_ranks():
+        if _is_connected_rank():
             raise
         return 128 + 2  # the exit status for SIGINT; users who press Ctrl-C need no message
     except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
@@ -158,7 +158,7 @@ def _import_command(function: str) -> Callable[..., Any]:
     return found
 
 
-def _has_connected_to_ranks() -> bool:
+def _is_connected_rank() -> bool:
     """Return whether this process is a rank that has connected to the other ranks, which may be waiting for it."""
     from fsdpx.core.base import environment
     from fsdpx.core.comm import default_communicator

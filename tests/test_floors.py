@@ -37,8 +37,8 @@ OPENED_ELSEWHERE = {
     "what this job has just made, under a random name or in its private folder": (
         "core/comm/node/shared_file.py _open_named_file open",
         "core/comm/node/shared_file.py _open_descriptor_of_process open",
-        "launch/rank_status.py create_and_open_lifeline_pipe mkfifo",
-        "launch/rank_status.py create_and_open_lifeline_pipe open",
+        "launch/rank_status.py open_pipe_that_reveals_rank_death mkfifo",
+        "launch/rank_status.py open_pipe_that_reveals_rank_death open",
         "launch/rank_status.py open_and_unlink_lifeline_pipe open", "examples/finetune.py write_conversations open",
         "core/checkpoint/save.py _write_checksum_file touch", "core/checkpoint/format.py create_zero_filled_file open",
     ),

@@ -313,7 +313,7 @@ def test_the_folder_of_a_run_that_is_started_by_hand_cannot_be_made_before_it(
 ) -> None:
     script = tmp_path / "x.py"
     script.touch()
-    monkeypatch.setattr(start_of_jobs, "find_launcher", lambda config: FoundLauncher(("mpiexec",), None))
+    monkeypatch.setattr(start_of_jobs, "find_launcher_to_use", lambda config: FoundLauncher(("mpiexec",), None))
     names = set()
     for _ in range(2):
         assert command_line(["run", "-n", "2", "--dry-run", str(script)]) == 0

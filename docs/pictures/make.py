@@ -26,7 +26,7 @@ import fsdpx
 from fsdpx import nn
 from fsdpx.core.program import StageCosts, compute_bubble, count_in_flight, make_schedule, simulate
 from fsdpx.examples import models
-from fsdpx.ext.fields.halo import make_halo_specs
+from fsdpx.ext.fields.halo import make_halo_spec_per_dim
 from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, get_color, make_step_figure, save_figure
 from fsdpx.launch.show import make_step_lanes, write_trace_of_dry_run
 from fsdpx.nn.shard_specs import FieldPartition
@@ -93,7 +93,7 @@ def field(theme: str) -> Any:
     convolution needs of others, in the colors of those that have them."""
     parts = FieldPartition(((0, 6, 13), (0, 10, 16)))
     windows = [(1, -REACH, 2 * REACH + 1)] * 2
-    needed = [_owners(reach) for reach in make_halo_specs(parts, windows, parts, ("zeros", "circular"))]
+    needed = [_owners(reach) for reach in make_halo_spec_per_dim(parts, windows, parts, ("zeros", "circular"))]
     each, high = 9.25 / 33.4, 19.2
     drawn = _empty(9.25, each * high + 0.4, theme)
     share = each * high / (each * high + 0.4)

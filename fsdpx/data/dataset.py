@@ -263,7 +263,9 @@ def hash_first_sample(dataset: Any) -> int | None:
         sample = dataset[0] if take is None else take(np.array([0]))
     except Exception:  # the error is ignored here, since the loader raises it again when it reads the sample
         return None
-    parts = [a for a in map(_to_array_or_none, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
+    parts = [
+        a for a in map(_to_array_if_convertible, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"
+    ]
     texts = [f"{a.dtype}{a.shape}".encode() + np.ascontiguousarray(a).tobytes() for a in parts]
     return zlib.crc32(b"".join(texts)) if texts else None
 
@@ -277,7 +279,7 @@ def _iterate_leaves(sample: Any) -> Iterator[Any]:
             yield from _iterate_leaves(one)
 
 
-def _to_array_or_none(value: Any) -> np.ndarray | None:
+def _to_array_if_convertible(value: Any) -> np.ndarray | None:
     try:
         return np.asarray(value)
     # objects that are neither arrays nor numbers are left out of the hash
@@ -340,7 +342,9 @@ class TextDataset(WindowDataset):
         if self.dtype.kind not in "iu" or self.dtype == np.int8:
             raise ConfigError(f"TextDataset(dtype={self.dtype}): an integer format that holds 0 to 255 is needed")
         roots = [expanduser(path)] if isinstance(path, str | os.PathLike) else [expanduser(p) for p in path]
-        self.files = tuple(_find_files(roots, tuple([suffixes] if isinstance(suffixes, str) else suffixes)))
+        self.files = tuple(
+            _find_files_with_suffixes(roots, tuple([suffixes] if isinstance(suffixes, str) else suffixes))
+        )
         whole = [(file, 0, os.path.getsize(file)) for file in self.files]
         self._pieces = whole if split == "all" else _select_byte_ranges_of_split(whole, split == "validation", fraction)
         self._ends = list(accumulate(stop - start for _, start, stop in self._pieces))
@@ -375,7 +379,7 @@ class TextDataset(WindowDataset):
         return f"TextDataset({size}, seq_len={self.seq_len}, {self.split})"
 
 
-def _find_files(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[Path]:
+def _find_files_with_suffixes(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[Path]:
     if not roots:
         raise DataError("TextDataset: no path was given")
     seen: set[Path] = set()

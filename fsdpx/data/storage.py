@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpx.core.base.dataclass import dataclass
 
-__all__ = ["NumberEncoding", "find_number_encoding"]
+__all__ = ["NumberEncoding", "find_encoding_of_stored_numbers"]
 
 NETCDF_FILL = {
     "i2": -(2**15) + 1, "u2": 2**16 - 1, "i4": -(2**31) + 1, "u4": 2**32 - 1, "i8": -(2**63) + 2, "u8": 2**64 - 2,
@@ -63,7 +63,7 @@ class NumberEncoding:
         return np.where(absent, np.nan, values)
 
 
-def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
+def find_encoding_of_stored_numbers(path: Path, array: Any) -> NumberEncoding | None:
     """Return how the values of an array in a file are encoded; None if the stored numbers are the values themselves.
 
     A stored number marks missing data if it equals `_FillValue` or one of `missing_value`, or if it is outside of
@@ -71,11 +71,11 @@ def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
     library's default fill value also marks missing data. In Zarr format 2 written by xarray, the array's `fill_value`
     marks missing data."""
     attributes, stored = getattr(array, "attrs", {}), np.dtype(array.dtype)
-    kind = _resolve_integer_dtype(stored, _decode_text(attributes.get("_Unsigned")))
+    kind = _apply_unsigned_attribute_to_dtype(stored, _decode_text(attributes.get("_Unsigned")))
     named = [value for name in ("_FillValue", "missing_value") for value in _parse_attribute_numbers(attributes, name)]
     found = [
-        _cast_to_interpreted_dtype(value, stored, kind)
-        for value in [*named, *_iterate_default_fill_values(path, array, attributes, stored, kind)]
+        _cast_number_to_interpreted_dtype(value, stored, kind)
+        for value in [*named, *_iterate_conventional_missing_values(path, array, attributes, stored, kind)]
     ]
     missing = tuple(value for value in found if value is not None and not np.isnan(value))
     limits = _parse_attribute_numbers(attributes, "valid_range")
@@ -89,15 +89,15 @@ def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
     made = NumberEncoding(
         kind,
         missing,
-        _cast_to_interpreted_dtype(low, stored, kind),
-        _cast_to_interpreted_dtype(high, stored, kind),
+        _cast_number_to_interpreted_dtype(low, stored, kind),
+        _cast_number_to_interpreted_dtype(high, stored, kind),
         float(factor),
         float(offset),
     )
     return None if made == NumberEncoding(stored, (), None, None, 1.0, 0.0) else made
 
 
-def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
+def _apply_unsigned_attribute_to_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
     """Return the dtype for interpreting stored integers. `unsigned` is the value of their attribute `_Unsigned`. In
     NetCDF's classic model, all integers are stored as signed, and this attribute marks the integers that should be read
     as unsigned."""
@@ -105,7 +105,7 @@ def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
     return stored if meant is None else np.dtype(f"{stored.byteorder}{meant}{stored.itemsize}")
 
 
-def _iterate_default_fill_values(
+def _iterate_conventional_missing_values(
     path: Path, array: Any, attributes: Mapping[str, Any], stored: np.dtype, kind: np.dtype
 ) -> Iterator[int | float]:
     """Yield the numbers that mark missing data by convention, even if no attribute declares them."""
@@ -147,7 +147,7 @@ def _parse_number(text: str) -> float | int | None:
     return None
 
 
-def _cast_to_interpreted_dtype(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
+def _cast_number_to_interpreted_dtype(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
     """Convert a number to `kind`, the dtype for interpreting stored numbers. Return None if this dtype cannot represent
     the number. `stored` is the dtype of the array in the file, which may be signed although `kind` is unsigned."""
     if value is None or (stored.kind != "f" and (math.isnan(value) or math.isinf(value) or value != int(value))):

@@ -108,7 +108,7 @@ class SupervisedDataset:
             pieces = [(line["prompt"], False), (line["completion"], True)]
             self.texts += 1
         else:
-            messages, chat = _get_messages(line, where), getattr(template, "encode_conversation", None)
+            messages, chat = _get_valid_chat_messages(line, where), getattr(template, "encode_conversation", None)
             self.messages += 1
             if chat is not None:
                 try:
@@ -157,7 +157,7 @@ def _parse_json_object(path: Path, data: bytes, n: int) -> Mapping[str, Any]:
     return found
 
 
-def _get_messages(line: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def _get_valid_chat_messages(line: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     for name in ("prompt", "completion"):
         if name in line and not isinstance(line[name], str):
             raise DataError(f'{where}: "{name}" is a text, this is {type(line[name]).__name__}')

@@ -93,9 +93,9 @@ class TrajectoryDataset:
 
     def _decode_field(self, name: str, field: TrajectoryField, features: Mapping[str, memoryview]) -> Any:
         """Return the values of a field in the shape that `__getitem__` promises."""
-        values = _decode_bytes(name, features, field.dtype).reshape(field.shape)
+        values = _view_feature_bytes_as_array(name, features, field.dtype).reshape(field.shape)
         if field.kind == "dynamic_varlen":
-            lengths = _decode_bytes(f"length_{name}", features, np.dtype("<i4")).astype(np.int64)
+            lengths = _view_feature_bytes_as_array(f"length_{name}", features, np.dtype("<i4")).astype(np.int64)
             if (lengths < 0).any() or lengths.sum() != values.shape[0] or lengths.size != self.steps:
                 raise ValueError(f"'length_{name}' does not give the rows of {name!r} in each of {self.steps} steps")
             return np.split(values, np.cumsum(lengths)[:-1])
@@ -105,7 +105,7 @@ class TrajectoryDataset:
         return values if field.kind == "dynamic" else values[0]
 
 
-def _decode_bytes(name: str, features: Mapping[str, memoryview], dtype: np.dtype[Any]) -> np.ndarray:
+def _view_feature_bytes_as_array(name: str, features: Mapping[str, memoryview], dtype: np.dtype[Any]) -> np.ndarray:
     if name not in features:
         raise ValueError(f"it has no field {name!r}, but {', '.join(sorted(features)) or 'nothing'}")
     if len(features[name]) % dtype.itemsize:

@@ -32,7 +32,7 @@ class LayerScale(nn.Layer):
             g["gain"] += (x * dy).reshape(-1, self.features).sum(axis=0)
 
 
-def make_batch(step: int, samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
+def make_local_batch_of_step(step: int, samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
     """Return this rank's samples of the global batch of `step`: inputs x `(samples / ranks, 8)`, and for each sample
     the target sum(sin(x))."""
     x = np.random.default_rng(step).standard_normal((samples, 8)).astype(np.float32)
@@ -47,7 +47,7 @@ def main(steps: int = 60) -> list[float]:
     trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-2), strategy="fsdp")
     losses = []
     for step in range(steps):
-        losses.append(trainer.step(*make_batch(step)))
+        losses.append(trainer.step(*make_local_batch_of_step(step)))
         if fsdpx.rank() == 0 and step % 10 == 9:
             print(f"step {step + 1:3d}  loss {losses[-1]:.4f}", flush=True)
     return losses

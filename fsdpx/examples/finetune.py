@@ -120,7 +120,7 @@ def train_and_print_loss(trainer: fsdpx.Trainer, samples: Any, steps: int, batch
         print(f"{label}: {steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
 
 
-def warn_if_chat_template_mismatches(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
+def warn_if_data_and_chat_template_disagree(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
     """Print a warning if the training data have messages but the model has no chat template, or vice versa."""
     if samples.messages and template is None:
         print(
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             template=template,
         )  # fmt: skip
     if comm.rank == 0:
-        warn_if_chat_template_mismatches(samples, template, args.folder)
+        warn_if_data_and_chat_template_disagree(samples, template, args.folder)
         trained = sum(spec.size for spec in adapted.specs().values() if spec.trainable)
         count = trainer.inspect.placement.layout.size
         print(f"{count:,} parameters, {trained:,} of them trained; {samples}", flush=True)

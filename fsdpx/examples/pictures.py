@@ -39,14 +39,14 @@ def write_figures(folder: Path, grid: fsdpx.Grid, end_states: Sequence[Array], e
     for theme, look in THEMES.items():
         with rc_context(look):
             drawn = {
-                "field": _draw_end_state_figure(heights, len(errors), options),
+                "field": _draw_final_wave_heights_figure(heights, len(errors), options),
                 "parts": _draw_parts_figure(grid, heights[0], options),
             }
             for name, figure in (drawn | {"error": _draw_error_curve(errors)}).items():
                 figure.savefig(folder / f"surrogate-{name}-{theme}.png", dpi=150, metadata={"Software": None})
 
 
-def _draw_end_state_figure(heights: Sequence[Array], steps: int, options: dict[str, Any]) -> Any:
+def _draw_final_wave_heights_figure(heights: Sequence[Array], steps: int, options: dict[str, Any]) -> Any:
     """Draw the last wave heights of the solver and of the network, and their difference."""
     from matplotlib.figure import Figure
 

@@ -76,14 +76,14 @@ class Solver:
         """Return the field after one large step, which is SMALL explicit steps of du/dt = viscosity laplace(u) - (u .
         grad) u with central differences."""
         for _ in range(SMALL):
-            wide = self._exchange_and_add_halo_rows(field)
+            wide = self._exchange_and_concatenate_halo_rows(field)
             above, below, left, right = wide[:, :-2], wide[:, 2:], np.roll(field, 1, 2), np.roll(field, -1, 2)
             carried = field[0] * (right - left) * (SIDE / 2) + field[1] * (below - above) * (SIDE / 2)
             spread = (above + below + left + right - 4 * field) * SIDE**2
             field = field + STEP * (VISCOSITY * spread - carried)
         return field
 
-    def _exchange_and_add_halo_rows(self, field: Array) -> Array:
+    def _exchange_and_concatenate_halo_rows(self, field: Array) -> Array:
         """Return this rank's rows with one halo row above and one below, received from the neighboring ranks.
         Collective over `comm`."""
         before, after = (self.comm.rank - 1) % self.comm.size, (self.comm.rank + 1) % self.comm.size

@@ -127,14 +127,16 @@ def make_batch_script(
     if config.backend != "gloo":
         config = replace(config, nodes=None if hosts else nodes, per_node=None)
     there = f' --hostfile "{hosts}"' if hosts and nodes > 1 else ""
-    options = shlex.join(_require_printable(["run", *_iterate_nondefault_cli_options(config)]))
-    words = f"{options}{there} {shlex.join(_require_printable(program))}"
+    options = shlex.join(_require_no_control_characters(["run", *_iterate_nondefault_cli_options(config)]))
+    words = f"{options}{there} {shlex.join(_require_no_control_characters(program))}"
     return text.format(
         name=_make_job_name(program), ranks=config.ranks, nodes=nodes, per_node=per_node, cores=cores,
         all_cores=per_node * cores, about=_make_request_comment(nodes, per_node, cores, node_cores), words=words,
         notice=math.ceil(config.grace) + _NOTICE_SECONDS, minutes=math.ceil((config.grace + _NOTICE_SECONDS) / 60),
         python=shlex.quote(sys.executable),
-        environment="".join(f"{line}\n" for line in _require_printable([*_iterate_environment_lines(variables or {})])),
+        environment="".join(
+            f"{line}\n" for line in _require_no_control_characters([*_iterate_environment_lines(variables or {})])
+        ),
     )  # fmt: skip
 
 
@@ -176,7 +178,7 @@ def _make_job_name(program: Sequence[str]) -> str:
     return re.sub(r"[^\w.+-]", "_", name)
 
 
-def _require_printable(words: Sequence[str]) -> Sequence[str]:
+def _require_no_control_characters(words: Sequence[str]) -> Sequence[str]:
     """Return `words`. Raise LaunchError if a word contains a line break or another control character, which could
     inject commands into the batch script."""
     for word in words:

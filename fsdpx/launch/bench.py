@@ -96,7 +96,7 @@ class TimedVerb(NamedTuple):
     message_count: int = 1
 
 
-def _run_ping_pong(comm: Communicator, arrays: BenchArrays) -> None:
+def _send_to_last_rank_and_back(comm: Communicator, arrays: BenchArrays) -> None:
     """Send an array from the first rank to the last one and back."""
     buf, last = arrays.shared, comm.size - 1
     if comm.rank == 0:
@@ -134,7 +134,7 @@ def _get_array_on_root_only(comm: Any, array: Array) -> Array | None:
 
 
 TIMED_VERBS = {
-    "send": TimedVerb(_run_ping_pong, _compute_full_share, _run_mpi4py_ping_pong, message_count=2),
+    "send": TimedVerb(_send_to_last_rank_and_back, _compute_full_share, _run_mpi4py_ping_pong, message_count=2),
     "all_gather": TimedVerb(
         lambda c, a: c.all_gather(a.piece, a.common), _compute_other_ranks_share,
         lambda r, a: r.Allgather(a.piece, a.plain)),
@@ -240,7 +240,7 @@ def measure_verbs(
     names: list[str] = comm.all_gather_value(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _BenchBuffers(comm, max(sizes) + 4 * comm.size)
-    groups = _iterate_measured_communicators(comm, hosts)
+    groups = _iterate_communicators_to_measure(comm, hosts)
     levels = [_time_verbs_in_group(name, group, buffers, sizes, verbs, seconds, count) for name, group in groups]
     own = [level for level in levels if level is not None]
     buffers.free_arrays()
@@ -254,7 +254,7 @@ def measure_verbs(
     }  # fmt: skip
 
 
-def _iterate_measured_communicators(
+def _iterate_communicators_to_measure(
     comm: Communicator, hosts: dict[str, list[int]]
 ) -> Iterator[tuple[str, Communicator | None]]:
     """Yield (name, communicator) for each group of ranks to measure: the ranks of this host, the first rank of each

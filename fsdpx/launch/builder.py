@@ -20,7 +20,7 @@ from fsdpx.core.base.name_hints import did_you_mean, require_known_options
 from fsdpx.core.base.safe_files import expanduser, read_file
 from fsdpx.core.comm import mesh
 from fsdpx.core.trainer.distribute import OPTIONS, distribute
-from fsdpx.core.trainer.recipe import adapt_foreign_model
+from fsdpx.core.trainer.recipe import adapt_foreign_model_and_loss
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError
@@ -101,7 +101,7 @@ class ModelBuilder:
 
     def make_model(self) -> nn.Layer:
         """Build the model that [model] describes; a PyTorch module is wrapped as a layer."""
-        found: nn.Layer = adapt_foreign_model(self._make_section_object("model"), None)[0]
+        found: nn.Layer = adapt_foreign_model_and_loss(self._make_section_object("model"), None)[0]
         return found
 
     def build_trainer(self, comm: Any = None) -> Trainer:

@@ -19,7 +19,7 @@ from fsdpx.ext.fields.grid import Grid
 from fsdpx.nn.layer import list_kernels
 from fsdpx.nn.layer_list import linearize, output_shapes
 
-__all__ = ["CATALOG", "CatalogModel", "find_model", "list_model_and_loss_kernels"]
+__all__ = ["CATALOG", "CatalogModel", "find_model", "list_kernels_of_model_and_loss"]
 
 _INTEGER_INPUT_ERROR = "wants whole numbers"
 """Part of the error message of a layer that accepts only integer inputs, such as Embedding."""
@@ -160,7 +160,7 @@ def _make_user_model_entry(name: str, batch: str | None) -> CatalogModel:
     return CatalogModel(about, lambda: model, loss, x, y, dims[0], cells)
 
 
-def list_model_and_loss_kernels(name: str) -> list[str]:
+def list_kernels_of_model_and_loss(name: str) -> list[str]:
     """Return the names of the kernels that a model and its loss run. For a user's model without a loss, the kernels of
     both CrossEntropyLoss and MSELoss are included."""
     if ":" in name:

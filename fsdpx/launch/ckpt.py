@@ -9,7 +9,7 @@ from fsdpx.core.base.config import parse_byte_count
 from fsdpx.core.base.messages import format_count, wrap_for_terminal
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.checkpoint import offline
-from fsdpx.core.checkpoint.atomic_commit import format_portable_error_text
+from fsdpx.core.checkpoint.atomic_commit import format_os_independent_error_text
 from fsdpx.core.checkpoint.format import STATE_FILE_NAME
 from fsdpx.core.checkpoint.read import CheckpointSource
 from fsdpx.core.checkpoint.save import format_run_description, read_run_description
@@ -43,7 +43,7 @@ def ckpt(args: argparse.Namespace) -> int:
     try:
         return _run_and_print_action(args)
     except OSError as error:
-        raise CheckpointError(format_portable_error_text(error)) from error
+        raise CheckpointError(format_os_independent_error_text(error)) from error
 
 
 def _run_and_print_action(args: argparse.Namespace) -> int:

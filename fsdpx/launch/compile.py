@@ -24,13 +24,13 @@ from fsdpx.core.base.messages import reporting_if_slow
 from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.core.base.safe_files import can_write_folder
 from fsdpx.core.comm.node.persistent import compile_collective_kernels
-from fsdpx.core.compression import make_codec
-from fsdpx.core.engine.warmup import list_kernel_names, list_warm_up_calls, run_warm_up_calls_from_own_start
+from fsdpx.core.compression import make_gradient_codec
+from fsdpx.core.engine.warmup import list_kernel_names, list_warm_up_calls, run_warm_up_calls_in_rotated_order
 from fsdpx.errors import ConfigError
 from fsdpx.ext.half.rounded import RoundedOptimizer
 from fsdpx.ext.native import code_cache
-from fsdpx.launch.catalog import list_model_and_loss_kernels
-from fsdpx.launch.info import describe_version
+from fsdpx.launch.catalog import list_kernels_of_model_and_loss
+from fsdpx.launch.info import describe_package_version
 
 __all__ = ["add_options", "compile_kernels"]
 
@@ -54,18 +54,20 @@ def compile_kernels(args: argparse.Namespace) -> str:
     if args.all == bool(args.example):
         raise ConfigError("name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all")
     folder = _require_writable_code_folder()
-    calls = _list_all_compile_calls() if args.all else []
+    calls = _make_functions_that_compile_kernels() if args.all else []
     for name in dict.fromkeys(args.example):
-        calls += _make_compile_functions(list_model_and_loss_kernels(name), config.resolve_precision(args.precision))
+        calls += _list_calls_that_compile_kernels(
+            list_kernels_of_model_and_loss(name), config.resolve_precision(args.precision)
+        )
     before, begin = set(folder.glob("*.code")), perf_counter()
     with reporting_if_slow(True, "compiling kernels") as count:
-        run_warm_up_calls_from_own_start(calls, count=count)
+        run_warm_up_calls_in_rotated_order(calls, count=count)
     what = "all models" if args.all else f"{', '.join(dict.fromkeys(args.example))} in {args.precision}"
     new = set(folder.glob("*.code")) - before
     if not code_cache.can_store_machine_code():
         return f"kernels of {what} are compiled; Numba keeps them where NUMBA_CACHE_DIR says, else beside fsdpx"
     processor = read_cpuinfo_field("model name") or platform.machine()
-    versions = f"Python {platform.python_version()}, NumPy {np.__version__}, Numba {describe_version('numba')}"
+    versions = f"Python {platform.python_version()}, NumPy {np.__version__}, Numba {describe_package_version('numba')}"
     return (
         f"kernels of {what} are in {folder}\n"
         f"{len(new)} were compiled now, in {perf_counter() - begin:.0f} s, for {processor}, {versions}\n"
@@ -84,14 +86,14 @@ def _require_writable_code_folder() -> Path:
     return cache / "code"
 
 
-def _make_compile_functions(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
+def _list_calls_that_compile_kernels(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
     """Return functions that compile the kernels named in `runs`, and all other code that is needed for training in this
     precision, such as optimizer updates and shared-memory collectives."""
     dtypes = parse_dtype(precision.compute), parse_dtype(precision.gradient_dtype), parse_dtype(precision.master_dtype)
     rounded = precision.master_dtype != precision.gradient_dtype
     optimizers = [RoundedOptimizer(one, precision.rounding == "kahan") if rounded else one for one in OPTIMIZERS]
     warm = partial(
-        make_codec(None, precision.reduce_dtype, precision.gradient_dtype).warm_up,
+        make_gradient_codec(None, precision.reduce_dtype, precision.gradient_dtype).warm_up,
         parse_dtype(precision.gradient_dtype),
     )
     meetings = partial(compile_collective_kernels, parse_dtype(precision.reduce_dtype).name)
@@ -103,9 +105,13 @@ def _make_compile_functions(runs: Iterable[str], precision: Precision) -> list[C
     ]
 
 
-def _list_all_compile_calls() -> list[Callable[[], Any]]:
+def _make_functions_that_compile_kernels() -> list[Callable[[], Any]]:
     """Return functions that compile every kernel and codec, in float32, float64 and bf16."""
     names = list_kernel_names()
-    calls = [call for one in ("float32", "float64", "bf16") for call in _make_compile_functions(names, Precision(one))]
-    codecs = [make_codec(name, "float32", "float32") for name in list_extensions("codec")]
+    calls = [
+        call
+        for one in ("float32", "float64", "bf16")
+        for call in _list_calls_that_compile_kernels(names, Precision(one))
+    ]
+    codecs = [make_gradient_codec(name, "float32", "float32") for name in list_extensions("codec")]
     return calls + [partial(codec.warm_up, np.dtype(np.float32)) for codec in codecs]

@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpx.core.base import environment
 from fsdpx.core.base.dataclass import dataclass
-from fsdpx.core.base.extensions import import_extension, list_extensions
+from fsdpx.core.base.extensions import import_declared_extension, list_extensions
 from fsdpx.core.base.messages import format_count
 from fsdpx.core.program import VERBS
 from fsdpx.errors import ConfigError, LaunchError, escape_control
@@ -175,14 +175,14 @@ def diff(args: argparse.Namespace) -> int:
         if kind == "run":
             _find_script_index(shlex.split(text), text)
     if kinds == ["trace", "trace"]:
-        return _print_difference(_find_first_differing_action(first, second))
+        return _print_difference(_describe_first_differing_action(first, second))
     if kinds == ["checkpoint", "checkpoint"]:
         return print_checkpoint_differences(first, second)
     if {"trace", "checkpoint"} & set(kinds):
         raise ConfigError(f"{first} is a {kinds[0]} and {second} is a {kinds[1]}: two of one kind are compared")
     with tempfile.TemporaryDirectory() as folder:
         runs = [
-            path if kind == "record" else _run_and_record(text, Path(folder, name), args.steps)
+            path if kind == "record" else _run_job_and_record_values(text, Path(folder, name), args.steps)
             for path, kind, text, name in zip((first, second), kinds, (args.first, args.second), "ab", strict=True)
         ]
         return _print_difference(
@@ -214,7 +214,7 @@ def _find_script_index(words: Sequence[str], text: str) -> int:
     return script
 
 
-def _run_and_record(text: str, folder: Path, steps: int) -> Path:
+def _run_job_and_record_values(text: str, folder: Path, steps: int) -> Path:
     """Run a job with `fsdpx run`, record all values that it computes in the first `steps` steps, and return the folder
     of the record."""
     words = shlex.split(text)
@@ -231,11 +231,11 @@ def _run_and_record(text: str, folder: Path, steps: int) -> Path:
     return folder
 
 
-def _find_first_differing_action(first: Path, second: Path) -> str | None:
+def _describe_first_differing_action(first: Path, second: Path) -> str | None:
     """Compare the traces of two runs rank by rank, and return a message about the first action that differs. Return
     None if no action differs. Times are not compared."""
     for name in list_extensions("verbs"):
-        import_extension("verbs", name)
+        import_declared_extension("verbs", name)
     lanes = {verb.lane for verb in VERBS.values()}
     for a, b in zip(chrome.read_traces(first), chrome.read_traces(second), strict=False):
         one, other = ([event["name"] for event in rank.events if event.get("cat") in lanes] for rank in (a, b))

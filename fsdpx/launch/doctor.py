@@ -29,7 +29,7 @@ from fsdpx.ext.gpu.cupy_devices import list_gpu_pci_addresses as seen
 from fsdpx.launch import info
 from fsdpx.launch.launchers import try_launcher_and_explain_failure
 
-__all__ = ["RankFacts", "diagnose_ranks", "doctor", "list_warnings"]
+__all__ = ["RankFacts", "doctor", "gather_health_report_of_ranks", "list_warnings"]
 
 PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch")
 OPTIONAL = ("torch", "cupy")
@@ -75,7 +75,7 @@ def doctor(args: argparse.Namespace) -> int:
     """Print the diagnosis of the job. Return 1 if an all-reduce gives a wrong sum or existing GPUs cannot be used,
     else 0. Collective."""
     with init() as comm:
-        healthy, rows = diagnose_ranks(comm)
+        healthy, rows = gather_health_report_of_ranks(comm)
         if comm.rank == 0:
             width = max(len(name) for name, _ in rows)
             text = "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
@@ -83,7 +83,7 @@ def doctor(args: argparse.Namespace) -> int:
         return 0 if healthy else 1
 
 
-def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
+def gather_health_report_of_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
     """Examine all ranks of the job. Return whether the job is healthy, and the results as (topic, text) rows, with
     warnings last. Collective."""
     facts: list[RankFacts] = comm.all_gather_value(_collect_rank_facts())
@@ -145,7 +145,7 @@ def _collect_rank_facts() -> RankFacts:
     except ConfigError:
         gpus = ()
     affinity = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    versions = {name: info.describe_version(name) for name in PACKAGES} | {
+    versions = {name: info.describe_package_version(name) for name in PACKAGES} | {
         "cupy": re.split("[:,]", info.describe_cupy_and_count_gpus()[0])[0]
     }
     return RankFacts(

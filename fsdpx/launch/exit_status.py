@@ -247,7 +247,9 @@ class Evidence:
             "rank": "" if first is None else f"rank {first.rank} on {first.host}",
             "error": "" if first is None else first.error or f"exit status {first.status}",
             "at": "" if step is None else f" in step {step + 1}",
-            "where": "" if flight is None else f" in step {flight.step + 1}, {flight.describe_action(time.time())}",
+            "where": ""
+            if flight is None
+            else f" in step {flight.step + 1}, {flight.describe_latest_action(time.time())}",
             "more": "; with it and others parts of the state" if lost else "",
             "status": self.status or 1,
             "launcher": self.launcher,

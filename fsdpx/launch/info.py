@@ -30,8 +30,8 @@ __all__ = [
     "describe_cupy_and_count_gpus",
     "describe_launcher",
     "describe_mpi",
+    "describe_package_version",
     "describe_shared_memory",
-    "describe_version",
     "format_info_or_leftovers",
     "get_free_shared_memory_bytes",
     "info",
@@ -63,14 +63,22 @@ def info() -> Info:
     gpu_library, gpus = describe_cupy_and_count_gpus()
     here: dict[str, Any] = get_rank_info()._asdict()
     here |= {"backend": get_backend_name(), "device": "cuda" if gpus else "cpu"}
-    numpy = f"{describe_version('numpy')}, BLAS {describe_numpy_blas()}"
+    numpy = f"{describe_package_version('numpy')}, BLAS {describe_numpy_blas()}"
     rows = [("fsdpx", __version__), ("Python", describe_python()), ("machine", describe_machine()), ("NumPy", numpy)]
     rows += [
-        ("Numba", describe_version("numba", ": plain kernels are used")),
-        ("ml_dtypes", describe_version("ml_dtypes")),
+        ("Numba", describe_package_version("numba", ": plain kernels are used")),
+        ("ml_dtypes", describe_package_version("ml_dtypes")),
     ]
-    rows += [("mpi4py", describe_version("mpi4py")), ("MPI library", describe_mpi()), ("launcher", describe_launcher())]
-    rows += [("CuPy", gpu_library), ("PyTorch", describe_version("torch")), ("shared memory", describe_shared_memory())]
+    rows += [
+        ("mpi4py", describe_package_version("mpi4py")),
+        ("MPI library", describe_mpi()),
+        ("launcher", describe_launcher()),
+    ]
+    rows += [
+        ("CuPy", gpu_library),
+        ("PyTorch", describe_package_version("torch")),
+        ("shared memory", describe_shared_memory()),
+    ]
     rows += [("left in /dev/shm", describe_leftover_shared_memory()), ("cache", _describe_cache())]
     rows += [(f"BLAS {name}", where) for name, where in blas.list_available_libraries().items()]
     rows += [(f"bf16 by {name}", where) for name, where in blas.load_half_matmul().list_available_libraries().items()]
@@ -134,7 +142,7 @@ def probe_mpi_library() -> tuple[str, str]:
     return parse_mpi_library_name(done.stdout), ""
 
 
-def describe_version(package: str, without: str = "") -> str:
+def describe_package_version(package: str, without: str = "") -> str:
     """Return the version of a package or, if it is not installed, "not installed" followed by `without`, which says
     what happens without the package."""
     try:

@@ -25,7 +25,7 @@ __all__ = [
     "LAUNCHERS",
     "FoundLauncher",
     "Launcher",
-    "find_launcher",
+    "find_launcher_to_use",
     "list_answering_hosts",
     "make_command",
     "try_launcher_and_explain_failure",
@@ -130,7 +130,7 @@ class FoundLauncher:
     chosen: bool = True
 
 
-def find_launcher(config: LaunchConfig) -> FoundLauncher:
+def find_launcher_to_use(config: LaunchConfig) -> FoundLauncher:
     """Find the launcher of a job. Raise LaunchError if there is none, or if it does not belong to the MPI library that
     mpi4py uses.
 
@@ -150,7 +150,9 @@ def find_launcher(config: LaunchConfig) -> FoundLauncher:
     beside = Path(sys.executable).with_name("mpiexec.exe" if os.name == "nt" else "mpiexec")
     if beside.exists():
         return _identify_and_check_launcher([str(beside)], config, chosen=True, wheel=True)
-    scheduler = None if config.elastic else {"slurm": _find_srun, "flux": _find_flux}.get(environment.find_scheduler())
+    scheduler = (
+        None if config.elastic else {"slurm": _find_srun_launcher, "flux": _find_flux}.get(environment.find_scheduler())
+    )
     found = scheduler and scheduler()
     if found is not None:
         return found
@@ -199,7 +201,7 @@ def try_launcher_and_explain_failure() -> str:
     error message and a remedy."""
     config = LaunchConfig(2)
     try:
-        found = find_launcher(config)
+        found = find_launcher_to_use(config)
         always = _fill_template(found.kind.always) if found.kind is not None else []
         words = [*found.words, *always, *_make_host_options(found, config, 2), "-n", "2", sys.executable, "-c", ""]
         done = subprocess.run(
@@ -301,7 +303,7 @@ def _identify_and_check_launcher(
     return FoundLauncher((*words, *more), kind, chosen)
 
 
-def _find_srun() -> FoundLauncher | None:
+def _find_srun_launcher() -> FoundLauncher | None:
     """Return the launcher srun, with the option --mpi for the PMI plugin that mpi4py's MPI library needs. Return None
     if srun is not installed or lacks the plugin."""
     srun = shutil.which("srun")

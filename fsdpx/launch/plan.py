@@ -21,8 +21,8 @@ from fsdpx.launch.catalog import CatalogModel, find_model
 from fsdpx.launch.show import (
     converting_write_errors,
     draw_step_to_file,
-    make_samples_not_fields_error,
-    parse_dim_sizes,
+    make_error_that_samples_are_not_fields,
+    parse_dim_size_tuple,
     parse_recompute,
 )  # fmt: skip
 from fsdpx.plan.auto import MACHINE_FILE
@@ -74,7 +74,7 @@ def search_and_format_plan(args: argparse.Namespace) -> str:
     fixed = {name: getattr(args, name) for name in FIXED_PLACEMENTS if getattr(args, name) is not None}
     fixed |= {} if args.mesh is None else {"mesh": Mesh.parse(args.mesh)}
     fixed |= {} if args.recompute is None else {"recompute": parse_recompute(args.recompute)}
-    example, space = _resize_fields_and_choose_domain(args, example)
+    example, space = _apply_field_and_domain_options(args, example)
     if example.batch < 1:
         raise ConfigError(f"--batch {example.batch}: at least one sample")
     codecs = [word for word in args.codecs.split(",") if word]
@@ -107,13 +107,16 @@ def search_and_format_plan(args: argparse.Namespace) -> str:
     return f"{found.format_plan(f'{args.example}: {example.about}')}\n\nmemory of the fastest\n{explained}"
 
 
-def _resize_fields_and_choose_domain(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
+def _apply_field_and_domain_options(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
     """Return the model with samples of the size given by --field, and the `domain` argument of the search. This
     argument is the grid of ranks given by --domain, or else a value that stands for all possible grids. It is None if
     samples are not fields."""
-    cells, dims = parse_dim_sizes("--field", args.field) or example.cells, parse_dim_sizes("--domain", args.domain)
+    cells, dims = (
+        parse_dim_size_tuple("--field", args.field) or example.cells,
+        parse_dim_size_tuple("--domain", args.domain),
+    )
     if not example.cells and (cells or dims):
-        raise make_samples_not_fields_error(args.example)
+        raise make_error_that_samples_are_not_fields(args.example)
     return (example.with_field_shape(cells, None), dims or ANY_GRID) if example.cells else (example, None)
 
 

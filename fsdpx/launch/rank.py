@@ -22,7 +22,12 @@ from fsdpx.core.base import environment, hooks
 from fsdpx.core.comm.default_communicator import get_running_mpi
 from fsdpx.core.comm.mpi.start import guarding_mpi_start
 from fsdpx.ext.gloo import rendezvous
-from fsdpx.launch.rank_status import RankStatus, create_and_open_lifeline_pipe, read_log_folder, redirect_output_to_log
+from fsdpx.launch.rank_status import (
+    RankStatus,
+    open_pipe_that_reveals_rank_death,
+    read_log_folder,
+    redirect_output_to_log,
+)
 
 __all__ = ["RankStatusWriter", "escape_colon_words", "request_kill_on_parent_death"]
 
@@ -45,7 +50,7 @@ def main() -> None:
     environment.set_rank_variables(settings.launcher, settings.expected_size)
     sys.meta_path.insert(0, _MpiStartFinder())
     begun = RankStatus(settings.launcher.rank, os.getpid(), platform.node())
-    create_and_open_lifeline_pipe(settings.run, begun.rank)
+    open_pipe_that_reveals_rank_death(settings.run, begun.rank)
     begun.write_to_folder(settings.run)
     logs = read_log_folder(settings.run)
     if logs is not None:

@@ -17,8 +17,8 @@ from fsdpx.core.base import safe_files
 __all__ = [
     "LogFollower",
     "RankStatus",
-    "create_and_open_lifeline_pipe",
     "open_and_unlink_lifeline_pipe",
+    "open_pipe_that_reveals_rank_death",
     "read_log_folder",
     "read_rank_statuses",
     "redirect_output_to_log",
@@ -158,7 +158,7 @@ def read_rank_statuses(folder: Path) -> dict[int, RankStatus]:
 _FIELD_TYPES = {"rank": int, "process": int, "host": str, "status": (int, type(None)), "error": str, "listens": bool}
 
 
-def create_and_open_lifeline_pipe(folder: Path, rank: int) -> None:
+def open_pipe_that_reveals_rank_death(folder: Path, rank: int) -> None:
     """Create and open a named pipe that is never written to, so that the launcher notices the death of this process
     before any other process does.
 

@@ -35,7 +35,7 @@ from fsdpx.ext.watch.flight_recorder import FlightRecord, format_records, read_a
 from fsdpx.launch.batch import find_cores_per_node, make_batch_script
 from fsdpx.launch.elastic_join import JoinRequests, request_more_ranks
 from fsdpx.launch.exit_status import DeathRecorder, Evidence, JobEnding, RestartPlan, record_and_decide_restart
-from fsdpx.launch.launchers import FoundLauncher, find_launcher, list_answering_hosts, make_command
+from fsdpx.launch.launchers import FoundLauncher, find_launcher_to_use, list_answering_hosts, make_command
 from fsdpx.launch.options import (
     LaunchConfig,
     NodeRank,
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
             _log_line(found[1] + found[2])
     elif args.dry_run:
         folder = config.folder or Path(tempfile.gettempdir(), f"{_FOLDER_PREFIX}{secrets.token_hex(8)}")
-        job = LaunchedJob(find_launcher(config), config, program, variables, node)
+        job = LaunchedJob(find_launcher_to_use(config), config, program, variables, node)
         named = [
             f"{name}={shlex.quote(value)}"
             for name, value in job.make_environment(folder / "start-0", 0, config.ranks).items()
@@ -118,7 +118,7 @@ def run_job(
     are additional environment variables of the ranks. `node` is this host's position among the hosts if each host has
     its own launcher; `config` then counts only the ranks of this host."""
     plan = RestartPlan(config.ranks, config.least_ranks, config.max_restarts, config.backoff)
-    job = LaunchedJob(find_launcher(config), config, program, variables or {}, node)
+    job = LaunchedJob(find_launcher_to_use(config), config, program, variables or {}, node)
     _require_existing_program(program)
     job.make_command(config.ranks)  # raises an error if the options cannot work, before any file is written
     if config.hostfile is not None:

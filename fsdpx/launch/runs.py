@@ -14,7 +14,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.chrome import merge_traces
 from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder_and_last_arguments, naming_folder_in_errors
 from fsdpx.ext.observe.html_page import write_report_page
-from fsdpx.ext.observe.plots import explain_if_matplotlib_is_missing
+from fsdpx.ext.observe.plots import format_missing_matplotlib_message
 from fsdpx.launch.builder import ModelBuilder
 from fsdpx.launch.ckpt import iterate_flat_items
 from fsdpx.launch.run_results import format_summary_line, save_and_print_results
@@ -28,7 +28,7 @@ def print_and_write_report(args: argparse.Namespace) -> int:
     folder = RunFolder(args.run)
     print(wrap_for_terminal(write_report_page(folder)))
     print(f"\n{folder.page_path}")
-    if why := explain_if_matplotlib_is_missing():
+    if why := format_missing_matplotlib_message():
         print(f"it has no pictures: {why}")
     return 0
 

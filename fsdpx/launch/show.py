@@ -55,9 +55,9 @@ __all__ = [
     "converting_write_errors",
     "draw_step_to_file",
     "format_mesh",
-    "make_samples_not_fields_error",
+    "make_error_that_samples_are_not_fields",
     "make_step_lanes",
-    "parse_dim_sizes",
+    "parse_dim_size_tuple",
     "parse_recompute",
     "require_axes_for_options",
     "show",
@@ -117,14 +117,14 @@ def _simulate_and_format_step(args: argparse.Namespace, count: Callable[[int], N
     example = _round_batch_up_to_chunk_multiple(find_model(args.example, args.batch), args.batch, args.chunks)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     require_axes_for_options(mesh, args.schedule, args.sequence)
-    dims = parse_dim_sizes("--domain", args.domain) or (mesh.domain if mesh is not None else ())
+    dims = parse_dim_size_tuple("--domain", args.domain) or (mesh.domain if mesh is not None else ())
     ranks, batch = _choose_rank_count(args, mesh, prod(dims)), example.batch
     if ranks < 1 or batch < 1:
         raise ConfigError(f"--ranks {ranks} --batch {batch}: both at least 1")
     strategy = DistributionChoices(args.strategy, mesh).strategy_within_replica(ranks)
     full = (mesh or Mesh()).fill_from_strategy(strategy, ranks)
     cells, grid = _choose_field_cells_and_grid(args, example, dims)
-    rank, rows = _choose_rank_and_sample_count(
+    rank, rows = _choose_shown_rank_and_sample_count(
         args, replace(full, domain=dims), ranks, batch, 0 if grid is None else grid.busiest_ranks[0]
     )
     space = None if grid is None else grid.as_rank(full.data_rank_of(rank))
@@ -203,7 +203,7 @@ def _make_dry_run_options(
     }
 
 
-def parse_dim_sizes(option: str, text: str | None) -> tuple[int, ...]:
+def parse_dim_size_tuple(option: str, text: str | None) -> tuple[int, ...]:
     """Parse the value of a command-line option, such as "2,2,2" or "2x2x2"; None is parsed as (). Raise ConfigError for
     anything else."""
     words = [] if text is None else text.replace("x", ",").split(",")
@@ -212,7 +212,7 @@ def parse_dim_sizes(option: str, text: str | None) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def make_samples_not_fields_error(example: str) -> ConfigError:
+def make_error_that_samples_are_not_fields(example: str) -> ConfigError:
     """Return the error to raise for --domain or --field, because samples of the model `example` are not fields."""
     fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
     say = "; of a model of your own say --batch with samples, channels and cells, as many as it gives"
@@ -225,9 +225,9 @@ def _choose_field_cells_and_grid(
 ) -> tuple[tuple[int, ...], Grid | None]:
     """Return the number of cells of the field along each dim (from --field), and the grid of ranks that splits the
     field (None if it is not split)."""
-    cells = parse_dim_sizes("--field", args.field) or example.cells
+    cells = parse_dim_size_tuple("--field", args.field) or example.cells
     if not example.cells and (dims or cells):
-        raise make_samples_not_fields_error(args.example)
+        raise make_error_that_samples_are_not_fields(args.example)
     return cells, Grid.from_shape(cells, dims) if dims else None
 
 
@@ -242,7 +242,7 @@ def _round_batch_up_to_chunk_multiple(example: CatalogModel, batch: str | None, 
     return replace(example, batch=fits)
 
 
-def _choose_rank_and_sample_count(
+def _choose_shown_rank_and_sample_count(
     args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int
 ) -> tuple[int, int]:
     """Return the rank to show, and its number of samples. By default, the first rank that has samples and holds shard

@@ -29,7 +29,7 @@ from fsdpx.launch.show import format_mesh, parse_recompute, require_axes_for_opt
 from fsdpx.nn.tensor_plan import SEQUENCES
 from fsdpx.testing.compare import find_difference
 
-__all__ = ["verify", "verify_on_communicator"]
+__all__ = ["verify", "verify_training_on_communicator"]
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 VOCAB, SEQ_LEN = 61, 12
@@ -109,10 +109,10 @@ def verify(args: argparse.Namespace) -> int:
     if args.strategy != "all":
         resolve_sharding(DistributionChoices(args.strategy).strategy_within_replica(1), 1)
     _list_precisions(args.precision)
-    return verify_on_communicator(init("mpi" if args.no_node else None), args)
+    return verify_training_on_communicator(init("mpi" if args.no_node else None), args)
 
 
-def verify_on_communicator(comm: Communicator, args: argparse.Namespace) -> int:
+def verify_training_on_communicator(comm: Communicator, args: argparse.Namespace) -> int:
     """Run `verify` on the ranks of `comm`. Return 0 if all tensors agree, else 1. Collective."""
     good = True
     cases = list_cases(args, comm.size)

@@ -102,10 +102,10 @@ class Architecture:
     def get_names_in_files(self, name: str, rows: int) -> tuple[str, ...]:
         """Return the names that files use for a parameter: one tensor name or, for stacked experts, one for each of
         the `rows` slices along dim 0."""
-        found = self._get_name_pattern_in_files(name)
+        found = self._get_name_in_files(name)
         return tuple(found.replace("#", str(row)) for row in range(rows)) if "#" in found else (found,)
 
-    def _get_name_pattern_in_files(self, name: str) -> str:
+    def _get_name_in_files(self, name: str) -> str:
         for ours, theirs in self.names.items():
             pattern = re.escape(ours).replace(r"\*", r"(\d+)") + ("(.*)" if ours.endswith(".") else "")
             if match := re.fullmatch(pattern, name):

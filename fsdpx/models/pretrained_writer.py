@@ -88,7 +88,7 @@ def _write_pretrained_folder(state: TrainState, folder: Any, dtype: str | None) 
     run_on_all_ranks(world, where, lambda: _require_saveable(state, dtype))
     stored = _get_sources_by_parameter(state)
     source = next(iter(stored.values())).source
-    plan = _plan_files(source, {name for one in stored.values() for name in one.names}, dtype)
+    plan = _plan_file_layout_like_source(source, {name for one in stored.values() for name in one.names}, dtype)
     partial = run_on_rank0(world, where, lambda: _create_partial_folder(path, plan))
     try:
         run_on_all_ranks(world, where, lambda: write_tensor_shards(partial, plan, _iterate_shards(state, stored)))
@@ -117,7 +117,7 @@ def _require_saveable(state: TrainState, dtype: str | None) -> None:
         raise CheckpointError(f"the architecture has no {', '.join(strange[:5])}; trainer.save writes any model")
 
 
-def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) -> FileLayout:
+def _plan_file_layout_like_source(source: CheckpointSource, names: set[str], dtype: str | None) -> FileLayout:
     """Return the layout of the new files, which have the same names as the files that the model was loaded from. The
     header of a file is copied unless the tensors in the file, or their dtype, change."""
     code = None if dtype is None else dtype_to_code(parse_dtype(dtype))
@@ -152,12 +152,12 @@ def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Itera
             if one.transposed and len(piece.spec.shape) == 2:
                 yield from iterate_blocks_of_transposed_shard(one.name, piece)
             elif len(one.names) > 1:
-                yield from _split_shard_by_tensor(piece, one)
+                yield from _split_shard_by_file_tensor(piece, one)
             else:
                 yield replace(piece, name=one.name)
 
 
-def _split_shard_by_tensor(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
+def _split_shard_by_file_tensor(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
     """Split a rank's shard of a parameter into one shard per tensor in the files. The files may store a parameter as
     several tensors, for example one per expert."""
     for block in piece.iterate_blocks(BLOCK_BYTES // piece.array.dtype.itemsize):

@@ -98,7 +98,7 @@ def start_all_gather_dim(
     counts = [math.prod(shape) for shape in shapes]
     sent, flat = _flatten_contiguous(xp, x), xp.empty((builtins.sum(counts),), dtype=x.dtype)
     handle = comm.all_gather(sent, flat, counts, what=what)
-    return PendingCollective(handle, lambda: _unpack_parts(xp, flat, shapes, dim), sent)
+    return PendingCollective(handle, lambda: _join_flattened_parts(xp, flat, shapes, dim), sent)
 
 
 def reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> Array:
@@ -151,7 +151,7 @@ def all_to_all_dims(
     counts, received = ([math.prod(shape) for shape in shapes] for shapes in (out, into))
     sent, flat = _split_and_flatten_parts(xp, x, out, split), xp.empty((builtins.sum(received),), dtype=x.dtype)
     comm.all_to_all(sent, flat, counts, received, what=what).wait()
-    return _unpack_parts(xp, flat, into, merge)
+    return _join_flattened_parts(xp, flat, into, merge)
 
 
 def all_to_all_rows(
@@ -207,7 +207,7 @@ def _split_and_flatten_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: in
     return flat
 
 
-def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
+def _join_flattened_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
     """Invert `_split_and_flatten_parts`: return the array whose flattened parts along `dim` are concatenated in the 1-D
     buffer `flat`."""
     first = shapes[0]

@@ -141,7 +141,7 @@ class Container(Layer):
         }
         return new
 
-    def with_frozen_except(self, trained: tuple[str, ...]) -> Container:
+    def with_frozen_except_suffixes(self, trained: tuple[str, ...]) -> Container:
         """Return a copy of the container in which only parameters whose names end in one of the suffixes `trained` are
         trained."""
         new = copy(self)

@@ -17,8 +17,9 @@ from fsdpx.core.array.shapes.flop_counter import counting_as_one_matmul
 
 __all__ = [
     "BLANK", "WRITTEN", "GradientEntries", "GradientEntry", "Gradients", "accumulation_dtype", "add_linear_gradients",
-    "add_matmul_gradient", "add_sum_over_dims_into", "as_indices", "as_rows", "cast_input", "choose_float_dtype",
-    "claim_gradient", "has_integer_dtype", "linear_backward", "linear_forward", "matmul_in_dtype_of_first",
+    "add_matmul_gradient", "add_sum_over_dims_into", "as_indices", "as_rows", "cast_input_to_dtype_of_readers",
+    "choose_float_dtype", "get_gradient_and_whether_to_add", "has_integer_dtype", "linear_backward", "linear_forward",
+    "matmul_in_dtype_of_first",
 ]  # fmt: skip
 
 Array = Any
@@ -73,8 +74,8 @@ class GradientEntries(dict[str, GradientEntry]):
 
 
 class Gradients(Mapping[str, Array]):
-    """Gradients by parameter name. Layers can add to a gradient with `g["weight"] += d`. `claim_gradient` is faster,
-    because the array need not be zeroed first.
+    """Gradients by parameter name. Layers can add to a gradient with `g["weight"] += d`.
+    `get_gradient_and_whether_to_add` is faster, because the array need not be zeroed first.
 
     Tied parameters share one `GradientEntry` under several names."""
 
@@ -122,7 +123,7 @@ class Gradients(Mapping[str, Array]):
         return {head: Gradients(entries) for head, entries in grouped.items()}
 
 
-def claim_gradient(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
+def get_gradient_and_whether_to_add(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
     """Return the gradient array of a parameter, and a bool: True if the caller must add to the array, False if the
     caller must overwrite it. Return None if the parameter is frozen.
 
@@ -151,7 +152,7 @@ def as_indices(x: Any) -> Any:
     return x if np.dtype(x.dtype) in (np.int32, np.int64) else x.astype(np.int64)
 
 
-def cast_input(array: Any, takes: str, dtype: Any) -> Any:
+def cast_input_to_dtype_of_readers(array: Any, takes: str, dtype: Any) -> Any:
     """Return a model input in the dtype that its readers (the layers that take this input) expect.
 
     `takes` is a value of `Layer.takes` other than "passed". Only integer and boolean inputs are cast. For "numbers",
@@ -220,11 +221,13 @@ def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None
     """Add the parameter gradients of `linear_forward`: `dy.T @ x` to `g["weight"]`, and the column sums of dy to
     `g["bias"]`, for dy `(rows, m)` and x `(rows, n)`."""
     if _can_use_blas(xp, dy, x):
-        blas.linear_backward_params(claim_gradient(g, "weight"), claim_gradient(g, "bias"), dy, x)
+        blas.linear_backward_params(
+            get_gradient_and_whether_to_add(g, "weight"), get_gradient_and_whether_to_add(g, "bias"), dy, x
+        )
         return
     add_matmul_gradient(xp, g, "weight", dy.T, x)
     if (_can_use_half_blas(xp, dy, x) or get_device_of_array(dy).has_sum_kernels) and (
-        into := claim_gradient(g, "bias")
+        into := get_gradient_and_whether_to_add(g, "bias")
     ):
         kernels.sum_rows(xp, dy, *into)
     elif "bias" in g:
@@ -236,7 +239,9 @@ def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any)
     dtype = dy.dtype
     if xp is np and dtype is x.dtype and dtype.char in "fd":
         dx = np.empty(x.shape, dtype)
-        blas.linear_backward(dx, claim_gradient(g, "weight"), claim_gradient(g, "bias"), dy, x, weight)
+        blas.linear_backward(
+            dx, get_gradient_and_whether_to_add(g, "weight"), get_gradient_and_whether_to_add(g, "bias"), dy, x, weight
+        )
         return dx
     add_linear_gradients(xp, g, dy, x)
     return matmul_in_dtype_of_first(xp, dy, weight)
@@ -245,7 +250,7 @@ def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any)
 def add_matmul_gradient(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> None:
     """Add the matrix product `a @ b` to the gradient `name`, unless the parameter is frozen. The sum is rounded only
     once."""
-    into = claim_gradient(g, name)
+    into = get_gradient_and_whether_to_add(g, name)
     if into is None:
         return
     out, add = into

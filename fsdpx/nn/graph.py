@@ -36,7 +36,7 @@ class Graph(Container):
         frozen: Sequence[str] = (),
     ) -> None:
         inputs, outputs = _require_unique_value_names("inputs", inputs), _require_unique_value_names("outputs", outputs)
-        steps = [_make_child_call(name, node) for name, node in nodes.items()]
+        steps = [_parse_node_into_child_call(name, node) for name, node in nodes.items()]
         names = [*inputs, *(step.name for step in steps)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"Graph: duplicate names {', '.join(map(repr, twice))}: nodes and inputs share one set")
@@ -60,7 +60,7 @@ def _require_unique_value_names(what: str, names: Sequence[str]) -> tuple[str, .
     return names
 
 
-def _make_child_call(name: str, node: Any) -> ChildCall:
+def _parse_node_into_child_call(name: str, node: Any) -> ChildCall:
     require_valid_child_name("Graph", name)
     if not isinstance(node, tuple | list) or len(node) < 2 or not all(isinstance(s, str) for s in node[1:]):
         raise ConfigError(f"Graph: node {name!r} must be (layer, 'source', ...), got {node!r}")

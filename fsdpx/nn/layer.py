@@ -34,7 +34,7 @@ __all__ = [
     "Array", "AxisRanks", "Layer", "LayerAxes", "LayerContext", "ParameterSpec", "Parameters", "Params", "Pending",
     "ShardedLayer", "collect_specs", "find_sequence_length", "format_constructor", "group_arrays_by_child",
     "iterate_layers", "join_path", "list_kernels", "require_finite_arguments", "require_fraction", "require_last_dim",
-    "require_pair", "require_positive", "require_time_dim", "store_init_args",
+    "require_positive", "require_result_is_pair", "require_time_dim", "store_init_args",
 ]  # fmt: skip
 
 
@@ -309,7 +309,7 @@ class ShardedLayer:
     kinds: tuple[Kind, ...] = ()
 
 
-def require_pair(found: Any, method: str = "backward_input", wanted: str = "(dx, kept)") -> tuple[Any, Any]:
+def require_result_is_pair(found: Any, method: str = "backward_input", wanted: str = "(dx, kept)") -> tuple[Any, Any]:
     """Return `found`, the result of a layer's `method`. Raise ShapeError unless `found` is a tuple of two elements. The
     message describes the expected tuple as `wanted`."""
     if not isinstance(found, tuple) or len(found) != 2:
@@ -473,7 +473,7 @@ class Layer(ABC):
         ShapeError
             if `forward` does not return a pair
         """
-        return require_pair(self.forward(env, p, x), "forward", "(result, saved)")[0]
+        return require_result_is_pair(self.forward(env, p, x), "forward", "(result, saved)")[0]
 
     @abstractmethod
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
@@ -522,7 +522,7 @@ class Layer(ABC):
         array
             dx, the gradient of the input, or a tuple of gradients for several inputs
         """
-        dx, kept = require_pair(self.backward_input(env, p, saved, dy))
+        dx, kept = require_result_is_pair(self.backward_input(env, p, saved, dy))
         if g:
             self.backward_params(env, g, kept)
         return dx
@@ -566,7 +566,7 @@ class Layer(ABC):
             if the layer does not support the mark, or the sharding of the inputs
         """
         request.require_no_tensor_plan_mark(self)
-        kind, location = request.require_same_kind(self), f"{request.path!r} {self!r}"
+        kind, location = request.get_common_input_sharding(self), f"{request.path!r} {self!r}"
         if isinstance(kind, ShardedBatch) and (self.collective or any(spec.state for spec in self.specs().values())):
             raise ConfigError(
                 f"{location} takes statistics over samples, which sequence='samples' cuts: use LayerNorm or RMSNorm"

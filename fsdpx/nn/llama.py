@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdpx.core.base.extensions import import_extension
+from fsdpx.core.base.extensions import import_declared_extension
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import Container, make_steps_of_chain
 from fsdpx.nn.embedding import Embedding
@@ -105,7 +105,7 @@ class Llama(Container):
         mlp: Layer = GatedMLP(d_model, inside, activation, bias, init=init, out_init=out_init)
         if experts is not None:
             _require_plain_experts(activation, bias)
-            mixture = import_extension("layer", "moe")
+            mixture = import_declared_extension("layer", "moe")
             mlp = mixture(d_model, inside, experts, active, balance, init=init, out_init=out_init)
         layers: dict[str, Layer] = {"embed": Embedding(vocab, d_model, init=init)}
         layers |= {"scale": Scale(math.sqrt(d_model))} if scale_embedding else {}

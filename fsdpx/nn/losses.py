@@ -21,7 +21,7 @@ from fsdpx.nn.shard_specs import FieldPartition
 __all__ = [
     "BCEWithLogitsLoss", "CellWeights", "CrossEntropyLoss", "Loss", "LossSum", "MSELoss", "TensorParallelModel",
     "WeightedElementwiseLoss", "WrappedLoss", "backward_pieces", "compute_difference_target_and_weights",
-    "match_memory_order", "require_one_output", "require_target_shape", "sum_weighted_losses_over_samples",
+    "match_memory_order", "require_one_output", "require_target_shape", "sum_weighted_loss_terms_over_batch",
 ]  # fmt: skip
 
 
@@ -452,7 +452,7 @@ class LossSum(Loss):
             total = sum(factor * float(error) for factor, (error, *_) in pairs)
             return total, each[0][1], [[(factor, saved)] for factor, (*_, saved) in pairs]
         by_sample = [loss.counts == "unknown" for _, loss in self.terms]
-        return sum_weighted_losses_over_samples(env, self.terms, [(y, target)] * len(by_sample), by_sample)
+        return sum_weighted_loss_terms_over_batch(env, self.terms, [(y, target)] * len(by_sample), by_sample)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         dy: Any = None
@@ -467,7 +467,7 @@ Pieces = list[tuple[float, Any]]
 loss for this slice, and the values saved by `forward`."""
 
 
-def sum_weighted_losses_over_samples(
+def sum_weighted_loss_terms_over_batch(
     env: LayerContext, terms: Sequence[tuple[float, Loss]], pairs: Sequence[tuple[Any, Any]], by_sample: Sequence[bool]
 ) -> tuple[float, float, list[Pieces]]:
     """Compute the weighted sum of several losses for a batch. Return (total, number of samples, pieces): the loss is

@@ -207,7 +207,7 @@ class Attention(PerHead):
         if self.fused:
             return (self.core or self._heads).backward(env, kept, dy), ()
         if self.core is not None:
-            return self._split_and_sum_repeated_heads(env, self.core.backward(env, kept, dy)), ()
+            return self._split_qkv_gradient_and_sum_repeats(env, self.core.backward(env, kept, dy)), ()
         x, merged, rest = kept
         d = self._heads.attend_backward(
             env, merged, rest, dy, *self._split_into_heads(x[:3]), segments=self._get_segments(env, x)
@@ -242,7 +242,7 @@ class Attention(PerHead):
         more = [env.xp.broadcast_to(a.reshape(*shape[:3], 1, self.d_head), shape).reshape(q.shape) for a in (k, v)]
         return concatenate_on_device(env.xp, (q, *more), 2)
 
-    def _split_and_sum_repeated_heads(self, env: LayerContext, d: Array) -> tuple[Array, ...]:
+    def _split_qkv_gradient_and_sum_repeats(self, env: LayerContext, d: Array) -> tuple[Array, ...]:
         """Return the gradients of q, k and v, given the gradient `d` of the result of `_repeat_kv_and_concatenate_qkv`.
         Gradients of repeated heads are summed."""
         width = self.n_heads * self.d_head

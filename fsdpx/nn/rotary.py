@@ -16,7 +16,7 @@ from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_positive
 from fsdpx.nn.per_head import PerHead
 from fsdpx.nn.shard_specs import ShardingContext
 
-__all__ = ["Rotary", "compute_frequencies"]
+__all__ = ["Rotary", "compute_rotary_frequencies_and_factor"]
 
 SCALING_OPTIONS = {
     "default": (),
@@ -126,7 +126,7 @@ class Rotary(PerHead):
         return kernels.rotate(env.xp, heads, cos, sin).reshape(x.shape)
 
 
-def compute_frequencies(
+def compute_rotary_frequencies_and_factor(
     d_head: int, theta: float, scaling: Mapping[str, Any] | None = None, seq_len: int = 2048, time: int = 0
 ) -> tuple[np.ndarray, float]:
     """Return two values: a float64 array (d_head / 2,) with the angle by which each pair of features is rotated from
@@ -212,6 +212,6 @@ def _compute_cos_sin(
     """Return the cosines and sines of the rotation angles of the first `count` positions, multiplied by the factor of
     the scaling. Both are float64 arrays (count, d_head / 2)."""
     options = {"rope_type": scaling[0], **dict(scaling[1:])} if scaling else None
-    turns, size = compute_frequencies(d_head, theta, options, seq_len, time)
+    turns, size = compute_rotary_frequencies_and_factor(d_head, theta, options, seq_len, time)
     angles = np.arange(count)[:, None] * turns[None, :]
     return np.cos(angles) * size, np.sin(angles) * size

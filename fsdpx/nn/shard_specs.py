@@ -334,7 +334,7 @@ class FieldPartition:
         """Return the loss to use if each rank holds a shard of the output."""
         return loss.bind_partition(self)
 
-    def locate_shard(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
+    def get_first_cells_and_field_sizes(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
         """Return {dim: (first cell of this rank's array, number of cells of the full field)} for each dim of an array
         (samples, channels, *cells) that is partitioned or has ghost cells. The array includes the ghost cells, so it
         may begin or end outside the field.
@@ -350,8 +350,8 @@ class FieldPartition:
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
         """Return random numbers from `random`, a `core.array.random.Random`, for this rank's shard of a field array,
         including ghost cells. Each cell gets the same numbers as in the full field. Ghost cells outside the field get
-        the numbers of the cells at the other end. `lines` is as in `locate_shard`."""
-        cuts = self.locate_shard(lines)
+        the numbers of the cells at the other end. `lines` is as in `get_first_cells_and_field_sizes`."""
+        cuts = self.get_first_cells_and_field_sizes(lines)
         return random.get_number_subarray(shape, cuts) if cuts else random.get_number_range(shape)
 
     def get_dim_name(self, dim: int) -> str:
@@ -472,7 +472,7 @@ class ShardingContext:
                 "model, and LayerDefault attention, MLP, MoE and what contains them"
             )
 
-    def require_same_kind(self, layer: object) -> Kind:
+    def get_common_input_sharding(self, layer: object) -> Kind:
         """Return the common sharding of all inputs; `Replicated` for a layer without inputs.
 
         Parameters

@@ -27,7 +27,7 @@ from fsdpx.nn.shard_specs import (
 )
 from fsdpx.nn.tied_parameters import get_canonical_name
 
-__all__ = ["SEQUENCES", "Redistribution", "ShardingWalk", "match_marks", "parallelize"]
+__all__ = ["SEQUENCES", "Redistribution", "ShardingWalk", "match_marks_to_layer_paths", "parallelize"]
 
 
 class Redistribution(NamedTuple):
@@ -206,8 +206,10 @@ def parallelize(
         raise ConfigError(f"sequence={sequence!r}: choose one of {', '.join(map(repr, SEQUENCES))}")
     if sequence in FULL_PARAMETER_SEQUENCES and plan is not None:
         raise ConfigError(f"sequence={sequence!r} leaves parameters whole but for experts: it takes no tensor_plan")
-    walk = ShardingWalk(width, sequence, {} if sequence in FULL_PARAMETER_SEQUENCES else match_marks(model, plan))
-    planned = _parallelize_root(walk, model, loss, [Replicated()] * len(list_input_names(model)))
+    walk = ShardingWalk(
+        width, sequence, {} if sequence in FULL_PARAMETER_SEQUENCES else match_marks_to_layer_paths(model, plan)
+    )
+    planned = _shard_model_and_loss(walk, model, loss, [Replicated()] * len(list_input_names(model)))
     if width == 1:
         return TensorParallelModel(model, loss, None, frozenset())
     if sequence not in FULL_PARAMETER_SEQUENCES and _get_shard_specs(planned.model) == _get_shard_specs(model):
@@ -225,7 +227,7 @@ def _get_shard_specs(model: Layer) -> dict[str, Any]:
     return {name: spec.cut for name, spec in model.specs().items()}
 
 
-def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list[Kind]) -> TensorParallelModel:
+def _shard_model_and_loss(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list[Kind]) -> TensorParallelModel:
     """Shard the model and the loss, and return both. Where needed, add layers that shard the model's input, and a layer
     that all-gathers an output if the loss cannot be computed on shards."""
     enter = None
@@ -239,7 +241,7 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
     if isinstance(kind, ShardedBatch):
         loss, output_dim = ShardedBatchLoss(loss), 0
     elif isinstance(kind, ShardedSequence):
-        _require_shardable_loss(loss, walk.sequence)
+        _require_sequence_shardable_loss(loss, walk.sequence)
         loss, output_dim = ShardedSequenceLoss(loss, walk.width), 1
     if isinstance(kind, ShardedFeatures):
         if not kind.ends:
@@ -263,7 +265,7 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
     return TensorParallelModel(new, loss, output_dim, partial)
 
 
-def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
+def _require_sequence_shardable_loss(loss: Any, sequence: str | None) -> None:
     """Raise ConfigError unless the loss has `acts_on = "position"`, so that it can be computed on shards of the
     sequence. A missing attribute counts as "sample"."""
     acts_on = getattr(loss, "acts_on", "sample")
@@ -281,7 +283,7 @@ def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
     )
 
 
-def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
+def match_marks_to_layer_paths(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
     """Return the marks of a tensor plan as {path of a layer: mark}. Marks come from the first pattern that matches the
     path, and from the built-in plans of layers that are marked as `LayerDefault`.
 

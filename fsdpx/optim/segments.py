@@ -194,7 +194,7 @@ class ShardSegments:
         tuple of HyperparameterSpan
             the nonempty spans in the order of the shard; cached
         """
-        return self._get_or_make_hyperparameter_spans(_merge_spans, groups)
+        return self._get_or_make_hyperparameter_spans(_merge_equal_hyperparameter_spans, groups)
 
     def hyperparameters_per_segment(self, groups: ParamGroups) -> tuple[HyperparameterSpan, ...]:
         """Return the hyperparameters of each segment (part of a parameter).
@@ -277,7 +277,10 @@ class ShardSegments:
         parts_by_name = {s.name: [(s, parts[s.name])] for s in self.items if s.name in parts}
         if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
             return parts_by_name
-        chosen = [[(theirs, mine) for theirs, mine in some if sends(mine)] for some in self._shared_segments]
+        chosen = [
+            [(theirs, mine) for theirs, mine in some if sends(mine)]
+            for some in self._segment_pairs_shared_with_each_rank
+        ]
         outgoing = [parts[mine.name] for some in chosen for _, mine in some]
         incoming = xp.empty(sum(sends(theirs) for some in chosen for theirs, _ in some), dtype=dtype)
         self.peers.all_to_all(
@@ -306,10 +309,10 @@ class ShardSegments:
         """
         if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
             return None
-        return sum(sends(mine) for some in self._shared_segments for _, mine in some)
+        return sum(sends(mine) for some in self._segment_pairs_shared_with_each_rank for _, mine in some)
 
     @cached_property
-    def _shared_segments(self) -> list[list[tuple[ShardSegment, ShardSegment]]]:
+    def _segment_pairs_shared_with_each_rank(self) -> list[list[tuple[ShardSegment, ShardSegment]]]:
         """For each rank, a list with a pair (that rank's segment, this rank's segment) for each parameter that the two
         ranks share. The list for this rank itself is empty."""
         assert self.peers is not None
@@ -360,7 +363,9 @@ def _make_hyperparameter_spans(items: tuple[ShardSegment, ...], groups: Frozen) 
     return tuple(make_span(s) for s in items)
 
 
-def _merge_spans(items: tuple[ShardSegment, ...], groups: Frozen) -> tuple[HyperparameterSpan, ...]:
+def _merge_equal_hyperparameter_spans(
+    items: tuple[ShardSegment, ...], groups: Frozen
+) -> tuple[HyperparameterSpan, ...]:
     merged = []
     spans = _make_hyperparameter_spans(items, groups)
     for values, same in groupby(spans, key=lambda r: (r.lr_scale, r.weight_decay, r.missed)):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from fsdpx.core.array.shapes.array import MemoryMeter, ShapeArray, Storage
 from fsdpx.core.array.shapes.flop_counter import WorkCount, add_counted_work, counting_work
-from fsdpx.core.array.shapes.shape_cache import make_value_template, rebuild_cached_value
+from fsdpx.core.array.shapes.shape_cache import build_value_from_template, make_template_to_rebuild_value
 from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import TrafficCounters
@@ -154,7 +154,7 @@ class ActionCostRecorder(TimelineRecorder):
         meter = self.meter
         meter.peak = max(meter.peak, meter.live + made.inner)
         flags.write_flags(made.flags)
-        return rebuild_cached_value(made.plan, roots)
+        return build_value_from_template(made.plan, roots)
 
     def _run_and_memoize(
         self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any
@@ -170,7 +170,7 @@ class ActionCostRecorder(TimelineRecorder):
         if len(constants) > there:
             return found
         try:
-            plan = make_value_template(found, roots, constants=(RecomputePlaceholder,))
+            plan = make_template_to_rebuild_value(found, roots, constants=(RecomputePlaceholder,))
         except TypeError:  # the result contains an object of unknown type, so equal calls run again
             self._known[key] = None
             return found
@@ -204,7 +204,7 @@ class _MemoizedLayer:
     """Wraps a layer so that each method of the layer runs only once for each combination of argument shapes."""
 
     def __init__(self, layer: Layer, costing: ActionCostRecorder) -> None:
-        self._layer, self._costing = _find_first_equal_layer(layer), costing
+        self._layer, self._costing = _get_first_seen_equal_layer(layer), costing
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._layer, name)
@@ -225,7 +225,7 @@ class _MemoizedLayer:
         return repr(self._layer)
 
 
-def _find_first_equal_layer(layer: Layer) -> Layer:
+def _get_first_seen_equal_layer(layer: Layer) -> Layer:
     """Return the first layer passed to this function that is equal to `layer`; this may be `layer` itself. All equal
     containers must be replaced with one object, because a container recognizes its saved placeholders only if they were
     made by the same object."""

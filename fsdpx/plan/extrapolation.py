@@ -77,18 +77,20 @@ class StepDryRuns:
                 return False
         return True
 
-    def extrapolate_step(self, timing: StepTimes) -> tuple[float, dict[str, float], tuple[ActionEvent, ...]]:
+    def predict_step_time_and_events(
+        self, timing: StepTimes
+    ) -> tuple[float, dict[str, float], tuple[ActionEvent, ...]]:
         """Return the predicted time of the step in seconds, the breakdown of this time by cause, and the simulated
         events. The machine's overhead per step is not included.
 
         Only some of the microbatches are simulated, since each additional microbatch adds the same amount of time."""
         simulated, period, clock = self.simulated, self.period, StepClock(self.runs, timing)
         seconds, rows = clock.simulate_step_timeline(simulated)
-        parts = clock.average_seconds_by_cause(rows, seconds)
+        parts = clock.average_seconds_by_cause_over_ranks(rows, seconds)
         if period:
             times = (self.step.microbatches - simulated) // period
             more, longer = clock.simulate_step_timeline(simulated + period)
-            bigger = clock.average_seconds_by_cause(longer, more)
+            bigger = clock.average_seconds_by_cause_over_ranks(longer, more)
             seconds += (more - seconds) * times
             parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
         return seconds, parts, tuple(event for row in rows for event in row)
@@ -151,10 +153,10 @@ def _make_memory_timeline(
         for free, nbytes in zip(times, alive, strict=True):
             own.append((free, nbytes - now))
             now = nbytes
-    return {kind: _accumulate_memory_changes(some) for kind, some in changes.items()}
+    return {kind: _compute_memory_in_use_over_time(some) for kind, some in changes.items()}
 
 
-def _accumulate_memory_changes(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
+def _compute_memory_in_use_over_time(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
     """Convert (seconds, change in bytes) pairs to (seconds, bytes in use) pairs, with one pair per point in time. At
     equal times, memory is freed before it is allocated."""
     changes.sort()

@@ -24,14 +24,14 @@ def describe_unmeasured_figures(found: Prediction) -> list[str]:
     elif ranks > 1 and "links" not in measured:
         sentences.append(f"how long messages take on {machine.name} is not measured: its links have published figures")
     more = (
-        _explain_unmeasured_kernels(machine),
-        _explain_unmeasured_half_rate(found),
-        _explain_unmeasured_sharding(found),
+        _make_unmeasured_kernels_warning(machine),
+        _make_unmeasured_half_rate_warning(found),
+        _explain_if_sharding_over_gpus(found),
     )
     return sentences + [*filter(None, more)]
 
 
-def _explain_unmeasured_kernels(machine: Machine) -> str:
+def _make_unmeasured_kernels_warning(machine: Machine) -> str:
     """Return a warning if no kernel of a CPU machine was measured, else "". Measured rates matter because convolutions
     reach at most half the rate of matrix products."""
     if machine.compute.gpu or machine.compute.kernels.passes:
@@ -40,7 +40,7 @@ def _explain_unmeasured_kernels(machine: Machine) -> str:
     return f"{rates}, which convolutions and norms do not reach; {MEASURE} there measures them"
 
 
-def _explain_unmeasured_half_rate(found: Prediction) -> str:
+def _make_unmeasured_half_rate_warning(found: Prediction) -> str:
     """Return a warning if the machine has no measured rate for the 16-bit number format of the step, else ""."""
     compute, machine = found.machine.compute, found.machine
     formats = resolve_precision(found.step.options["precision"])
@@ -57,7 +57,7 @@ def _explain_unmeasured_half_rate(found: Prediction) -> str:
     )
 
 
-def _explain_unmeasured_sharding(found: Prediction) -> str:
+def _explain_if_sharding_over_gpus(found: Prediction) -> str:
     """Return a warning if the step shards state over GPUs, else "". Predictions for GPUs were validated only for
     replicas, tensor parallelism and pipeline parallelism."""
     if not found.machine.compute.gpu or found.mesh.width_of("shard") < 2:

@@ -178,12 +178,14 @@ class _RateGrid:
     def interpolate_at(self, point: Sequence[float]) -> float:
         """Return the rate at any point, interpolated between neighboring grid points. A point outside the grid gets
         the rate of the nearest point on the edge of the grid."""
-        weighed = [_find_weighted_neighbors(axis, value) for axis, value in zip(self.axes, point, strict=True)]
+        weighed = [
+            _find_coordinates_and_weights_around(axis, value) for axis, value in zip(self.axes, point, strict=True)
+        ]
         corners = product(*weighed)
         return exp(sum(prod(w for _, w in one) * self.logs[tuple(at for at, _ in one)] for one in corners))
 
 
-def _find_weighted_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, float]]:
+def _find_coordinates_and_weights_around(axis: Sequence[float], value: float) -> list[tuple[float, float]]:
     """Return (coordinate, interpolation weight) for the two neighboring coordinates of an axis that enclose `value`.
     The weights are linear in log(`value`). If `value` is equal to a coordinate, or beyond the ends of the axis, only
     one pair is returned."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdpx.nn.container import Container, make_steps_of_chain
 from fsdpx.nn.layer import Layer
 
-__all__ = ["count_blocks", "count_parameters", "with_block_count"]
+__all__ = ["copy_model_with_block_count", "count_blocks", "count_parameters"]
 
 
 def count_blocks(model: Layer) -> int:
@@ -15,7 +15,7 @@ def count_blocks(model: Layer) -> int:
     return 0 if found is None else len(found[1].steps)
 
 
-def with_block_count(model: Layer, layers: int) -> Layer:
+def copy_model_with_block_count(model: Layer, layers: int) -> Layer:
     """Return a copy of the model with `layers` blocks."""
     found = _find_repeated_blocks(model)
     assert found is not None

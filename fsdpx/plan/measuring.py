@@ -110,7 +110,7 @@ class Gpus(Processors):
         self.xp.cuda.Device().synchronize()
 
 
-def _measure_call_seconds_over_ranks(
+def _measure_mean_call_seconds_over_ranks(
     comm: Communicator, call: Callable[[], Any], device: Processors, round_seconds: float | None = None
 ) -> float:
     """Return the time of one call in seconds, averaged over ranks. Collective.
@@ -121,19 +121,19 @@ def _measure_call_seconds_over_ranks(
     device.timings += 1
     device.count(device.timings)
     call()
-    first = min(comm.all_gather_value(_measure_total_time(call, device, 1)))
+    first = min(comm.all_gather_value(_measure_total_time_of_calls(call, device, 1)))
     calls = ceil((ROUND_SECONDS if round_seconds is None else round_seconds) / first)
     comm.barrier().wait()
     ends = [perf_counter()]
     for _ in range(ROUNDS):
-        _measure_total_time(call, device, calls)
+        _measure_total_time_of_calls(call, device, calls)
         comm.barrier().wait()
         ends.append(perf_counter())
     own = median(after - before for before, after in pairwise(ends))
     return float(np.mean(comm.all_gather_value(own))) / calls
 
 
-def _measure_total_time(call: Callable[[], Any], device: Processors, calls: int) -> float:
+def _measure_total_time_of_calls(call: Callable[[], Any], device: Processors, calls: int) -> float:
     """Run `call()` `calls` times, and return the total time in seconds until the device has finished the last call."""
     device.synchronize_device()
     begin = perf_counter()
@@ -148,11 +148,11 @@ def _measure_compute(comm: Communicator, device: Processors) -> Compute:
     flops, extra_seconds = {}, {}
     for name in device.formats:
         products = (_make_matmul_call(device, n, name) for n in (device.large, device.small))
-        large, small = (_measure_call_seconds_over_ranks(comm, call, device) for call in products)
+        large, small = (_measure_mean_call_seconds_over_ranks(comm, call, device) for call in products)
         rate = 2 * (device.large**3 - device.small**3) / max(large - small, 1e-9)
         flops[name], extra_seconds[name] = rate, max(small - 2 * device.small**3 / rate, 0.0)
     a, b = device.xp.ones(device.block, np.float32), device.xp.empty(device.block, np.float32)
-    memory = 2 * a.nbytes / _measure_call_seconds_over_ranks(comm, lambda: device.xp.copyto(b, a), device)
+    memory = 2 * a.nbytes / _measure_mean_call_seconds_over_ranks(comm, lambda: device.xp.copyto(b, a), device)
     half = extra_seconds[device.basis] * max(flops.values())
     known = {"flops": flops, "memory": memory, "half": half, "gpu": device.gpu, "capacity": device.capacity}
     here = comm.all_gather_value(platform.node()).count(platform.node())
@@ -167,12 +167,12 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
     for it. Collective."""
     passes, products = {}, {}
     nothing = device.xp.zeros(1, np.float32)
-    call_overhead = _measure_call_seconds_over_ranks(
+    call_overhead = _measure_mean_call_seconds_over_ranks(
         comm, lambda: relu(device.xp, nothing), device, SHORT_ROUND_SECONDS
     )
 
     def time_kernel(call: Callable[[], Any]) -> float:
-        seconds = _measure_call_seconds_over_ranks(comm, call, device, SHORT_ROUND_SECONDS)
+        seconds = _measure_mean_call_seconds_over_ranks(comm, call, device, SHORT_ROUND_SECONDS)
         return max(seconds - call_overhead, seconds / 4)
 
     for name in KERNELS:
@@ -244,7 +244,7 @@ def _measure_kernel_and_step_overhead(comm: Communicator, device: Processors, ba
             "one", (NetworkLevel("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0, gpu=device.gpu)
         )
         kernels = round(predict_from_dry_runs(dry, one).seconds)
-        found.append((kernels, _measure_call_seconds_over_ranks(comm, partial(trainer.step, x, x), device)))
+        found.append((kernels, _measure_mean_call_seconds_over_ranks(comm, partial(trainer.step, x, x), device)))
         trainer.close()
     (few, quick), (many, slow) = found
     launch = max((slow - quick) / (many - few), 1e-7)
@@ -273,7 +273,7 @@ def _measure_latency_and_bandwidth(comm: Communicator, device: Processors) -> tu
     seconds = []
     for elements in ALL_REDUCE_ELEMENTS:
         array = device.xp.zeros(elements, np.float32)
-        seconds.append(_measure_call_seconds_over_ranks(comm, partial(_all_reduce_and_wait, comm, array), device))
+        seconds.append(_measure_mean_call_seconds_over_ranks(comm, partial(_all_reduce_and_wait, comm, array), device))
     short, long = seconds
     sent = 2 * 4 * ALL_REDUCE_ELEMENTS[1] * (comm.size - 1) / comm.size
     return short / (2 * ceil(log2(comm.size))), sent / max(long - short, 1e-9)

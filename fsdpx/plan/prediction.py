@@ -222,7 +222,7 @@ def predict_step_cost(step: WorldStep, machine: Machine) -> Prediction:
 def predict_from_dry_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
     """Predict a step on a machine from existing dry runs of the step."""
     step, overhead = dry.step, machine.compute.overhead
-    seconds, parts, events = dry.extrapolate_step(step.make_time_model(machine))
+    seconds, parts, events = dry.predict_step_time_and_events(step.make_time_model(machine))
     found = (
         seconds + overhead,
         {"overhead": overhead, **parts},

@@ -72,7 +72,9 @@ class StepClock:
         )
         return max(event.end for row in rows for event in row), rows
 
-    def average_seconds_by_cause(self, rows: list[list[ActionEvent]], step_seconds: float) -> dict[str, float]:
+    def average_seconds_by_cause_over_ranks(
+        self, rows: list[list[ActionEvent]], step_seconds: float
+    ) -> dict[str, float]:
         """Return the step time in seconds by cause ("compute", "bubble", mesh axes, ...), averaged over the pipeline
         ranks. `rows` contains the simulated events of each rank."""
         ways = [

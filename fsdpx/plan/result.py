@@ -180,7 +180,7 @@ class Plan:
         return "\n".join(lines)
 
     @property
-    def answer_text(self) -> str:
+    def fastest_configuration_line(self) -> str:
         """One line of text with the fastest configuration, its step time and its memory."""
         best, ranks = self.best_candidate.prediction, format_count(self.rank_count, "rank")
         label = ranks if self.best_candidate.label == ranks else f"{self.best_candidate.label} on {ranks}"
@@ -206,7 +206,7 @@ class Plan:
         """
         close = [one.label for one in self._list_fastest_of_each_kind() if self._is_close_alternative_to_best(one)]
         first = [
-            self.answer_text,
+            self.fastest_configuration_line,
             *(f"not measured: {why}" for why in describe_unmeasured_figures(self.best_candidate.prediction)),
             *([f"as fast within {CLOSE_TIME_FACTOR - 1:.0%}: {', '.join(close)}"] if close else []),
         ]
@@ -316,7 +316,7 @@ class Plan:
             "line": self.python_line,
             "toml": self.distribute_section_text,
             "found": [_candidate_to_dict(one) for one in self.candidates],
-            "answer": self.answer_text,
+            "answer": self.fastest_configuration_line,
             "not_measured": describe_unmeasured_figures(self.best_candidate.prediction),
             "refused": [list(one) for one in self.rejected],
             "slow": [list(one) for one in self.slow],

@@ -16,17 +16,17 @@ from fsdpx.core.base.config import PRESETS_BY_MEMORY, parse_byte_count
 from fsdpx.core.base.dataclass import dataclass, field, replace
 from fsdpx.core.base.messages import format_bytes, format_count
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.compression import CodecRules, make_codec
+from fsdpx.core.compression import CodecRules, make_gradient_codec
 from fsdpx.core.program import SCHEDULES
 from fsdpx.core.state.sample_layout import Domain
-from fsdpx.core.trainer.recipe import Recipe, TrainingChoices, adapt_foreign_model
+from fsdpx.core.trainer.recipe import Recipe, TrainingChoices, adapt_foreign_model_and_loss
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.offload.choice import OffloadConfig
 from fsdpx.nn.layer_list import get_or_memoize, linearize, memoizing
 from fsdpx.plan.lower_bound import compute_lower_bound_seconds
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.max_depth import count_blocks, count_parameters, with_block_count
+from fsdpx.plan.max_depth import copy_model_with_block_count, count_blocks, count_parameters
 from fsdpx.plan.peak import format_options
 from fsdpx.plan.prediction import Prediction, disabling_gc, predict_step_cost
 from fsdpx.plan.result import MAX_SHOWN, Candidate, Plan, can_split_evenly
@@ -152,8 +152,8 @@ def search(
     )  # raises an error if the ranks cannot fill the mesh
     for choice in (options.get("compression"), *codecs):
         # raises an error for an unknown codec
-        CodecRules.from_choice(choice, partial(make_codec, reduce="float32", compute="float32"))
-    model, options["loss"] = adapt_foreign_model(model, options.get("loss"), options.get("domain"))
+        CodecRules.from_choice(choice, partial(make_gradient_codec, reduce="float32", compute="float32"))
+    model, options["loss"] = adapt_foreign_model_and_loss(model, options.get("loss"), options.get("domain"))
     question = shapes, size, where, None if limit is None else int(limit), most, options, space, tuple(codecs)
     return _Search(model, *question, say).search_and_report()
 
@@ -220,12 +220,12 @@ class _Search:
             one for one in placed if any(self._try_microbatches_to_fit({**one, "recompute": r}) for r in recomputes)
         ]
         if not self.found and "offload" not in self.fixed:
-            self._try_with_offload()
+            self._retry_smallest_with_state_offloaded()
         for options in sorted(
             (other for chosen in placed for other in self._iterate_option_combinations(chosen)),
-            key=self._compute_lower_bound,
+            key=self._compute_step_time_lower_bound,
         ):
-            self.try_options(options, all_kinds=True)
+            self.predict_and_record_configuration(options, all_kinds=True)
         spread = [one for one in sorted(self.found, key=_make_sort_key) if one.prediction.mesh.width_of("data") > 1]
         for one in spread[:MAX_REFINED]:
             self._try_candidate_variants(one)
@@ -233,14 +233,16 @@ class _Search:
     def _iterate_option_combinations(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield `chosen`, the options that set a strategy and mesh, combined with every choice of recomputation,
         microbatches and schedule."""
-        pipe, rows = self._count_pipe_ranks_and_samples(chosen)
+        pipe, rows = self._get_pipe_width_and_samples_per_rank(chosen)
         for recompute in self._list_values_to_try("recompute", *RECOMPUTE_CHOICES):
-            for microbatches in self._list_values_to_try("microbatches", *_list_doublings(min(pipe, rows), rows)):
+            for microbatches in self._list_values_to_try(
+                "microbatches", *_list_doubled_values_up_to(min(pipe, rows), rows)
+            ):
                 for schedule in self._list_values_to_try("schedule", *PIPE_SCHEDULES[: None if pipe > 1 else 1]):
                     more = {} if schedule == PIPE_SCHEDULES[0] or "schedule" in self.fixed else {"schedule": schedule}
                     yield chosen | {"recompute": recompute, "microbatches": microbatches, **more}
 
-    def _compute_lower_bound(self, options: dict[str, Any]) -> float:
+    def _compute_step_time_lower_bound(self, options: dict[str, Any]) -> float:
         """Return a lower bound on the step time of a configuration in seconds, or 0 if the configuration cannot run."""
 
         def compute_least() -> float:
@@ -250,23 +252,28 @@ class _Search:
 
         return get_or_memoize(("least", _make_options_key(options)), compute_least)
 
-    def _try_with_offload(self) -> None:
+    def _retry_smallest_with_state_offloaded(self) -> None:
         """Retry the configurations that need the least memory, with state offloaded to disk. For each configuration,
         more kinds of state are offloaded until it fits."""
         for one in sorted(self.large, key=lambda one: one.prediction.memory)[:MAX_SHOWN]:
             for what in OFFLOAD_CHOICES:
-                if self.try_options({**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}) is not None:
+                if (
+                    self.predict_and_record_configuration(
+                        {**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}
+                    )
+                    is not None
+                ):
                     break
 
     def _try_candidate_variants(self, candidate: Candidate) -> None:
         """Try variants of a good configuration: with sequence parallelism, with each allowed codec, and with other
         values of `group_bytes`."""
         if candidate.prediction.mesh.width_of("tensor") > 1 and "sequence" not in self.fixed:
-            self.try_options({**candidate.options, "sequence": "parallel"})
+            self.predict_and_record_configuration({**candidate.options, "sequence": "parallel"})
         for choice in self._list_values_to_try("compression", *self.codecs):
-            self.try_options({**candidate.options, "compression": choice})
+            self.predict_and_record_configuration({**candidate.options, "compression": choice})
         for group_bytes in self._list_values_to_try("group_bytes", *GROUP_BYTES):
-            made = self.try_options({**candidate.options, "group_bytes": group_bytes})
+            made = self.predict_and_record_configuration({**candidate.options, "group_bytes": group_bytes})
             if made is not None and _make_sort_key(made) == _make_sort_key(candidate):
                 self.found.remove(made)  # the prediction is unchanged, because every unit already exceeds group_bytes
 
@@ -328,32 +335,32 @@ class _Search:
     def _try_microbatches_to_fit(self, chosen: dict[str, Any]) -> bool:
         """Try the strategy and mesh in `chosen` with a small number of microbatches, then with more until the step
         fits. Return False if the step needs too much memory with any number of microbatches."""
-        pipe, rows = self._count_pipe_ranks_and_samples(chosen)
+        pipe, rows = self._get_pipe_width_and_samples_per_rank(chosen)
         first = min(4 * pipe if pipe > 1 else 1, rows)
-        for microbatches in self._list_values_to_try("microbatches", *_list_doublings(first, rows)):
+        for microbatches in self._list_values_to_try("microbatches", *_list_doubled_values_up_to(first, rows)):
             before = len(self.large)
-            self.try_options(chosen | {"microbatches": microbatches})
+            self.predict_and_record_configuration(chosen | {"microbatches": microbatches})
             if len(self.large) == before:
                 return True  # the step fits, is too slow, or cannot run, so more microbatches would not help
             if _get_bytes_without_activations(self.large[-1].prediction) > (self.limit or 0):
                 return False  # more microbatches would lower only activation memory, which is not enough
         return False
 
-    def _count_pipe_ranks_and_samples(self, chosen: dict[str, Any]) -> tuple[int, int]:
+    def _get_pipe_width_and_samples_per_rank(self, chosen: dict[str, Any]) -> tuple[int, int]:
         """Return the width of the pipeline axis, and the number of samples per data rank (rounded up)."""
         mesh, space = chosen["mesh"] or Mesh(), chosen["domain"]
         pipe = mesh.pipe or 1
         data = self.ranks // pipe // (mesh.tensor or 1) // prod(get_ranks_per_domain_dim(space))
         return pipe, -(-self.sample_count // data)
 
-    def try_options(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
+    def predict_and_record_configuration(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
         """Predict a configuration, record the result, and return it. Return None if the configuration was tried before,
         cannot run, does not fit, or is too slow to be shown.
 
         By default, a configuration that may be the fastest of its own kind of parallelism is predicted even if other
         kinds are faster. With `all_kinds`, a configuration is predicted only if it may be shown among the fastest of
         all kinds."""
-        words, least = _make_options_key(options), self._compute_lower_bound(options)
+        words, least = _make_options_key(options), self._compute_step_time_lower_bound(options)
         if words in self.seen:
             return None
         self.seen[words] = False
@@ -361,8 +368,8 @@ class _Search:
             step = self._make_world_step(self.batch, self.ranks, options)
             if step.empty_microbatch_warning:
                 raise ConfigError(step.empty_microbatch_warning)
-            if least > self._find_max_shown_seconds(
-                None if all_kinds else _format_parallelism_kinds(step.mesh, options)
+            if least > self._compute_step_time_limit_to_show(
+                None if all_kinds else _name_parallelism_of_configuration(step.mesh, options)
             ):
                 self.slow[words] = least
                 return None
@@ -375,7 +382,7 @@ class _Search:
         self.seen[words] = True
         if self.say is not None:
             self.say(f"{format_count(self.predicted_count, 'configuration')} predicted, {len(self.found)} fit")
-        one = Candidate(_format_parallelism_kinds(made.mesh, options), _drop_none(options), made)
+        one = Candidate(_name_parallelism_of_configuration(made.mesh, options), _drop_none(options), made)
         if self.limit is not None and made.memory > self.limit:
             self.refused[words] = f"more memory than {format_bytes(self.limit)} of a rank"
             self.large.append(one)
@@ -383,7 +390,7 @@ class _Search:
         self.found.append(one)
         return one
 
-    def _find_max_shown_seconds(self, kind: str | None) -> float:
+    def _compute_step_time_limit_to_show(self, kind: str | None) -> float:
         """Return the step time in seconds above which a configuration is too slow to be shown. If `kind` is given, the
         result is at least the time of the fastest configuration of this kind of parallelism."""
         seconds = sorted(one.prediction.seconds for one in self.found)
@@ -413,7 +420,7 @@ class _Search:
         cells, best = self.batch[0][0][2:], found[0]
         about = self.machine, self.limit, self.sample_count, f"nn.{loss!r}", cells
         frugal = self._list_option_sets_for_size_search(best)
-        largest, longest = self._find_largest_batch(frugal), self._find_largest_sample_shape(frugal)
+        largest, longest = self._find_largest_batch(frugal), self._find_largest_sample_shape_that_fits(frugal)
         deepest = self._find_deepest_model(frugal, best)
         by = {"batch": largest[1], "size": longest[1], "depth": deepest[1]}
         limits = {name: format_options(options) for name, options in by.items() if options is not None}
@@ -434,17 +441,17 @@ class _Search:
         found = [dict(best.options)]
         least = [*placed.values()]
         for one in [*least[:FRUGAL_COUNT], *[one for one in least[FRUGAL_COUNT:] if one.summary == "fsdp"][:1]]:
-            _, rows = self._count_pipe_ranks_and_samples({"mesh": None, "domain": None, **one.options})
+            _, rows = self._get_pipe_width_and_samples_per_rank({"mesh": None, "domain": None, **one.options})
             options = {**one.options, "recompute": self._list_values_to_try("recompute", "all")[0]}
             found.append(_drop_none(options | {"microbatches": self._list_values_to_try("microbatches", rows)[0]}))
         return found
 
     def _find_largest_batch(self, frugal: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
         """Return the number of samples of the largest global batch that fits, and the options that make it fit."""
-        times, options = self._find_largest_fitting_factor_of_dims(frugal, 0, 1)
+        times, options = self._find_largest_growth_factor_of_dims(frugal, 0, 1)
         return self.sample_count * (times or 1), options
 
-    def _find_largest_sample_shape(
+    def _find_largest_sample_shape_that_fits(
         self, frugal: Sequence[dict[str, Any]]
     ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
         """Return the size of the longest sequence that fits (in tokens) or of the largest field that fits (in cells
@@ -455,10 +462,10 @@ class _Search:
         if self._has_fixed_parts:
             return (), None
         first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
-        times, options = self._find_largest_fitting_factor_of_dims(frugal, first, last) if last > first else (None, {})
+        times, options = self._find_largest_growth_factor_of_dims(frugal, first, last) if last > first else (None, {})
         return ((), None) if times is None else (tuple(n * times for n in shape[first:last]), options)
 
-    def _find_largest_fitting_factor_of_dims(
+    def _find_largest_growth_factor_of_dims(
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
         """Return the largest factor by which dims [first, last) of the batch can grow so that a step still fits, and
@@ -471,7 +478,7 @@ class _Search:
         for options in frugal:
             if doublings == MAX_DOUBLINGS:
                 break
-            predict_bytes = partial(self._predict_bytes_of_doubled_dims, options, first, last)
+            predict_bytes = partial(self._predict_bytes_with_doubled_batch_dims, options, first, last)
             needed = predict_bytes(doublings + 1)
             refused = refused or (needed == inf and options is frugal[0])
             if needed <= limit:
@@ -479,7 +486,9 @@ class _Search:
                 doublings, by = fits - 1, options
         return None if refused and not doublings else 2**doublings, by
 
-    def _predict_bytes_of_doubled_dims(self, options: dict[str, Any], first: int, last: int, doublings: int) -> float:
+    def _predict_bytes_with_doubled_batch_dims(
+        self, options: dict[str, Any], first: int, last: int, doublings: int
+    ) -> float:
         """Return the number of bytes of memory that a rank needs if dims [first, last) of the batch are doubled
         `doublings` times. Return infinity if the model rejects this batch."""
         batch = [
@@ -506,11 +515,11 @@ class _Search:
                 memory = self._predict_bytes_at_depth(options, fits + 1)
                 if memory <= self.limit:
                     fits, by = self._find_max_blocks(options, fits + 1, memory), options
-        return (fits, count_parameters(with_block_count(self.model, fits))), by
+        return (fits, count_parameters(copy_model_with_block_count(self.model, fits))), by
 
     def _predict_bytes_at_depth(self, options: dict[str, Any], layers: int) -> int:
         """Return the number of bytes of memory that a rank needs if the model has `layers` blocks."""
-        step = self._make_world_step(self.batch, self.ranks, options, with_block_count(self.model, layers))
+        step = self._make_world_step(self.batch, self.ranks, options, copy_model_with_block_count(self.model, layers))
         return predict_step_cost(step, self.machine).memory
 
     def _find_max_blocks(self, options: dict[str, Any], blocks: int, memory: int) -> int:
@@ -625,7 +634,7 @@ def _compute_halo_to_cell_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -
     return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
 
 
-def _list_doublings(first: int, limit: int) -> list[int]:
+def _list_doubled_values_up_to(first: int, limit: int) -> list[int]:
     """Return [first, 2 * first, 4 * first, ...] up to `limit`."""
     found = [first]
     while found[-1] * 2 <= limit:
@@ -642,7 +651,7 @@ def _make_mesh_unless_implied(data: int, strategy: str, pipe: int, tensor: int) 
     )
 
 
-def _format_parallelism_kinds(mesh: Mesh, options: Mapping[str, Any]) -> str:
+def _name_parallelism_of_configuration(mesh: Mesh, options: Mapping[str, Any]) -> str:
     """Return text that names the kinds of parallelism that a configuration combines, such as "fsdp + tensor"."""
     name = options["strategy"] if mesh.width_of("data") > 1 else ""
     name = "hybrid" if name == "fsdp" and mesh.width_of("replica") > 1 else name

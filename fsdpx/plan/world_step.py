@@ -22,12 +22,12 @@ from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import Mesh, MeshCoordinates
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.program import SCHEDULES, VERBS, Action, Program, compile
-from fsdpx.core.state.accumulation import resolve_microbatch_count
+from fsdpx.core.state.accumulation import get_microbatch_count_or_default
 from fsdpx.core.state.gradients import count_samples_of_rank
 from fsdpx.core.state.sample_layout import UNSHARDED, Domain
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.distribute import make_session
-from fsdpx.core.trainer.recipe import OPTIONS, Recipe, TrainingChoices, adapt_foreign_model
+from fsdpx.core.trainer.recipe import OPTIONS, Recipe, TrainingChoices, adapt_foreign_model_and_loss
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import LETTERS, Grid
@@ -138,12 +138,14 @@ class WorldStep:
         """Return the step, with the mesh and the number of microbatches derived from the options. Raise ConfigError if
         the options do not fit the number of ranks."""
         mesh = (options["mesh"] or Mesh()).fill_from_strategy(options["strategy"], ranks)
-        domain = _make_domain(options.get("domain") or mesh.domain, model, batch, mesh)
+        domain = _resolve_domain_option(options.get("domain") or mesh.domain, model, batch, mesh)
         mesh = replace(mesh, domain=domain.dims)
         chunks, samples = options.get("reproducible_chunks"), batch[0][0][0]
         if chunks is not None and samples % chunks:
             raise ConfigError(f"reproducible_chunks={chunks}: a global batch of {samples} samples does not divide")
-        return cls(model, batch, mesh, resolve_microbatch_count(options["microbatches"], chunks, mesh), options, domain)
+        return cls(
+            model, batch, mesh, get_microbatch_count_or_default(options["microbatches"], chunks, mesh), options, domain
+        )
 
     @property
     def sample_count(self) -> int:
@@ -153,10 +155,10 @@ class WorldStep:
     def count_bytes_per_sample(self, representative_index: int) -> int:
         """Return the number of bytes that the inputs and targets of one sample take on a rank. If ranks share samples,
         `representative_index` selects the rank with the most computation (0) or the most communication (1)."""
-        batch = self._get_batch_of_rank(representative_index)
+        batch = self._get_batch_shapes_of_rank(representative_index)
         return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in batch)
 
-    def _get_batch_of_rank(self, representative_index: int) -> Batch:
+    def _get_batch_shapes_of_rank(self, representative_index: int) -> Batch:
         """Return the (shape, dtype) of each array of the batch. If ranks share samples, the shapes are taken from the
         rank with the most computation (`representative_index` 0) or the most communication (1)."""
         part = self._get_part(representative_index)
@@ -242,14 +244,14 @@ class WorldStep:
         rows = self.count_samples_of_group(group)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
-        for place in self._iterate_pipe_coordinates(group, representative_index):
+        for place in self._iterate_mesh_coordinates_along_pipe(group, representative_index):
             found = self._dry_run_rank(place, rows, microbatches, representative_index)
             self._add_step_end_message_costs(
                 found.costs, max(self.count_simulated_microbatches_and_period()[0] - microbatches, 0)
             )
             yield found
 
-    def _iterate_pipe_coordinates(self, group: int, representative_index: int) -> Iterator[MeshCoordinates]:
+    def _iterate_mesh_coordinates_along_pipe(self, group: int, representative_index: int) -> Iterator[MeshCoordinates]:
         """For each position along the pipeline axis, yield the mesh coordinates of one rank of group number `group`.
         The coordinate along the tensor axis is always 0."""
         data_rank, shard = group * prod(self.mesh.domain), self.mesh.width_of("shard")
@@ -293,7 +295,7 @@ class WorldStep:
             watch = HeapRecorder(trainer.inspect.engine, meter)
             *x, y = (
                 ShapeArray((rows, *shape[1:]), parse_dtype(d))
-                for shape, d in self._get_batch_of_rank(representative_index)
+                for shape, d in self._get_batch_shapes_of_rank(representative_index)
             )
             trainer.step(tuple(x) if len(x) > 1 else x[0], y)
         counters, program = costing.counters, trainer.inspect.engine.last_program
@@ -311,7 +313,7 @@ def make_world_step(
 ) -> WorldStep:
     """Return the step that the arguments of `predict` describe. `gpu` says whether ranks are GPUs."""
     pairs, chosen = get_batch_shapes_and_dtypes(batch), dict(options)
-    model, chosen["loss"] = adapt_foreign_model(model, chosen.get("loss"), chosen.get("domain"))
+    model, chosen["loss"] = adapt_foreign_model_and_loss(model, chosen.get("loss"), chosen.get("domain"))
     chosen = _check_and_complete_options(pairs, gpu, chosen)
     Recipe(TrainingChoices(model)).with_options(
         {name: value for name, value in chosen.items() if name != "domain"}
@@ -339,7 +341,7 @@ def _check_and_complete_options(batch: Any, gpu: bool, options: dict[str, Any]) 
     return chosen
 
 
-def _make_domain(space: Any, model: nn.Layer, batch: Batch, mesh: Mesh) -> Domain:
+def _resolve_domain_option(space: Any, model: nn.Layer, batch: Batch, mesh: Mesh) -> Domain:
     """Return the domain, which says how samples are split over ranks. If `space` is the number of ranks along each dim,
     the domain is a grid that splits the first field of the batch. Raise ConfigError unless the number of ranks that
     share a sample divides the width of the data axis."""

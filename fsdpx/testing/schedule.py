@@ -9,11 +9,11 @@ from fsdpx.core.program import (
     ScheduleFunction,
     StageCosts,
     check,
-    check_pipe,
     compile,
     count_in_flight,
     make_schedule,
     make_stages,
+    require_pipeline_programs_finish,
     simulate,
     validate,
 )
@@ -109,7 +109,7 @@ class ScheduleContract:
                 compile(ProgramRequest("step", stage, made.microbatches, order=row))
                 for stage, row in zip(stages, made.ranks, strict=True)
             ]
-            check_pipe(programs)
+            require_pipeline_programs_finish(programs)
             for program in programs:
                 check(program)
 

@@ -54,7 +54,7 @@ class VirtualTime:
         """
         return _TimedCommunicator(comm, self)
 
-    def time_of(self, rank: int) -> float:
+    def get_time_of_rank(self, rank: int) -> float:
         """Return the virtual time of a rank in seconds.
 
         Parameters
@@ -112,7 +112,7 @@ class VirtualTime:
         rank : rank that has just changed something
         """
         with self._changed:
-            for other in [other for other, ready in self._waiting.items() if _is_ready_or_raises(ready)]:
+            for other in [other for other, ready in self._waiting.items() if _is_ready_or_failed(ready)]:
                 del self._waiting[other]
                 self._times[other] = max(self._times[other], self._times[rank])
             self._changed.notify_all()
@@ -229,7 +229,7 @@ class _TimedWindow(Window):
         self.window.close()
 
 
-def _is_ready_or_raises(ready: Callable[[], bool]) -> bool:
+def _is_ready_or_failed(ready: Callable[[], bool]) -> bool:
     """Return whether `ready()` is true or raises an error. If it raises an error, the waiting rank is woken, calls
     `ready` itself, and gets the error."""
     try:

@@ -35,7 +35,7 @@ def test_every_compiled_kernel_has_been_measured_and_pays() -> None:
     for row in json.loads((Path(__file__).parents[2] / "bench" / "results" / "kernels.json").read_text())["rows"]:
         if not row["size"].startswith("many"):  # of sizes that models have
             gains.setdefault(row["kernel"].partition(" ")[0], []).append(row["plain_us"] / row["numba_us"])
-    names = choice.load_compiled_kernels().keys()
+    names = choice.import_all_compiled_kernels().keys()
     assert names - gains.keys() == set()
     assert {name: most for name in names if (most := max(gains[name])) < 1.3} == {}
 

@@ -14,7 +14,7 @@ from fsdpx.__main__ import main
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.engine.warmup import OTHER_WARMUPS, list_kernel_names
 from fsdpx.ext.native import code_cache
-from fsdpx.launch.catalog import CATALOG, list_model_and_loss_kernels
+from fsdpx.launch.catalog import CATALOG, list_kernels_of_model_and_loss
 
 MINE = """
 from fsdpx import nn
@@ -62,8 +62,8 @@ def test_every_kernel_of_every_model_is_one_of_all() -> None:
     for model in CATALOG:
         compiled = {
             name
-            for name in list_model_and_loss_kernels(model)
-            if name.partition(" ")[0] in {*choice.load_compiled_kernels(), *OTHER_WARMUPS}
+            for name in list_kernels_of_model_and_loss(model)
+            if name.partition(" ")[0] in {*choice.import_all_compiled_kernels(), *OTHER_WARMUPS}
         }
         assert compiled <= known
 

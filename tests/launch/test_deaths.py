@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdpx.launch.exit_status import DeathRecorder
-from fsdpx.launch.rank_status import create_and_open_lifeline_pipe, open_and_unlink_lifeline_pipe
+from fsdpx.launch.rank_status import open_and_unlink_lifeline_pipe, open_pipe_that_reveals_rank_death
 
 pytestmark = [
     pytest.mark.mpi_skip,
@@ -24,10 +24,10 @@ pytestmark = [
 RANK = """
 import os, platform, socket, sys, threading, time
 from pathlib import Path
-from fsdpx.launch.rank_status import RankStatus, create_and_open_lifeline_pipe
+from fsdpx.launch.rank_status import RankStatus, open_pipe_that_reveals_rank_death
 
 folder, rank, what, inherited = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-create_and_open_lifeline_pipe(folder, rank)
+open_pipe_that_reveals_rank_death(folder, rank)
 if what == "fork" and os.fork() == 0:
     os.close(inherited)
     os.close(1)
@@ -118,5 +118,5 @@ def test_without_pipes_the_processes_themselves_are_looked_at(tmp_path: Path, mo
     assert deaths.order == [1, 0]
     end(*started)
     monkeypatch.delattr(os, "mkfifo")
-    create_and_open_lifeline_pipe(tmp_path, 2)
+    open_pipe_that_reveals_rank_death(tmp_path, 2)
     assert open_and_unlink_lifeline_pipe(tmp_path, 2) is None

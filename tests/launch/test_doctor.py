@@ -15,8 +15,8 @@ from stand_in import Cupy, Device
 
 from fsdpx import spawn
 from fsdpx.__main__ import main
-from fsdpx.launch.bench import TIMED_VERBS, _format_report, _iterate_measured_communicators, measure_verbs
-from fsdpx.launch.doctor import RankFacts, diagnose_ranks, list_warnings
+from fsdpx.launch.bench import TIMED_VERBS, _format_report, _iterate_communicators_to_measure, measure_verbs
+from fsdpx.launch.doctor import RankFacts, gather_health_report_of_ranks, list_warnings
 from fsdpx.launch.launchers import FoundLauncher
 
 VERSIONS = {"numpy": "2.1", "numba": "0.6"}
@@ -62,9 +62,15 @@ def test_a_launcher_that_starts_nothing_is_quoted(
     mpiexec = tmp_path / "mpiexec"
     mpiexec.write_text(f"#!/bin/sh\ncat >&2 <<.\n{said}\n.\nexit {status}\n")
     mpiexec.chmod(0o700)
-    monkeypatch.setattr("fsdpx.launch.launchers.find_launcher", lambda config: FoundLauncher((str(mpiexec),), None))
+    monkeypatch.setattr(
+        "fsdpx.launch.launchers.find_launcher_to_use", lambda config: FoundLauncher((str(mpiexec),), None)
+    )
     (comm,) = spawn(lambda comm: comm, 1)
-    warnings = [text for topic, text in diagnose_ranks(comm)[1] if topic == "warning" and "starts no ranks" in text]
+    warnings = [
+        text
+        for topic, text in gather_health_report_of_ranks(comm)[1]
+        if topic == "warning" and "starts no ranks" in text
+    ]
     assert len(warnings) == bool(status)
     assert not status or re.match(rf"{re.escape(str(tmp_path))}/mpiexec starts no ranks here: .*{found}", warnings[0])
 
@@ -79,7 +85,7 @@ def test_two_ranks_on_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     for name, module in Cupy(gpus=2).modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     Device(0).use()
-    healthy, rows = spawn(diagnose_ranks, 2)[0]
+    healthy, rows = spawn(gather_health_report_of_ranks, 2)[0]
     found = dict(rows)
     assert re.fullmatch(r"rank 1: GPU 0 \(0000:01:00\.0\) of \S+", found["GPU"])  # threads of a process share its GPU
     assert "cupy 14.2.0" in found["versions"]
@@ -100,7 +106,7 @@ def test_sums_that_are_wrong_are_seen() -> None:
             return handle
 
         comm.all_reduce = wrong
-        return diagnose_ranks(comm)
+        return gather_health_report_of_ranks(comm)
 
     healthy, rows = spawn(body, 3)[0]
     assert not healthy
@@ -140,7 +146,7 @@ def test_cupy_is_asked_for_only_where_there_is_a_gpu(driver: bool, monkeypatch: 
     monkeypatch.setattr("fsdpx.launch.doctor.try_launcher_and_explain_failure", str)
     monkeypatch.setitem(sys.modules, "cupy", None)
     (comm,) = spawn(lambda comm: comm, 1)
-    found = dict(diagnose_ranks(comm)[1])
+    found = dict(gather_health_report_of_ranks(comm)[1])
     assert "not installed" not in found["versions"]
     assert ("needs CuPy" in found["GPUs"], found["GPUs"] == "none") == (driver, not driver)
     assert ("pip install '.[cuda13]'" in found.get("warning", "")) == driver
@@ -202,7 +208,7 @@ def test_the_levels_are_those_of_the_machine() -> None:
         def sizes(comm: Any) -> list[tuple[str, int]]:
             return [
                 (name, group.size if group is not None else 0)
-                for name, group in _iterate_measured_communicators(comm, hosts)
+                for name, group in _iterate_communicators_to_measure(comm, hosts)
             ]
 
         return spawn(sizes, sum(map(len, hosts.values())))

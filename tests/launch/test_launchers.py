@@ -239,7 +239,7 @@ def test_hosts_that_differ_are_refused_by_launchers_that_cannot_say_so(
     (site / "hosts").write_text("n1:1\nn2:3\n")
     config = LaunchConfig(4, hostfile=Path("hosts"))
     with pytest.raises(LaunchError, match=r"mpiexec of Intel MPI wants the same number .* not n1:1, n2:3: name hosts"):
-        launchers.make_command(launchers.find_launcher(config), config, 4, ["train.py"], [])
+        launchers.make_command(launchers.find_launcher_to_use(config), config, 4, ["train.py"], [])
 
 
 def test_a_further_start_is_on_the_hosts_that_answer(
@@ -250,7 +250,7 @@ def test_a_further_start_is_on_the_hosts_that_answer(
     launcher.write_text(launcher.read_text().replace("cat <<", "case $* in *n2:1*) exit 1;; esac\ncat <<"))
     (site / "hosts").write_text("n1:2\nn2:3\nn3\n")
     config = LaunchConfig(5, nodes=2, hostfile=Path("hosts"), min_ranks=3)
-    job = run.LaunchedJob(launchers.find_launcher(config), config, ["train.py"], {})
+    job = run.LaunchedJob(launchers.find_launcher_to_use(config), config, ["train.py"], {})
     plan = run.RestartPlan(5, 3, 3)
     assert run._choose_job_and_rank_count_of_attempt(job, plan, site) == (
         job,

@@ -16,7 +16,7 @@ from fsdpx.core.program import SCHEDULES, Slot
 from fsdpx.errors import ConfigError, LaunchError, MeshError
 from fsdpx.ext.observe.record import RankRecord, ValueRecorder, read_records
 from fsdpx.launch.diff import diff, find_first_tensor_difference
-from fsdpx.launch.verify import VerifyCase, VerifySize, list_cases, verify_on_communicator
+from fsdpx.launch.verify import VerifyCase, VerifySize, list_cases, verify_training_on_communicator
 
 
 def arguments(line: str) -> argparse.Namespace:
@@ -28,7 +28,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def on_threads(line: str, ranks: int) -> list[int]:
-    return fsdpx.spawn(lambda comm: verify_on_communicator(comm, arguments(line)), ranks)
+    return fsdpx.spawn(lambda comm: verify_training_on_communicator(comm, arguments(line)), ranks)
 
 
 @in_full
@@ -150,7 +150,9 @@ def test_under_mpi(world: Communicator, line: str, capsys: pytest.CaptureFixture
     line = line.format(n=world.size, half=world.size // 2)
     if world.size == 1:
         line = re.sub(r"--(schedule|sequence) \S+", "", line)
-    assert verify_on_communicator(world, arguments(f"{line} --precision float64 --steps 2")) == 0, lines(capsys)
+    assert verify_training_on_communicator(world, arguments(f"{line} --precision float64 --steps 2")) == 0, lines(
+        capsys
+    )
 
 
 ROWS, STEPS = 12, 3

@@ -131,7 +131,7 @@ def test_the_example_says_how_conversations_are_written(
     if template is not None:
         wanted = theirs.apply_chat_template(CHAT)["input_ids"][:-1]
         assert samples[0][0].tolist()[: len(wanted)] == wanted
-    finetune.warn_if_chat_template_mismatches(samples, found, "FOLDER")
+    finetune.warn_if_data_and_chat_template_disagree(samples, found, "FOLDER")
     assert capsys.readouterr().out == (
         "FOLDER: there is no chat template (chat_template.jinja, or chat_template in "
         "tokenizer_config.json): messages "

@@ -70,7 +70,10 @@ def layers_of(package: str) -> set[type[nn.Layer]]:
 
 def check_kernels(cases: Cases, name: str) -> None:
     """What a step of the layer calls is reached by warming what its `runs` name; numbers come before."""
-    bodies, layer = {body.__code__: kernel for kernel, body in choice.load_compiled_kernels().items()}, cases[name][0]()
+    bodies, layer = (
+        {body.__code__: kernel for kernel, body in choice.import_all_compiled_kernels().items()},
+        cases[name][0](),
+    )
 
     def reached(call: Callable[[], object]) -> set[str]:
         found = set()

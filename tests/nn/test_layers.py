@@ -13,7 +13,7 @@ from fsdpx import nn
 from fsdpx.core.comm.init import spawn
 from fsdpx.core.comm.mesh import Mesh, connect_axes
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.gradient_accumulation import GradientEntries, Gradients, claim_gradient
+from fsdpx.nn.gradient_accumulation import GradientEntries, Gradients, get_gradient_and_whether_to_add
 from fsdpx.nn.layer import group_arrays_by_child
 
 
@@ -321,17 +321,17 @@ def test_asking_for_names_writes_nothing() -> None:
 
 def test_a_destination_is_written_first_and_added_to_later() -> None:
     g = blank("a")
-    array, add = claim_gradient(g, "a") or pytest.fail("a is there")
+    array, add = get_gradient_and_whether_to_add(g, "a") or pytest.fail("a is there")
     assert not add
     assert np.isnan(array).all(), "zeros that are written over at once"
-    assert (claim_gradient(g, "a") or (None, None))[1]
-    assert claim_gradient(g, "frozen") is None
+    assert (get_gradient_and_whether_to_add(g, "a") or (None, None))[1]
+    assert get_gradient_and_whether_to_add(g, "frozen") is None
 
 
 def test_a_plain_dict_is_always_added_to() -> None:
     array = np.ones(3)
-    assert claim_gradient({"a": array}, "a") == (array, True)
-    assert claim_gradient({}, "a") is None
+    assert get_gradient_and_whether_to_add({"a": array}, "a") == (array, True)
+    assert get_gradient_and_whether_to_add({}, "a") is None
 
 
 def test_branches_share_entries_and_ties_are_one() -> None:

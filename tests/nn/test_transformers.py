@@ -17,7 +17,7 @@ from setting import env  # noqa: E402
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
 from fsdpx.core.comm import Communicator, spawn  # noqa: E402
-from fsdpx.nn.rotary import compute_frequencies  # noqa: E402
+from fsdpx.nn.rotary import compute_rotary_frequencies_and_factor  # noqa: E402
 
 VOCAB, WIDTH, LAYERS, HEADS, TIME, SAMPLES = 53, 32, 2, 4, 12, 4
 
@@ -300,7 +300,7 @@ def test_positions_are_stretched_as_there(scaling: dict[str, Any], time: int) ->
 
     config = transformers.LlamaConfig(**{**TINY, "rope_parameters": {**scaling, "rope_theta": 10000.0}})
     want, size = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu", seq_len=time)
-    got, factor = compute_frequencies(WIDTH // HEADS, 10000.0, scaling, 64, time)
+    got, factor = compute_rotary_frequencies_and_factor(WIDTH // HEADS, 10000.0, scaling, 64, time)
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
     assert factor == pytest.approx(size, rel=1e-12)
 

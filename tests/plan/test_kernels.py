@@ -234,7 +234,7 @@ WEIGHED = "correlate", "_input", "_params", "winograd"
 def test_kernels_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of calls that take a second, as long as nothing at all, a quarter is the kernel's own."""
     monkeypatch.setattr(
-        measuring, "_measure_call_seconds_over_ranks", lambda comm, call, of, long=0.0: call() is None or 1.0
+        measuring, "_measure_mean_call_seconds_over_ranks", lambda comm, call, of, long=0.0: call() is None or 1.0
     )
     monkeypatch.setattr(measuring, "KERNELS", ("float32",))
     monkeypatch.setattr(measuring, "SHORT", 1 << 14)

@@ -128,7 +128,7 @@ def test_a_call_takes_as_long_as_on_the_slowest_of_the_ranks(monkeypatch: pytest
         def call() -> None:
             now.seconds += 0.01 if comm.rank else 0.02  # as if rank 0 had half a core
 
-        return measuring._measure_call_seconds_over_ranks(Meeting(comm), call, measuring.Processors())
+        return measuring._measure_mean_call_seconds_over_ranks(Meeting(comm), call, measuring.Processors())
 
     assert spawn(body, 3) == [pytest.approx(0.02)] * 3
 

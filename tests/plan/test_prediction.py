@@ -484,7 +484,7 @@ def test_a_prediction_does_not_depend_on_those_before(monkeypatch: pytest.Monkey
     lambda: nn.UNet(3, 3, 2, 8, 1), lambda: nn.MoE(4, 8, 2, 1), lambda: nn.LoRALinear(nn.Linear(4, 4), 2, 1.0),
 ])  # fmt: skip
 def test_layers_that_compute_the_same_are_followed_once(make: Any) -> None:
-    assert costing._find_first_equal_layer(make()) is costing._find_first_equal_layer(make())
+    assert costing._get_first_seen_equal_layer(make()) is costing._get_first_seen_equal_layer(make())
 
 
 def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

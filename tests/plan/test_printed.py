@@ -83,7 +83,7 @@ def test_the_answer_stands_first(plans: list[Plan]) -> None:
         assert first.endswith(" per rank: it fits")
         assert plan.to_json()["answer"] == first
     unknown = replace(plans[0], memory=None)
-    assert unknown.answer_text.endswith(" per rank (the memory of a100-dgx-200g is not known)")
+    assert unknown.fastest_configuration_line.endswith(" per rank (the memory of a100-dgx-200g is not known)")
 
 
 def test_what_does_not_fit_is_marked(plans: list[Plan]) -> None:
@@ -208,7 +208,7 @@ def test_pictures_are_asked_for_before_the_search(
 ) -> None:
     monkeypatch.setattr("fsdpx.launch.plan.plan.search", None)  # it is not asked
     monkeypatch.setattr(
-        plots, "explain_if_matplotlib_is_missing", lambda: "matplotlib is not installed: pip install 'fsdpx[plot]'"
+        plots, "format_missing_matplotlib_message", lambda: "matplotlib is not installed: pip install 'fsdpx[plot]'"
     )
     for option in ("--png", "--ranks-png"):
         path = str(tmp_path / "step.png")

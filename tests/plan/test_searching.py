@@ -22,7 +22,7 @@ from fsdpx.launch import plan as plan_command
 from fsdpx.plan import Machine, NetworkLevel, Plan, predict, searching
 from fsdpx.plan.lower_bound import compute_lower_bound_seconds
 from fsdpx.plan.machine import DiskSpeed
-from fsdpx.plan.max_depth import with_block_count
+from fsdpx.plan.max_depth import copy_model_with_block_count
 from fsdpx.plan.measuring import format_machine_file
 from fsdpx.plan.prediction import predict_step_cost
 from fsdpx.plan.printed import wrap_call_into_lines
@@ -144,7 +144,7 @@ def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPat
     x, machine, model = ((8, 8), "int64"), Machine.load("ethernet-10g"), nn.GPT(64, 32, 2, 2, 8)
     options: dict[str, Any] = {"batch": (x, x), "ranks": 2, "machine": machine, "strategy": "zero1"}
     made = fsdpx.plan(model, **options)
-    monkeypatch.setattr(searching._Search, "_find_max_shown_seconds", lambda *_: inf)
+    monkeypatch.setattr(searching._Search, "_compute_step_time_limit_to_show", lambda *_: inf)
     whole = fsdpx.plan(model, **options)
 
     def close(plan: Plan) -> dict[str, tuple[float, int, Any]]:
@@ -216,7 +216,7 @@ def test_the_largest_is_sought_with_all_strategies_and_recomputing() -> None:
     assert by["recompute"] == "all" != quick.get("recompute")
 
     def memory(blocks: int, chosen: dict[str, Any]) -> int:
-        return predict(with_block_count(gpt(), blocks), (X, X), **options | chosen).memory
+        return predict(copy_model_with_block_count(gpt(), blocks), (X, X), **options | chosen).memory
 
     assert memory(made.deepest[0], by) <= 1 << 20 < memory(made.deepest[0], quick)
     for strategy in PRESETS_BY_MEMORY:
@@ -241,9 +241,9 @@ def test_depths_that_cannot_run_end_the_search(monkeypatch: pytest.MonkeyPatch) 
     def upto(model: nn.Layer, layers: int) -> nn.Layer:
         if layers > 9:
             raise ConfigError("too deep")
-        return with_block_count(model, layers)
+        return copy_model_with_block_count(model, layers)
 
-    monkeypatch.setattr(searching, "with_block_count", upto)
+    monkeypatch.setattr(searching, "copy_model_with_block_count", upto)
     options: dict[str, Any] = {"strategy": "ddp", "mesh": None, "microbatches": 1, "most": 1}
     made = fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", memory="1GiB", **options)
     assert made.deepest[0] == 9

@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.base.extensions import EXTENSIONS, import_extension, import_extension_if_declared, list_extensions
+from fsdpx.core.base.extensions import (
+    EXTENSIONS,
+    import_declared_extension,
+    import_extension_if_declared,
+    list_extensions,
+)
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = [
@@ -148,7 +153,7 @@ def load_device(name: str) -> Device:
         hint = "; choose the GPU by device_map" if str(name).startswith("cuda:") else ""
         choices = ", ".join(["cpu", *list_extensions("device")])
         raise ConfigError(f"unknown device {name!r}: choose one of {choices}{hint}")
-    found: Device = import_extension("device", name)
+    found: Device = import_declared_extension("device", name)
     return found
 
 
@@ -172,7 +177,7 @@ def _find_device_of_array_module(name: str) -> Device:
     # job's start time
     modules = EXTENSIONS["array"] if package == "fsdpx" else list_extensions("array")
     known = [one for one in modules if f"{name}.".startswith(f"{one}.")]
-    found: Device = import_extension("array", known[0]) if known else CPU
+    found: Device = import_declared_extension("array", known[0]) if known else CPU
     return found
 
 

@@ -189,7 +189,7 @@ class CompiledFunction:
         import numba
 
         options = {"nogil": True, "error_model": "numpy", "fastmath": self.fastmath, **entries}
-        compiled: Any = numba.njit(**options)(lazy_numba.replace_lazy_objects_in_function(self.function))
+        compiled: Any = numba.njit(**options)(lazy_numba.copy_function_with_real_numba_objects(self.function))
         if (store := _load_code_store()) is not None:
             store.enable_disk_cache(compiled, self.function, self.fastmath, bool(entries))
         return compiled

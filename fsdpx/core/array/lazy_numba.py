@@ -2,9 +2,8 @@
 is imported.
 
 Files of compiled code import the stand-ins, so importing these files loads neither library.
-`replace_lazy_objects_in_function` copies a function before it is compiled, and replaces the stand-ins in the copy with
-the libraries' own objects.
-"""
+`copy_function_with_real_numba_objects` copies a function before it is compiled, and replaces the stand-ins in the copy
+with the libraries' own objects. """
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "BARE", "LazyObject", "cgutils", "hash_function", "intrinsic", "ir", "overload_function", "register_jitable",
-    "replace_lazy_objects_in_function", "types",
+    "BARE", "LazyObject", "cgutils", "copy_function_with_real_numba_objects", "hash_function", "intrinsic", "ir",
+    "overload_function", "register_jitable", "types",
 ]  # fmt: skip
 
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -89,7 +88,7 @@ def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
     return register_overload
 
 
-def replace_lazy_objects_in_function(function: Any) -> Any:
+def copy_function_with_real_numba_objects(function: Any) -> Any:
     """Return a copy of the function. In the globals and the closure of the copy, all stand-ins are replaced with the
     objects of Numba and llvmlite."""
     bound_copy = _copies.get(function)
@@ -104,7 +103,7 @@ def replace_lazy_objects_in_function(function: Any) -> Any:
         from numba import extending
 
         body, options = _overloads[function]
-        extending.overload(bound_copy, jit_options=BARE, **options)(replace_lazy_objects_in_function(body))
+        extending.overload(bound_copy, jit_options=BARE, **options)(copy_function_with_real_numba_objects(body))
     names |= {name: _resolve_lazy_value(value) for name, value in _list_globals(function)}
     for cell, known in zip(cells, function.__closure__ or (), strict=True):
         cell.cell_contents = _resolve_lazy_value(known.cell_contents)
@@ -126,14 +125,14 @@ def _resolve_lazy_value(value: Any) -> Any:
         return type(value)(map(_resolve_lazy_value, value))
     if isinstance(value, dict):
         return {_resolve_lazy_value(key): _resolve_lazy_value(one) for key, one in value.items()}
-    return replace_lazy_objects_in_function(value) if _may_use_lazy_names(value) else value
+    return copy_function_with_real_numba_objects(value) if _may_use_lazy_names(value) else value
 
 
 @functools.cache
 def _make_intrinsic(value: LazyIntrinsic) -> Any:
     from numba import extending
 
-    return extending.intrinsic(replace_lazy_objects_in_function(value.function))
+    return extending.intrinsic(copy_function_with_real_numba_objects(value.function))
 
 
 def _may_use_lazy_names(value: Any) -> bool:

@@ -135,7 +135,7 @@ class Random:
         numbers = NumberSubarray(self.seed, name, tuple(shape), tuple(starts), tuple(whole))
         return self._report_numbers(numbers, self.get_number_subarray, shape, slices)
 
-    def get_number_rows(self, shape: tuple[int, ...], rows: np.ndarray, total: int) -> NumberRows:
+    def get_numbers_for_rows_of_array(self, shape: tuple[int, ...], rows: np.ndarray, total: int) -> NumberRows:
         """Return the random numbers for an array of `shape` whose dim 1 consists of some rows of a larger array. `rows`
         holds the indices of these rows, in any order. They are the numbers that `get_number_range` returns for the same
         elements of the larger array.
@@ -143,7 +143,7 @@ class Random:
         `total` is the number of rows of the larger array.
         """
         numbers = NumberRows(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), self.moment.row, rows, total)
-        return self._report_numbers(numbers, self.get_number_rows, shape, rows, total)
+        return self._report_numbers(numbers, self.get_numbers_for_rows_of_array, shape, rows, total)
 
     def _report_numbers(self, numbers: Any, make_again: Callable[..., Any], *given: Any) -> Any:
         if self.moment.on_numbers is not None:
@@ -235,7 +235,7 @@ class NumberSubarray:
                 starts[dim], shape[dim] = 0, total
                 full = NumberSubarray(self.seed, self.name, tuple(shape), tuple(starts), self.whole)
                 return xp.asarray(full.make_fractions(np).take(np.arange(start, start + size) % total, dim))
-        out, lead = np.empty(self.shape, np.float32), self._find_split_dim()
+        out, lead = np.empty(self.shape, np.float32), self._find_first_dim_generated_per_call()
         size = math.prod(self.whole[lead + 1 :])
         beyond = tuple(slice(a, a + n) for a, n in zip(self.starts[lead + 1 :], self.shape[lead + 1 :], strict=True))
         for place in np.ndindex(*self.shape[:lead]):
@@ -246,7 +246,7 @@ class NumberSubarray:
             out[place] = numbers.reshape(self.shape[lead], *self.whole[lead + 1 :])[(slice(None), *beyond)]
         return xp.asarray(out)
 
-    def _find_split_dim(self) -> int:
+    def _find_first_dim_generated_per_call(self) -> int:
         """Return the dim at which the work is divided. A loop runs over the dims before it. In each iteration, one call
         generates all numbers along this dim and the dims after it; numbers outside the part are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]

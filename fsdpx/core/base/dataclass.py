@@ -26,7 +26,7 @@ def _convert_to_dataclass(cls: Any = None, /, *, frozen: bool = False, **options
     """Turn `cls` into a dataclass that behaves like the result of `dataclasses.dataclass`."""
     if cls is None:
         return lambda cls: _convert_to_dataclass(cls, frozen=frozen, **options)
-    if options.keys() - {"eq", "repr"} or _is_unusual(cls):
+    if options.keys() - {"eq", "repr"} or _needs_standard_dataclass_decorator(cls):
         return dataclasses.dataclass(cls, frozen=frozen, **options)
     dataclasses.dataclass(cls, init=False, repr=False, eq=False)
     cls.__dataclass_params__.frozen = frozen
@@ -46,7 +46,7 @@ def _convert_to_dataclass(cls: Any = None, /, *, frozen: bool = False, **options
     return cls
 
 
-def _is_unusual(cls: Any) -> bool:
+def _needs_standard_dataclass_decorator(cls: Any) -> bool:
     """Return whether a class needs Python's decorator: it is derived from a dataclass, has no docstring or one of the
     methods that a decorator adds, or has fields that are keyword-only, not stored, or treated differently in hashes."""
     return (

@@ -136,7 +136,7 @@ class Environment:
         return slurm if self.run is None else [str(self.run.parent), *slurm]
 
     @property
-    def settings_equal_on_all_ranks(self) -> dict[str, str]:
+    def settings_required_equal_on_all_ranks(self) -> dict[str, str]:
         """The environment variables that determine which messages ranks exchange, as {name: value}, with values as
         text. They must be the same on all ranks."""
         tune = "again" if self.retune else self.tune

@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "EXTENSIONS",
-    "import_extension",
+    "import_declared_extension",
     "import_extension_if_declared",
     "import_extension_module",
     "list_extensions",
@@ -68,7 +68,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "routing": "fsdpx.ext.observe.routing:ExpertLoadMetrics",
     },
     "trainer": {
-        "report": "fsdpx.ext.observe.report:make_report",
+        "report": "fsdpx.ext.observe.report:make_report_of_rank",
         "summary": "fsdpx.ext.observe.report:gather_summary",
         "routing": "fsdpx.ext.observe.routing:gather_expert_load",
         "measure": "fsdpx.ext.observe.measure:measure_timeline_of_fastest_step",
@@ -111,7 +111,7 @@ def import_extension_if_declared(kind: str, name: str, optional: bool = False) -
     ------
     ConfigError : the extension is declared, but its files are missing
     """
-    target = EXTENSIONS[kind].get(name) or _load_entry_points(kind).get(name)
+    target = EXTENSIONS[kind].get(name) or _read_entry_points_of_kind(kind).get(name)
     if target is None:
         return None
     module, _, attribute = target.partition(":")
@@ -139,7 +139,7 @@ def import_extension_module(module: str, what: str, optional: bool = False) -> A
         ) from error
 
 
-def import_extension(kind: str, name: str) -> Any:
+def import_declared_extension(kind: str, name: str) -> Any:
     """Import and return the extension `name` of a kind such as "codec"; raise ConfigError if it is not declared."""
     extension = import_extension_if_declared(kind, name)
     if extension is None:
@@ -150,11 +150,11 @@ def import_extension(kind: str, name: str) -> Any:
 def list_extensions(kind: str) -> list[str]:
     """Return the names of all extensions of a kind such as "codec". Names from fsdpx come first, followed by names from
     other packages."""
-    return [*EXTENSIONS[kind], *_load_entry_points(kind)]
+    return [*EXTENSIONS[kind], *_read_entry_points_of_kind(kind)]
 
 
 @cache
-def _load_entry_points(kind: str) -> Mapping[str, str]:
+def _read_entry_points_of_kind(kind: str) -> Mapping[str, str]:
     """Return the extensions of this kind that installed packages declare, as a dict {name: `module:attribute`}."""
     # imported only when needed, because importing importlib.metadata is slow
     from importlib.metadata import entry_points

@@ -31,10 +31,11 @@ from fsdpx.core.comm.default_communicator import all_gather_plain_value
 from fsdpx.errors import CheckpointError, FsdpxError
 
 __all__ = [
-    "PARTIAL", "SaveTarget", "agree_on_choices", "agree_on_equal_choices", "agree_on_path", "expand_checkpoint_path",
-    "explaining_rename_errors", "find_committed_folder", "format_portable_error_text", "get_checkpoint_name_of_folder",
-    "get_path_and_working_folder", "iterate_checkpoints", "lock_file", "make_sibling_path", "prune_checkpoints",
-    "resolve_replaceable_folder", "run_on_all_ranks", "run_on_rank0", "write_header_and_sync",
+    "PARTIAL", "SaveTarget", "agree_on_choices", "agree_on_equal_choices", "agree_on_path",
+    "expanduser_in_checkpoint_path", "explaining_rename_errors", "find_committed_folder",
+    "format_os_independent_error_text", "get_checkpoint_name_of_folder", "get_path_and_working_folder",
+    "iterate_checkpoints", "lock_file", "make_sibling_path", "prune_checkpoints", "resolve_replaceable_folder",
+    "run_on_all_ranks", "run_on_rank0", "write_header_and_sync",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
     try:
         value = body()
     except Exception as error:
-        problem = format_portable_error_text(error)
+        problem = format_os_independent_error_text(error)
         # do not chain an FsdpxError: `problem` already contains its full text, which would be printed twice
         cause = None if isinstance(error, FsdpxError) else error
     for rank, (_, text) in enumerate(everyone := all_gather_plain_value(world, (value, problem))):
@@ -79,9 +80,9 @@ def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> 
     or if the path is invalid on some rank, raise CheckpointError on all ranks. The error message begins with `call`,
     the name of the public method. Collective."""
     return Path(
-        agree_on_choices(world, call, lambda: {**get_path_and_working_folder(expand_checkpoint_path(path)), **choices})[
-            "path"
-        ]
+        agree_on_choices(
+            world, call, lambda: {**get_path_and_working_folder(expanduser_in_checkpoint_path(path)), **choices}
+        )["path"]
     )
 
 
@@ -108,7 +109,7 @@ def _require_same_choices(where: str, everyone: Sequence[Mapping[str, str]]) -> 
                 raise CheckpointError(f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}")
 
 
-def format_portable_error_text(error: BaseException) -> str:
+def format_os_independent_error_text(error: BaseException) -> str:
     """Return the message of an error in a form that does not depend on the operating system."""
     if isinstance(error, OSError) and error.errno is not None:
         name = errno.errorcode.get(error.errno, str(error.errno))
@@ -242,7 +243,7 @@ def get_checkpoint_name_of_folder(name: str) -> str | None:
     return of if kind == PREVIOUS else None
 
 
-def expand_checkpoint_path(path: Any) -> Path:
+def expanduser_in_checkpoint_path(path: Any) -> Path:
     """Return `path` as a Path with `~` expanded. The last part of the result is a name (not `..`), so that files can be
     created next to it. Raise CheckpointError if `path` is not a valid str or PathLike, or has no such name."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
@@ -272,7 +273,7 @@ def follow_link(path: Path) -> Path:
     given = path
     for _ in range(MAX_LINKS):
         if not path.is_symlink():
-            return expand_checkpoint_path(path)
+            return expanduser_in_checkpoint_path(path)
         path = path.parent / os.readlink(path)
     raise CheckpointError(f"{given} is a circular link: choose another path")
 

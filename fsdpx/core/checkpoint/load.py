@@ -21,7 +21,7 @@ from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.checkpoint.atomic_commit import (
     agree_on_choices,
     agree_on_path,
-    expand_checkpoint_path,
+    expanduser_in_checkpoint_path,
     get_path_and_working_folder,
     run_on_all_ranks,
     run_on_rank0,
@@ -46,7 +46,7 @@ from fsdpx.core.checkpoint.read import (
 from fsdpx.core.checkpoint.save import gather_xor_of_checksums
 from fsdpx.core.checkpoint.scalars import CheckpointScalars, require_loader_method, restore_scalars
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.state.ledger import get_state_dtype, list_checkpoint_tensors
+from fsdpx.core.state.ledger import get_dtype_of_checkpoint_tensor, list_checkpoint_tensors
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
@@ -55,7 +55,7 @@ from fsdpx.optim.optimizer import unwrap_optimizer
 
 __all__ = [
     "WeightsReport",
-    "fill_state",
+    "fill_state_by_reading_shards",
     "format_first_names",
     "get_dtypes_and_shapes",
     "list_damaged_tensors",
@@ -123,7 +123,7 @@ def load(
         codec_shards = iterate_shards_then_add_to_targets(iterate_codec_reads_and_zero_missing(state, shapes))
         read_shards(source, chain(pieces, codec_shards), state.placement.xp, count)
 
-    fill_state(state, where, read_saved_shards, scalars.replica_count)
+    fill_state_by_reading_shards(state, where, read_saved_shards, scalars.replica_count)
     restore_scalars(state, scalars)
     return scalars
 
@@ -155,7 +155,7 @@ def verify_checksums_on_all_ranks(
     run_on_rank0(world, where, check_digests)
 
 
-def fill_state(
+def fill_state_by_reading_shards(
     state: TrainState, where: str, read: Callable[[Iterable[LocalShard]], None], replicas: int | None = None
 ) -> None:
     """Fill the arrays of the train state by calling `read(shards)`, which must fill the array of each shard. In a load,
@@ -182,7 +182,9 @@ def _require_loader_position(loader: Any, scalars: CheckpointScalars) -> None:
 
 def get_dtypes_and_shapes(state: TrainState) -> Wanted:
     place = state.placement
-    return {name: (get_state_dtype(place, name), spec.shape) for name, spec in place.layout.specs.items()}
+    return {
+        name: (get_dtype_of_checkpoint_tensor(place, name), spec.shape) for name, spec in place.layout.specs.items()
+    }
 
 
 def _require_matching_slots(
@@ -196,7 +198,7 @@ def _require_matching_slots(
             "load_parameters takes only the weights"
         )
     known = list_checkpoint_tensors(place, scalars.replica_count).items()
-    rest = {n: (get_state_dtype(place, n), s.shape) for n, s in known if n not in place.layout.specs}
+    rest = {n: (get_dtype_of_checkpoint_tensor(place, n), s.shape) for n, s in known if n not in place.layout.specs}
     slot_entries = source.select_state_or_weights(state=True).tensors
     codecs = {name: slot_entries[name] for name in slot_entries if CodecMemoryName.parse(name) is not None}
     _require_same_tensors(rest, {n: slot_entries[n] for n in slot_entries.keys() - codecs.keys()}, where, convert)
@@ -339,7 +341,7 @@ def load_parameters(
     def named(pieces: Iterable[LocalShard]) -> Iterator[LocalShard]:
         return (replace(piece, name=origin[piece.name]) for piece in pieces if piece.name in origin)
 
-    fill_state(state, where, lambda pieces: given.read(named(pieces), state.placement.xp))
+    fill_state_by_reading_shards(state, where, lambda pieces: given.read(named(pieces), state.placement.xp))
     return report
 
 
@@ -349,7 +351,7 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str, 
             if hasattr(given, "state_dict"):
                 raise CheckpointError(f"{type(given).__name__} is a module, not its weights: give module.state_dict()")
             raise CheckpointError(f"{given!r} is neither a path nor a dict of full arrays, which every rank passes")
-        return {**get_path_and_working_folder(expand_checkpoint_path(given)), "options": options}
+        return {**get_path_and_working_folder(expanduser_in_checkpoint_path(given)), "options": options}
 
     path = Path(agree_on_choices(world, call, describe_path)["path"])
     where = f"{call} {path}"

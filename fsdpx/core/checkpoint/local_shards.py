@@ -227,7 +227,7 @@ def iterate_codec_reads_and_zero_missing(
     for row in _iterate_codec_rows(state, {}):
         for part in row.iterate_saved_parts():
             fitting = [n for n in known[part.name.memory, part.name.tensor] if found[str(n)] == part.held.spec.shape]
-            sources, target = row.find_saved_summands(part, fitting), part.held.array
+            sources, target = row.list_saved_tensor_names_summing_to_part(part, fitting), part.held.array
             if not sources:
                 target[...] = 0
             for i, source in enumerate(sources):
@@ -289,7 +289,9 @@ class CodecMemory:
             part = LocalShard(str(name), own_array, start, spec, layout.spread.rank, layout.spread.width)
             yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
-    def find_saved_summands(self, part: SavedPart, names: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
+    def list_saved_tensor_names_summing_to_part(
+        self, part: SavedPart, names: Sequence[CodecMemoryName]
+    ) -> list[CodecMemoryName]:
         """Return the names of the saved tensors whose sum is `part`; usually there is only one.
 
         `names` are the candidates: all saved tensors of the same codec array and the same parameter (or page) as `part`

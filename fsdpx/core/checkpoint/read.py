@@ -40,7 +40,7 @@ from fsdpx.core.checkpoint.format import (
 from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, ByteCounter, LocalShard, ShardBlock, iterate_blocks
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.core.checkpoint.write import MANIFEST_NAME, Manifest, is_checkpoint
-from fsdpx.core.state.flat_parameters import ElementRange, Interval, coalesce_runs, intersect_ranges
+from fsdpx.core.state.flat_parameters import ElementRange, Interval, group_nearby_runs, intersect_ranges
 from fsdpx.errors import CheckpointError
 
 __all__ = [
@@ -291,7 +291,7 @@ def iterate_block_reads(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple
     """Yield (block, groups of runs) for each block of a shard. A run is a range of elements in the file. All runs in
     one group are read in one operation, together with the gaps between them."""
     for block in iterate_blocks(piece, entry.itemsize):
-        yield block, coalesce_runs(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
+        yield block, group_nearby_runs(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
 
 
 def read_shards(

@@ -29,7 +29,7 @@ from fsdpx.core.checkpoint.atomic_commit import (
     SaveTarget,
     agree_on_equal_choices,
     agree_on_path,
-    format_portable_error_text,
+    format_os_independent_error_text,
     prune_checkpoints,
     run_on_all_ranks,
     run_on_rank0,
@@ -54,7 +54,7 @@ from fsdpx.core.checkpoint.read import CheckpointSource
 from fsdpx.core.checkpoint.scalars import CheckpointScalars, collect_checkpoint_scalars
 from fsdpx.core.checkpoint.write import CHECKSUM_PREFIX, Manifest, write_tensor_shards
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.state.ledger import get_state_dtype, list_checkpoint_tensors
+from fsdpx.core.state.ledger import get_dtype_of_checkpoint_tensor, list_checkpoint_tensors
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
@@ -252,7 +252,7 @@ def create_empty_checkpoint_files(
     all_scalars = run_on_all_ranks(
         world,
         where,
-        lambda: _require_savable(state, path, choices, collect_checkpoint_scalars(state, loader, fit, local)),
+        lambda: _require_savable_state(state, path, choices, collect_checkpoint_scalars(state, loader, fit, local)),
     )
     agree_on_equal_choices(world, where, state=all_scalars[world.rank].to_json())
     everyone = world.all_gather_value({piece.name: piece.spec.shape for piece in iterate_codec_memory_to_write(state)})
@@ -275,7 +275,7 @@ def create_empty_checkpoint_files(
     return PreparedSave(where, layout, folder, opened[0] if opened else None, path, choices)
 
 
-def _require_savable(
+def _require_savable_state(
     state: TrainState, path: Path, choices: SaveChoices, scalars: CheckpointScalars
 ) -> CheckpointScalars:
     if not state.placement.device.holds_data:
@@ -294,7 +294,7 @@ def make_file_layout(
     arrays that compression codecs keep between steps, including arrays on other ranks."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
-        n: (dtype_to_code(get_state_dtype(placement, n)), s.shape)
+        n: (dtype_to_code(get_dtype_of_checkpoint_tensor(placement, n)), s.shape)
         for n, s in list_checkpoint_tensors(placement).items()
     }
     weights = {n: (asked or code, shape) for n, (code, shape) in known.items() if n in specs}
@@ -373,7 +373,7 @@ class BackgroundSave:
                 if not self._stopped.is_set():
                     self._write_and_commit()
             except BaseException as error:
-                self._problem = format_portable_error_text(error)
+                self._problem = format_os_independent_error_text(error)
             finally:
                 self._wrote.set()
 
@@ -384,10 +384,10 @@ class BackgroundSave:
         if rank > 0:
             _write_checksum_file(prepared.folder, rank, sums)
         self._wrote.set()
-        if rank == 0 and (total := self._wait_for_and_combine_checksums(sums)) is not None:
+        if rank == 0 and (total := self._wait_for_and_xor_checksums_of_ranks(sums)) is not None:
             prepared.commit_and_prune(total)
 
-    def _wait_for_and_combine_checksums(self, sums: np.ndarray) -> np.ndarray | None:
+    def _wait_for_and_xor_checksums_of_ranks(self, sums: np.ndarray) -> np.ndarray | None:
         """Wait for the checksum files of all other ranks, and return the elementwise xor of `sums` and their checksums.
 
         Return None if the save is abandoned, or if a file is still missing `GRACE_SECONDS` after the main program has

@@ -38,8 +38,8 @@ from fsdpx.core.comm.reduction import explain_undefined_reduction, get_dtype_kin
 from fsdpx.errors import Aborted, CommError, ConfigError, ShapeError
 
 __all__ = [
-    "ALGORITHMS", "USER_TAG_LIMIT", "Backend", "FakeCommunicator", "FakeNodeCommunicator", "check_and_resolve_call",
-    "raise_call_error", "require_valid_subgroup", "start_through_host",
+    "ALGORITHMS", "USER_TAG_LIMIT", "Backend", "FakeCommunicator", "FakeNodeCommunicator",
+    "check_call_and_set_final_arguments", "raise_call_error", "require_distinct_ranks_with_own", "start_through_host",
 ]  # fmt: skip
 
 COMMON_DTYPE_CHARS = frozenset("dfDFbhilqBHILQ?")
@@ -64,7 +64,7 @@ class Backend(Communicator):
         self._tags = 0
 
     def issue(self, call: Call) -> Handle:
-        check_and_resolve_call(self, call)
+        check_call_and_set_final_arguments(self, call)
         if self.size == 1 and (effect := CALL_SPECS[call.verb].on_one_rank) != "move":
             if effect == "copy":  # nothing is copied if `recv` begins at the same address as `send`
                 copy_unless_same(call.arrays[1], call.arrays[0])
@@ -92,7 +92,7 @@ class Backend(Communicator):
         return GeneratorHandle(iter([self.start_call(message) for message in calls]), self.progress)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        require_valid_subgroup(self, ranks)
+        require_distinct_ranks_with_own(self, ranks)
         group = self.split(min(ranks), list(ranks).index(self.rank))
         assert group is not None
         return group
@@ -126,7 +126,7 @@ class Backend(Communicator):
         return USER_TAG_LIMIT + self._tags
 
 
-def check_and_resolve_call(comm: RankGroup, call: Call) -> None:
+def check_call_and_set_final_arguments(comm: RankGroup, call: Call) -> None:
     """Check the arguments of a call, and set its `op`, `partitions` and `wire` to their final values. Raise ShapeError
     or ConfigError if an argument is invalid."""
     verb = CALL_SPECS[call.verb]
@@ -274,7 +274,7 @@ def require_existing_peer(comm: RankGroup, call: Call, name: str, other: int) ->
         raise_call_error(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
 
 
-def require_valid_subgroup(comm: RankGroup, ranks: Sequence[int]) -> None:
+def require_distinct_ranks_with_own(comm: RankGroup, ranks: Sequence[int]) -> None:
     """Raise ConfigError unless `ranks` are distinct ranks of `comm` that include this rank."""
     call = Call("subgroup")
     for other in ranks:
@@ -360,7 +360,7 @@ class FakeCommunicator(Backend):
         return FakeCommunicator(0, 1)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        require_valid_subgroup(self, ranks)
+        require_distinct_ranks_with_own(self, ranks)
         return FakeCommunicator(list(ranks).index(self.rank), len(ranks))
 
     def all_gather_value(self, value: Any) -> list[Any]:
@@ -398,7 +398,7 @@ class FakeNodeCommunicator(FakeCommunicator):
         self.is_single_host = self.is_sharing_useful and len(self.ranks_by_host) == 1
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        require_valid_subgroup(self, ranks)
+        require_distinct_ranks_with_own(self, ranks)
         return FakeNodeCommunicator(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
 
     def allocate_shared(self, nbytes: int) -> Array:

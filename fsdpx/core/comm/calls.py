@@ -29,9 +29,9 @@ from fsdpx.errors import ConfigError
 __all__ = [
     "COMPLETED", "POLLS_BEFORE_YIELD", "THREAD_POLLS", "AllCounts", "Array", "Arrays", "Call", "CompletedHandle",
     "Counts", "FlatPartition", "GeneratorHandle", "Handle", "HandleWithCallback", "LongWait", "Progress", "RankGroup",
-    "ReduceOp", "TimedTransfer", "copy_unless_same", "format_call_label", "get_progress",
-    "get_thread_stack_frames", "is_in_place", "long_waits", "make_balanced_partition", "make_partition_from_counts",
-    "spin_until", "split_evenly",
+    "ReduceOp", "TimedTransfer", "copy_unless_same", "format_call_label", "get_progress", "get_thread_stack_frames",
+    "is_in_place", "long_waits", "make_balanced_partition", "make_partition_from_counts", "spin_until",
+    "split_evenly",
 ]  # fmt: skip
 
 Array = Any

@@ -36,7 +36,7 @@ from fsdpx.errors import CommError, ConfigError, RankLost
 __all__ = [
     "CALL_SPECS", "COMPLETED", "Array", "Call", "CallCount", "CallSpec", "Communicator", "CommunicatorWrapper",
     "CountingCommunicator", "Handle", "ReduceOp", "SurvivorCommunicator", "TrafficCounters", "can_survive",
-    "count_moved_bytes", "describe_call", "drain_transfers", "get_arguments_equal_on_all_ranks",
+    "count_moved_bytes", "describe_call", "drain_transfers", "get_arguments_to_compare_across_ranks",
     "make_balanced_partition", "make_rank_lost_error", "split_evenly", "unwrap_communicator",
 ]  # fmt: skip
 
@@ -119,7 +119,7 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
     return elements * dtype.itemsize
 
 
-def get_arguments_equal_on_all_ranks(call: Call) -> dict[str, Any]:
+def get_arguments_to_compare_across_ranks(call: Call) -> dict[str, Any]:
     """Return a dict {name: value} of the arguments of a call that must be equal on all ranks. Element counts are taken
     from `call.partitions` if the call has been checked, and otherwise from `call.counts`."""
     verb, terms_by_name = CALL_SPECS[call.verb], dict[str, Any]()
@@ -148,7 +148,7 @@ def get_arguments_equal_on_all_ranks(call: Call) -> dict[str, Any]:
 
 def describe_call(call: Call) -> str:
     """Return a description of a call: its name and the arguments that must be equal on all ranks."""
-    return call.name + "".join(f", {key} {value}" for key, value in get_arguments_equal_on_all_ranks(call).items())
+    return call.name + "".join(f", {key} {value}" for key, value in get_arguments_to_compare_across_ranks(call).items())
 
 
 SUM = ReduceOp.SUM

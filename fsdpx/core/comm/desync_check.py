@@ -70,11 +70,11 @@ class CheckedCommunicator(CommunicatorWrapper):
         Collective."""
         if self.size == 1:
             return
-        calls = self._exchange_fingerprints(call)
+        calls = self._all_gather_call_descriptions(call)
         if any(other != calls[0] for other in calls):
             raise make_desync_error(self._calls, calls)
 
-    def _exchange_fingerprints(self, call: str) -> list[str]:
+    def _all_gather_call_descriptions(self, call: str) -> list[str]:
         """Return descriptions of the calls that all ranks are about to make, in rank order. Collective."""
         self._calls += 1
         own_fingerprint = _encode_fingerprint(call)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import require_valid_arguments
-from fsdpx.core.base.extensions import import_extension, import_extension_if_declared, list_extensions
+from fsdpx.core.base.extensions import import_declared_extension, import_extension_if_declared, list_extensions
 from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm import default_communicator
@@ -382,7 +382,7 @@ def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator
 
 
 def _open_extension(name: str, request: CommunicatorRequest) -> Communicator:
-    opened: Communicator = import_extension("backend", name)(request)
+    opened: Communicator = import_declared_extension("backend", name)(request)
     return opened
 
 
@@ -399,7 +399,7 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
     hooks.install_process_hooks_while_alive(carrier, carrier)
     if carrier.size > 1:
         require_same_settings_on_all_ranks(
-            carrier, environment.read_environment().settings_equal_on_all_ranks, get_compared_arguments()
+            carrier, environment.read_environment().settings_required_equal_on_all_ranks, get_compared_arguments()
         )
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = world_comm.all_gather_value(platform.node()).count(platform.node())

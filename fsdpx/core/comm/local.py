@@ -22,7 +22,7 @@ from fsdpx.core.comm.calls import THREAD_POLLS, Array, Call, Handle, Progress, c
 from fsdpx.core.comm.communicator import (
     Communicator,
     SurvivorCommunicator,
-    get_arguments_equal_on_all_ranks,
+    get_arguments_to_compare_across_ranks,
     make_rank_lost_error,
 )
 from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS
@@ -102,7 +102,9 @@ class ThreadWorld:
             self.returned.add(rank)
             self.condition.notify_all()
 
-    def find_returned_rank_error(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
+    def make_error_if_awaited_rank_returned(
+        self, missing: Iterable[int], waiting: Sequence[int], call: str
+    ) -> DesyncError | None:
         """Return the error for a call that can never complete because some of the `missing` ranks have already
         returned. Return None if none of the `missing` ranks has returned. `waiting` are the ranks that have made the
         call."""
@@ -167,15 +169,15 @@ class ThreadGroup:
         if self.revoked or not needs.isdisjoint(lost):
             raise make_rank_lost_error(f"{call} on rank {rank} of {len(self.members)}", lost)
 
-    def find_returned_rank_error(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
+    def make_error_if_awaited_rank_returned(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
         """Return the error for a collective or message that can never complete because it waits for a rank whose
         function has returned. Return None if no rank that it waits for has returned. The caller must hold the lock."""
         if not self.world.returned:
             return None
         missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting_ranks))
-        return self.world.find_returned_rank_error(missing, waiting, event.name)
+        return self.world.make_error_if_awaited_rank_returned(missing, waiting, event.name)
 
-    def find_rank_lost_error(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
+    def make_error_if_call_cannot_complete(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
         """Return the error for a collective or message that can never complete because of a death or a revocation.
         Return None if it can still complete. The caller must hold the lock.
 
@@ -195,7 +197,7 @@ class ThreadGroup:
             vote.result, vote.done = decide([vote.given[rank] for rank in sorted(vote.waiting_ranks)]), True
             self.world.condition.notify_all()
         if not vote.done:
-            self.world.raise_in_all_ranks(self.find_returned_rank_error(vote))
+            self.world.raise_in_all_ranks(self.make_error_if_awaited_rank_returned(vote))
         return vote.done
 
 
@@ -337,9 +339,9 @@ class ThreadTransfer:
     def _raise_if_broken(self) -> None:
         """Raise an error if the transfer can never complete. The caller must hold the lock."""
         if not self.event.done:
-            if error := self._group.find_rank_lost_error(self.event, self._rank):
+            if error := self._group.make_error_if_call_cannot_complete(self.event, self._rank):
                 raise error
-            self._group.world.raise_in_all_ranks(self._group.find_returned_rank_error(self.event))
+            self._group.world.raise_in_all_ranks(self._group.make_error_if_awaited_rank_returned(self.event))
 
 
 def execute_all_gather(calls: Sequence[Call]) -> None:
@@ -448,7 +450,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             return self._join_collective(
                 call.verb,
                 call.what,
-                tuple(get_arguments_equal_on_all_ranks(call).values()),
+                tuple(get_arguments_to_compare_across_ranks(call).values()),
                 call,
                 COLLECTIVES[call.verb],
             )
@@ -497,7 +499,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             # to have returned without acting
             if returned := set(world.returned):
                 gone = returned.intersection(members[rank] for rank in missing())
-                error = world.find_returned_rank_error(gone, [members[self.rank]], f"a window for {what}")
+                error = world.make_error_if_awaited_rank_returned(gone, [members[self.rank]], f"a window for {what}")
                 world.raise_in_all_ranks(error)
 
         return ThreadWindow(self.rank, parts, locks, world.timeout, check_ranks, lambda r: members[r] in world.dead)

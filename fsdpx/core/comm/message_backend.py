@@ -22,12 +22,12 @@ from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.errors import CommTimeout
 
 __all__ = [
-    "CHUNK_BYTES", "CHUNK_SLOTS", "DEFAULT_TIMEOUT_SECONDS", "MessageBackend", "find_inner_with_attribute",
+    "CHUNK_BYTES", "CHUNK_SLOTS", "DEFAULT_TIMEOUT_SECONDS", "MessageBackend", "find_outermost_with_attribute",
     "has_gpu_array", "is_sent_in_chunks", "start_messages_through_host", "synchronize_devices",
 ]  # fmt: skip
 
 
-def find_inner_with_attribute(comm: Any, name: str) -> Any:
+def find_outermost_with_attribute(comm: Any, name: str) -> Any:
     """Search `comm` and the communicators that it wraps, from the outside in. Return the first one that has an
     attribute `name`, or None if there is none."""
     while comm is not None and not hasattr(comm, name):
@@ -165,7 +165,7 @@ class MessageBackend(Backend):
         pairs = [(call.root, call.arrays[0])]
         return self.start_messages(call, pairs, []) if call.verb == "send" else self.start_messages(call, [], pairs)
 
-    def start_gpu_transfer(self, call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
+    def start_gpu_call_through_host(self, call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
         """Start a call with GPU arrays through a library that supports only host memory.
 
         Small arrays are copied to the host and passed to `start_on_host`. Large arrays are sent as messages in chunks,

@@ -278,18 +278,18 @@ def _start_rounded_reduce_to_owners(
 def _narrow_in_place(xp: Any, x: Array, out: Array) -> None:
     """Cast x to the dtype of `out`, which is smaller. Both arrays begin at the same memory address."""
     out[:FIRST_RUN_ELEMENTS] = cast_float_to_dtype(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
-    for start, stop in _iterate_doubling_ranges(x.size):
+    for start, stop in _iterate_ranges_of_doubling_size(x.size):
         store(xp, x[start:stop], out[start:stop])
 
 
 def _widen_in_place(xp: Any, x: Array, out: Array) -> None:
     """Cast x to the dtype of `out`, which is larger. Both arrays begin at the same memory address."""
-    for start, stop in reversed(list(_iterate_doubling_ranges(x.size))):
+    for start, stop in reversed(list(_iterate_ranges_of_doubling_size(x.size))):
         store(xp, x[start:stop], out[start:stop])
     out[:FIRST_RUN_ELEMENTS] = cast_float_to_dtype(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
 
 
-def _iterate_doubling_ranges(size: int) -> Iterator[tuple[int, int]]:
+def _iterate_ranges_of_doubling_size(size: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) for consecutive ranges of elements. Each range is as long as all preceding elements together.
 
     Suppose that two arrays begin at the same address, and that one array's elements are half as large as the other's.

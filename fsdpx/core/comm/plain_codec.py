@@ -115,10 +115,10 @@ def _write_object(buffer: io.BytesIO, value: Any, depth: int) -> None:
         raise ConfigError(f"{kind.__module__}.{kind.__qualname__} is no plain data: send it by all_gather_object")
     _write_bytes(buffer, "k" if isinstance(value, type) else "o", f"{kind.__module__}:{kind.__qualname__}".encode())
     if not isinstance(value, type):
-        _write_sequence(buffer, "t", _get_fields(value), depth)
+        _write_sequence(buffer, "t", _get_field_values(value), depth)
 
 
-def _get_fields(value: Any) -> list[Any]:
+def _get_field_values(value: Any) -> list[Any]:
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, enum.Enum):

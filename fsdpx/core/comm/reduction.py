@@ -107,7 +107,7 @@ def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Seque
                 sums = total[: block.stop - start]
                 _copy_converted_into(xp, _round_to_wire(arrays[0][block], wire), sums)
                 for array in arrays[1:]:
-                    _reduce_into(xp, ufunc, _round_to_wire(array[block], wire), sums)
+                    _combine_elementwise_into(xp, ufunc, _round_to_wire(array[block], wire), sums)
                 if op is ReduceOp.AVG:
                     sums /= len(arrays)
                 _copy_converted_into(xp, _round_to_wire(sums, wire if len(outs) > 1 else None), first[block])
@@ -136,7 +136,7 @@ def _copy_converted_into(xp: Any, x: Array, out: Array) -> None:
         store(xp, x, out)
 
 
-def _reduce_into(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
+def _combine_elementwise_into(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
     """Combine x into `total` in place. x may have a 16-bit dtype."""
     if ufunc is np.add and x.dtype != total.dtype:
         add_widened(xp, x, total)

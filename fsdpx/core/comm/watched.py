@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 from fsdpx.core.base import environment
-from fsdpx.core.base.extensions import import_extension
+from fsdpx.core.base.extensions import import_declared_extension
 from fsdpx.core.comm.communicator import unwrap_communicator
 from fsdpx.core.comm.mesh import MeshAxes
 
 __all__ = [
     "can_be_watched",
-    "detach_watchdog",
+    "detach_and_return_watchdog",
     "report_call_to_watchdog",
     "start_watchdog_if_possible",
     "start_watching_axes",
@@ -35,7 +35,9 @@ def start_watchdog_if_possible(
     `other_comms`, `timeout` and `extend_waits` are passed to `start_watchdog`."""
     if not can_be_watched(comm):
         return None
-    return import_extension("observer", "watchdog")(comm, *other_comms, timeout=timeout, extend_waits=extend_waits)
+    return import_declared_extension("observer", "watchdog")(
+        comm, *other_comms, timeout=timeout, extend_waits=extend_waits
+    )
 
 
 def start_watching_axes(axes: MeshAxes) -> Any:
@@ -52,7 +54,7 @@ def report_call_to_watchdog(comm: Any, call: str) -> None:
         watcher.record.on_collective_call(call)
 
 
-def detach_watchdog(comm: Any) -> Any:
+def detach_and_return_watchdog(comm: Any) -> Any:
     """Stop watching `comm`, because no rank will wait on it any longer. Return its watchdog, or None if it had none."""
     base = unwrap_communicator(comm)
     watcher, base.watched_by = base.watched_by, None

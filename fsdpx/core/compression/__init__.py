@@ -8,11 +8,11 @@ from fsdpx.core.compression.routing import (
     Choice,
     CodecRules,
     CodecRoute,
-    make_codec,
+    make_gradient_codec,
     list_codec_names,
 )
 
 __all__ = [
     "BoundCodec", "Cast16", "Choice", "Codec", "CodecRoute", "CodecRules", "HierarchicalCompression", "NoCompression",
-    "ReshardRule", "Transfers", "list_codec_names", "make_codec",
+    "ReshardRule", "Transfers", "list_codec_names", "make_gradient_codec",
 ]  # fmt: skip

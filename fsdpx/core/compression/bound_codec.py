@@ -59,13 +59,13 @@ class BoundCodec(NamedTuple):
         arrays, because computing the norms would require waiting for the device."""
         error = self.memory.get("error")
         return (
-            self._record_error_norms(grad, error)
+            self._recording_error_norms(grad, error)
             if error is not None and isinstance(grad, np.ndarray)
             else nullcontext()
         )
 
     @contextmanager
-    def _record_error_norms(self, grad: np.ndarray, error: Any) -> Iterator[None]:
+    def _recording_error_norms(self, grad: np.ndarray, error: Any) -> Iterator[None]:
         with np.errstate(all="ignore"):
             whole = float(np.linalg.norm(_sample_elements(grad) + _sample_elements(error)))
         yield

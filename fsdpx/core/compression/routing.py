@@ -17,7 +17,7 @@ from fsdpx.core.base.option_names import CodecName
 from fsdpx.core.compression.codec import Cast16, Codec, NoCompression, ReshardRule
 from fsdpx.errors import ConfigError
 
-__all__ = ["Choice", "CodecRoute", "CodecRules", "HierarchicalCompression", "list_codec_names", "make_codec"]
+__all__ = ["Choice", "CodecRoute", "CodecRules", "HierarchicalCompression", "list_codec_names", "make_gradient_codec"]
 
 ANY_PARAMETER = "*"
 
@@ -132,7 +132,9 @@ class CodecRules:
         codec cannot reduce gradients of this precision's gradient dtype.
 
         If replicas train independently, `outer` is the codec for sums between them."""
-        codecs = cls.from_choice(choice, lambda one: make_codec(one, precision.reduce_dtype, precision.gradient_dtype))
+        codecs = cls.from_choice(
+            choice, lambda one: make_gradient_codec(one, precision.reduce_dtype, precision.gradient_dtype)
+        )
         if outer is not None:
             codecs = cls(tuple((pattern, route._replace(replica=outer)) for pattern, route in codecs.rules))
         for axis_codec in codecs:
@@ -196,7 +198,7 @@ def _describe_codec(codec: Codec) -> str:
     return type(codec).__name__ + ("" if " at 0x" in options else f"({options})")
 
 
-def make_codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
+def make_gradient_codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
     """Return the gradient codec named `choice`, or `choice` itself if it is a codec. If `choice` is None, the precision
     determines the codec: a 16-bit codec if the dtype `reduce` is narrower than `compute`, and no compression
     otherwise."""

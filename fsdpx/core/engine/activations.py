@@ -197,7 +197,7 @@ class HeapRecorder(Observer):
         arena = self._bytes_kept_between_programs
         return [(most - arena, after - arena) for most, after in self._each]
 
-    def get_peak_bytes_by_kind(self) -> dict[str, int]:
+    def get_bytes_by_kind_at_heap_peak(self) -> dict[str, int]:
         """Return a dict that maps each kind of memory, such as "gradients", to its size in bytes when the heap was
         largest."""
         state = self._engine.state

@@ -15,7 +15,7 @@ from fsdpx.core.state.gradients import Gradient
 from fsdpx.core.state.units import Unit
 from fsdpx.errors import ConfigError
 from fsdpx.nn.gradient_accumulation import GradientEntries
-from fsdpx.nn.layer import LayerContext, require_pair
+from fsdpx.nn.layer import LayerContext, require_result_is_pair
 from fsdpx.nn.layer_list import CALLS_NUMPY, UNKNOWN, Node, is_missing_function_error, is_numpy_call_error
 from fsdpx.nn.losses import Loss, match_memory_order
 
@@ -97,7 +97,7 @@ def run_unit_backward(
             raise
         if not leaf:
             if getattr(dx, "dtype", None) is not getattr(dy, "dtype", dy):
-                _require_same_gradient_dtypes(node, dx, dy)
+                _require_input_gradient_keeps_dtype(node, dx, dy)
             _accumulate_input_gradients(node.inputs, dx, dvalues, constant)
 
 
@@ -118,12 +118,12 @@ def run_unit_backward_input(
         if dy is None:
             continue
         try:
-            dx, late = require_pair(node.layer.backward_input(envs[i], params[i], held, dy))
+            dx, late = require_result_is_pair(node.layer.backward_input(envs[i], params[i], held, dy))
             kept[i] = late if unit.trains[i] else NO_VALUE
         except Exception as error:
             _annotate_layer_error(error, "backward", node)
             raise
-        _require_same_gradient_dtypes(node, dx, dy)
+        _require_input_gradient_keeps_dtype(node, dx, dy)
         _accumulate_input_gradients(node.inputs, dx, dvalues, constant)
     return kept
 
@@ -165,7 +165,7 @@ def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
     error.add_note(f"in {where} of layer {node.path!r} {node.layer!r}{why}")
 
 
-def _require_same_gradient_dtypes(node: Node, dx: Any, dy: Any) -> None:
+def _require_input_gradient_keeps_dtype(node: Node, dx: Any, dy: Any) -> None:
     """Raise ConfigError if an input gradient `dx` and the output gradient `dy` have different dtypes. Without this
     check, the mistake would show up in another layer, or not at all."""
     dtypes = [one.dtype for one in (dy if isinstance(dy, tuple) else (dy,)) if one is not None]

@@ -313,7 +313,7 @@ def all_reduce_loss_and_gradient_norm(
     if clip is not None and finite:
         factor *= _compute_clip_factor(size, clip)
     return mean, GradientScale(
-        factor, size, not finite and scaler.dynamic, mean.rate, scaler.compute_next_scale(finite)
+        factor, size, not finite and scaler.dynamic, mean.rate, scaler.make_scaler_for_next_step(finite)
     )
 
 
@@ -337,13 +337,13 @@ def _compute_own_norm_squares(run: ProgramRun, totals: Values) -> list[float]:
     """Return numbers whose sum over all ranks is the squared gradient norm. With reproducible chunks, fixed blocks of
     each parameter are summed exactly, so that the result does not depend on sharding. `totals` holds this rank's
     gradient shards."""
-    xp, parts = run.placement.xp, [totals[n][at] for n, at in _list_slices_counted_once(run)]
+    xp, parts = run.placement.xp, [totals[n][at] for n, at in _list_gradient_slices_counted_once(run)]
     if not run.placement.accumulation.bitwise:
         return [sum_exactly([square_sum(xp, part) for part in parts])]
     return compute_padded_sum_expansion([square for part in parts for square in sum_block_squares(xp, part)])
 
 
-def _list_slices_counted_once(run: ProgramRun) -> list[tuple[int, slice]]:
+def _list_gradient_slices_counted_once(run: ProgramRun) -> list[tuple[int, slice]]:
     """Return the gradient elements that this rank contributes to sums over all ranks, as (index into the list of
     trained pages, slice of the page's gradient shard).
 

@@ -21,7 +21,7 @@ __all__ = [
     "OTHER_WARMUPS",
     "list_kernel_names",
     "list_warm_up_calls",
-    "run_warm_up_calls_from_own_start",
+    "run_warm_up_calls_in_rotated_order",
     "warm_up_kernels",
 ]
 
@@ -41,7 +41,7 @@ def list_warm_up_calls(
     return calls + [partial(_warm_up_optimizer, optimizer, master, gradients) for optimizer in optimizers]
 
 
-def run_warm_up_calls_from_own_start(
+def run_warm_up_calls_in_rotated_order(
     calls: Sequence[Callable[[], Any]],
     share: tuple[int, int] = (0, 1),
     count: ProgressCallback = lambda done, total: None,
@@ -82,7 +82,7 @@ VARIANTS = {
 
 def list_kernel_names() -> list[str]:
     """Return the names of all kernels and of their variants."""
-    names = [*choice.load_compiled_kernels(), *OTHER_WARMUPS]
+    names = [*choice.import_all_compiled_kernels(), *OTHER_WARMUPS]
     return names + [f"{name} {variant}" for name in names for variant in VARIANTS.get(name, ())]
 
 

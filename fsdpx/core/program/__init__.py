@@ -1,7 +1,7 @@
 """Programs, which describe a training step as a flat list of actions, such as the forward pass of a layer or an
 all-gather of parameters. This package uses only the standard library."""
 
-from fsdpx.core.program.verifier import check, check_pipe, compile_and_check_pipe, validate
+from fsdpx.core.program.verifier import check, require_pipeline_programs_finish, compile_and_check_pipe, validate
 from fsdpx.core.program.compiler import PROGRAM_KINDS, PASSES, Program, ProgramKind, ProgramRequest, SyncRules, compile
 from fsdpx.core.program.traffic import SlotLifetime, Transfers, TrafficSizes, Traffic, find_lifetimes, count_traffic
 from fsdpx.core.program.simulator import (
@@ -21,7 +21,7 @@ from fsdpx.core.program.pipeline import (
     Stage,
     StageUnit,
     find_values_without_gradient,
-    list_action_slots,
+    get_buffer_slots_of_action,
     make_stages,
 )
 from fsdpx.core.program.step_choices import StepChoices
@@ -76,7 +76,6 @@ __all__ = [
     "Verb",
     "VerbTransfer",
     "check",
-    "check_pipe",
     "compile",
     "compile_and_check_pipe",
     "compute_bubble",
@@ -86,12 +85,13 @@ __all__ = [
     "find_lifetimes",
     "find_values_without_gradient",
     "get_buffer_slot",
-    "list_action_slots",
+    "get_buffer_slots_of_action",
     "make_placed_schedule",
     "make_schedule",
     "make_stages",
     "order_sequentially",
     "parse_actions",
+    "require_pipeline_programs_finish",
     "simulate",
     "simulate_programs",
     "validate",

@@ -20,7 +20,7 @@ from fsdpx.core.program.passes import (
     make_leftover_reduces,
     order_sequentially,
 )
-from fsdpx.core.program.pipeline import ActionSlots, Stage, list_action_slots
+from fsdpx.core.program.pipeline import ActionSlots, Stage, get_buffer_slots_of_action
 from fsdpx.core.program.step_choices import StepChoices
 from fsdpx.core.program.verbs import Action, Slot
 
@@ -91,7 +91,7 @@ class SyncRules:
     ends: frozenset[Slot] = frozenset()
     results: tuple[str, ...] = ()
 
-    def get_filled_slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
+    def list_slots_filled_for_trained_pages(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
         """Return the slots (named buffers) that are filled before or after a program that trains the pages (flat
         parameter buffers) `trained`. To get the slots that are filled before the program, pass the attribute `begins`
         as the argument `filled`. To get the slots that are filled after the program, pass the attribute `ends`."""
@@ -178,7 +178,7 @@ class Program:
 
     @cached_property
     def slots(self) -> tuple[ActionSlots, ...]:
-        return tuple(list_action_slots(a, self.stage, self.microbatches) for a in self.actions)
+        return tuple(get_buffer_slots_of_action(a, self.stage, self.microbatches) for a in self.actions)
 
 
 PASSES: list[Callable[[list[Action], ProgramRequest], list[Action]]] = []
@@ -222,7 +222,7 @@ def _compile_cached(
 def _make_program(request: ProgramRequest, actions: list[Action]) -> Program:
     begins, ends, results = (
         _list_slots_filled_at_begin(request),
-        _list_slots_filled_at_end(request),
+        _list_slots_required_at_end(request),
         _list_result_slots(request),
     )
     microbatches = request.microbatches if PROGRAM_KINDS[request.kind].ops else 0
@@ -274,7 +274,7 @@ def _make_update_actions(actions: list[Action], request: ProgramRequest) -> list
     if request.kind == "update":
         joins = stage.trained_pages if stage.needs_join else ()
         tail = [*make_leftover_reduces(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in joins)]
-    tail += [Action("TIE", p) for p in stage.tied_page_groups]
+    tail += [Action("TIE", p) for p in stage.page_groups_with_summed_gradients]
     given = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
     agrees = Slot("agreed") in _list_result_slots(request)
     tail += [*given, *(Action(op) for op in request.scales if op != "COMMIT" or agrees)]
@@ -312,14 +312,14 @@ def _list_slots_filled_at_begin(request: ProgramRequest) -> frozenset[Slot]:
         | _make_slots("part", request.parts)
     )
     slots |= {Slot("weight")} if request.has_loss_weight else set()
-    slots |= request.sync.get_filled_slots(request.sync.begins, stage.trained_pages)
+    slots |= request.sync.list_slots_filled_for_trained_pages(request.sync.begins, stage.trained_pages)
     if request.kind == "backward":
         slots |= _list_saved_slots(request)
         slots |= {Slot("seed", None, m) for m in range(request.microbatches)} if stage.has_loss else set()
     return frozenset(slots)
 
 
-def _list_slots_filled_at_end(request: ProgramRequest) -> frozenset[Slot]:
+def _list_slots_required_at_end(request: ProgramRequest) -> frozenset[Slot]:
     """Return the slots (named buffers) that must be filled at the end. They are derived from the kind of program.
     `check` can therefore compare them with the slots that the actions fill."""
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
@@ -328,7 +328,7 @@ def _list_slots_filled_at_end(request: ProgramRequest) -> frozenset[Slot]:
         units = [u for u in stage.own_units if kind.ops and (kind.ops != "B" or u in stage.units_with_backward)]
         touched = request.resident.union(*(stage.units[u].pages for u in units))
         slots |= _make_slots("full", (p for p in touched if not (kind.updates and stage.trainable[p])))
-    slots |= request.sync.get_filled_slots(request.sync.ends, stage.trained_pages)
+    slots |= request.sync.list_slots_filled_for_trained_pages(request.sync.ends, stage.trained_pages)
     if kind.updates:
         return frozenset(slots)
     if "B" in kind.ops:

@@ -38,7 +38,7 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
     if not events:
         return "(nothing is computed)"
     letters = _assign_stage_letters(events)
-    cells = _format_time_step_cells(events, letters)
+    cells = _format_cells_of_each_rank(events, letters)
     wide = max(len(cell) for row in cells.values() for cell in row)
     lead = len(f"rank {max(cells)}")
     lines = []
@@ -72,7 +72,7 @@ def _format_legend(letters: dict[int | None, str]) -> list[str]:
     return ["; ".join(f"{letter}: stages{stages[letter]}" for letter in sorted(stages))] if letters else []
 
 
-def _format_time_step_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -> dict[int, list[str]]:
+def _format_cells_of_each_rank(events: Sequence[ActionEvent], letters: dict[int | None, str]) -> dict[int, list[str]]:
     """Return the text of each rank's cells, one per time step. A cell "-" continues the action of the previous cell.
     """
     step = min(e.end - e.start for e in events)

@@ -10,13 +10,13 @@ from fsdpx.core.program.pipeline import Stage, list_slots_of_verb_table_word
 from fsdpx.core.program.verbs import VERBS, Action
 
 __all__ = [
+    "append_entries_to_prefetch",
     "expand_stages_to_units",
     "insert_gathers",
     "insert_recompute",
     "insert_reduces",
     "make_leftover_reduces",
     "order_sequentially",
-    "select_entries_to_prefetch",
 ]
 
 Actions = list[Action]
@@ -54,7 +54,7 @@ def expand_stages_to_units(order: Sequence[Action], stage: Stage, end: str | Non
             result.append(Action("LOAD", None, step.mb))
         result += step.before
         for u in units[step.stage] if step.forward else reversed(units[step.stage]):
-            op = stage.get_unit_verb(step.op, u)
+            op = stage.get_unit_op_for_stage_op(step.op, u)
             result += [*([Action(op, u, step.mb)] if op else []), *step.after.get(u, [])]
         if step.forward and end and stage.has_loss and step.stage == stage.own_stages[-1][0]:
             result.append(Action(end, None, step.mb))
@@ -116,7 +116,7 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
     result: Actions = []
     for i, action in enumerate(actions):
         if needs[i]:
-            window = select_entries_to_prefetch(needs[i], needs[i + 1 :], ahead)
+            window = append_entries_to_prefetch(needs[i], needs[i + 1 :], ahead)
             if not keep:
                 result += [Action("FREE", p) for p in have if p not in window]
                 have = {p: None for p in have if p in window}
@@ -138,7 +138,7 @@ def _list_pages_used_by_action(kind: str, words: Iterable[str], action: Action, 
     return [slot.at for slot in slots if slot.at is not None]
 
 
-def select_entries_to_prefetch(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
+def append_entries_to_prefetch(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
     """Return the entries of `now`, followed by the first `ahead` distinct entries from the lists in `later` that are
     not in `now`. The result is a dict whose keys are these entries, in the order of their first use."""
     window = dict.fromkeys(now)

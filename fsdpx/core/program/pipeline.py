@@ -20,7 +20,7 @@ __all__ = [
     "StageUnit",
     "convert_rows_to_stage_units",
     "find_values_without_gradient",
-    "list_action_slots",
+    "get_buffer_slots_of_action",
     "list_slots_of_verb_table_word",
     "make_stages",
 ]
@@ -158,7 +158,7 @@ class Stage:
         return tuple(p for p in self.pages if self.trainable[p])
 
     @cached_property
-    def tied_page_groups(self) -> dict[int, tuple[int, ...]]:
+    def page_groups_with_summed_gradients(self) -> dict[int, tuple[int, ...]]:
         """Groups of pages (flat parameter buffers) whose gradients are summed with gradients of other pages or ranks,
         because their parameters are tied or their gradients are partial. The dict maps the first page of each group to
         the group's pages on this rank."""
@@ -169,7 +169,7 @@ class Stage:
 
     @cached_property
     def tied_pages(self) -> frozenset[int]:
-        return frozenset(p for pages in self.tied_page_groups.values() for p in pages)
+        return frozenset(p for pages in self.page_groups_with_summed_gradients.values() for p in pages)
 
     @property
     def total_slot_kind(self) -> str:
@@ -188,7 +188,7 @@ class Stage:
     def is_unit_trainable(self, unit: int) -> bool:
         return any(self.trainable[p] for p in self.units[unit].pages)
 
-    def get_unit_verb(self, op: str, unit: int) -> str | None:
+    def get_unit_op_for_stage_op(self, op: str, unit: int) -> str | None:
         """Return the operation that a unit (group of layers) runs when its stage runs `op` (F, E, B, I or W), or None
         if it runs nothing.
 
@@ -282,7 +282,7 @@ class ActionSlots:
     gives: tuple[Slot, ...]
 
 
-def list_action_slots(action: Action, stage: Stage, microbatches: int) -> ActionSlots:
+def get_buffer_slots_of_action(action: Action, stage: Stage, microbatches: int) -> ActionSlots:
     """Return the slots (named buffers) that an action takes, reads, adds to and gives."""
     verb = VERBS[action.op]
     columns = (verb.takes, verb.reads, verb.adds, verb.gives)
@@ -346,7 +346,9 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
     "page": lambda a, s, n: [(a.unit, None)],
     "here": lambda a, s, n: [(a.unit, a.mb)],
     "coded": lambda a, s, n: _pair_with_microbatch({a.unit} & s.pages_with_codec_memory),
-    "twins": lambda a, s, n: _pair_with_microbatch(s.tied_page_groups.get(_require_unit_number(a), ())),
+    "twins": lambda a, s, n: _pair_with_microbatch(
+        s.page_groups_with_summed_gradients.get(_require_unit_number(a), ())
+    ),
     "unit": lambda a, s, n: [(a.unit, a.mb)],
     "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.units_with_backward else [],
     "moving": lambda a, s, n: _pair_with_microbatch({a.unit} & s.units_with_statistics),

@@ -22,7 +22,7 @@ from fsdpx.core.program.simulator import (
 from fsdpx.core.program.verbs import VERBS, Action, format_action_with_neighbors, get_buffer_slot, get_partner_verb
 from fsdpx.errors import ProgramError
 
-__all__ = ["check", "check_pipe", "compile_and_check_pipe", "validate"]
+__all__ = ["check", "compile_and_check_pipe", "require_pipeline_programs_finish", "validate"]
 
 
 def check(*programs: Program) -> None:
@@ -85,7 +85,7 @@ def _require_same_collective_order(first: Program, other: Program, rank: int) ->
         raise ProgramError(f"program 0 issues {len(ours)} collectives, program {rank} issues {len(theirs)}")
 
 
-def check_pipe(programs: Sequence[Program]) -> None:
+def require_pipeline_programs_finish(programs: Sequence[Program]) -> None:
     """Raise ProgramError unless the programs of the pipeline ranks all finish when they run together.
 
     Sends and receives do not block. The first action that needs a received value waits for it, and synchronizing
@@ -107,8 +107,9 @@ def check_pipe(programs: Sequence[Program]) -> None:
 
 @lru_cache(maxsize=128)  # cached because all ranks in a process (threads or simulated ranks) do the same check
 def compile_and_check_pipe(requests: tuple[ProgramRequest, ...]) -> None:
-    """Compile the requests of all pipeline ranks and check the programs with `check_pipe`. The result is cached."""
-    check_pipe([compile(request) for request in requests])
+    """Compile the requests of all pipeline ranks and check the programs with `require_pipeline_programs_finish`. The
+    result is cached."""
+    require_pipeline_programs_finish([compile(request) for request in requests])
 
 
 def _require_same_world_collectives(programs: Sequence[Program]) -> None:
@@ -164,7 +165,7 @@ def validate(schedule: PipelineSchedule) -> None:
     ProgramError : if a rule is broken; the message shows the schedule with an arrow at the wrong entry
     """
     for rank in range(len(schedule.ranks)):
-        _require_valid_rank_order(schedule, rank)
+        _require_valid_action_order_on_rank(schedule, rank)
     _require_complete_schedule(schedule)
     _, stuck = simulate_until_deadlock(schedule, UNIT_COSTS)
     if stuck:
@@ -172,7 +173,7 @@ def validate(schedule: PipelineSchedule) -> None:
         raise _make_schedule_error(schedule, stuck[0].rank, stuck[0].at, f"ranks wait for each other: {waits}")
 
 
-def _require_valid_rank_order(schedule: PipelineSchedule, rank: int) -> None:
+def _require_valid_action_order_on_rank(schedule: PipelineSchedule, rank: int) -> None:
     done: set[Done] = set()
     added: dict[int, Action] = {}  # for each stage, the last action that added to its gradients
     for index, action in enumerate(schedule.ranks[rank]):

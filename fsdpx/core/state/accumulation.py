@@ -33,9 +33,9 @@ __all__ = [
     "Accumulation",
     "SequentialAccumulation",
     "TreeAccumulation",
+    "get_microbatch_count_or_default",
     "make_accumulation",
     "require_valid_chunks",
-    "resolve_microbatch_count",
 ]
 
 
@@ -280,7 +280,7 @@ def make_accumulation(chunks: int | None, axes: MeshAxes) -> Accumulation:
     return SequentialAccumulation(axes) if chunks is None else TreeAccumulation(chunks, axes)
 
 
-def resolve_microbatch_count(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
+def get_microbatch_count_or_default(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
     """Return the number of microbatches per step: `wanted` if it is not None, and otherwise a default. The default is 4
     per pipeline rank in a pipeline without `reproducible_chunks`, and 1 in all other cases."""
     if wanted is not None:

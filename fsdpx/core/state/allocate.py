@@ -14,7 +14,7 @@ from fsdpx.core.array.namespace import from_host
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.comm.mesh import MeshAxes
-from fsdpx.core.state.flat_parameters import ElementRange, Interval, coalesce_runs
+from fsdpx.core.state.flat_parameters import ElementRange, Interval, group_nearby_runs
 from fsdpx.core.state.ledger import Ledger, LedgerKey, LedgerRow, list_ledger_rows
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.storage import StateStorage
@@ -114,7 +114,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
     # asynchronous training does not use shared memory, because ranks would have to wait for each other during
     # allocation
     arena = Arena(xp, find_shared_memory_allocator(world, xp) if placement.sync_policy.is_synchronous else None)
-    rows = _list_rows_and_allocate_shared(placement, arena)
+    rows = _list_arrays_and_allocate_shared(placement, arena)
     for key, array in common:
         arena.register_buffer(key, array)
     storage = placement.options.storage.open_storage(placement, rows)
@@ -129,7 +129,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
     return state
 
 
-def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
+def _list_arrays_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
     """Return this rank's rows of the ledger (table of its arrays), one for each array. Also allocate the arrays in
     shared memory. Collective."""
     sharers = agree_on_sharer_count(placement, arena)
@@ -181,7 +181,7 @@ def initialize_parameters(state: TrainState) -> None:
         return np.concatenate(
             [
                 part
-                for some in coalesce_runs(runs, BLOCK_ELEMENTS)
+                for some in group_nearby_runs(runs, BLOCK_ELEMENTS)
                 for part in _draw_initial_values(spec, seed, name, some)
             ]
         )
@@ -236,11 +236,11 @@ def _create_tie_group_communicators(placement: Placement) -> dict[int, TieGroup]
     for pages in layout.twins:
         ranks = tuple(home[p] for p in pages)
         comm = _make_pipe_subgroup(axes, sorted(set(ranks))) if len(set(ranks)) > 1 else None
-        if pages[0] in placement.stage.tied_page_groups:
+        if pages[0] in placement.stage.page_groups_with_summed_gradients:
             ties[pages[0]] = TieGroup(pages, ranks, comm, layout.pages[pages[0]].partial)
         elif comm is not None:
             comm.close()
-    for p in placement.stage.tied_page_groups.keys() - ties.keys():
+    for p in placement.stage.page_groups_with_summed_gradients.keys() - ties.keys():
         ties[p] = TieGroup((p,), (place.pipe,), None, True)
     return ties
 

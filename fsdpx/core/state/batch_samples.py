@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["find_recorded_sample_digest", "record_sample_digest"]
+__all__ = ["get_digest_of_first_recorded_array", "record_sample_digest"]
 
 _known: dict[int, tuple[weakref.ref[Any], int]] = {}
 """Maps the id of each array in a batch from a loader to a pair: a weak reference to the array, and a digest of the
@@ -24,7 +24,7 @@ def record_sample_digest(batch: Any, digest: int) -> None:
                 _known[key] = weakref.ref(owner, lambda _, key=key: _known.pop(key, None)), digest  # type: ignore[misc]
 
 
-def find_recorded_sample_digest(batch: Any) -> int | None:
+def get_digest_of_first_recorded_array(batch: Any) -> int | None:
     """Return the recorded digest of the first array in a batch that has one, or None if there is none. If an array is a
     view, use the digest of the viewed array."""
     for array in _iterate_arrays(batch):

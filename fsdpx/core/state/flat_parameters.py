@@ -20,9 +20,9 @@ __all__ = [
     "Page",
     "PageField",
     "ShardedPage",
-    "coalesce_runs",
+    "group_nearby_runs",
     "intersect_ranges",
-    "shard_page",
+    "split_page_into_shard_ranges",
 ]
 
 Interval = tuple[int, int]
@@ -175,7 +175,7 @@ class Page:
         return edges + [self.size]
 
 
-def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[ElementRange, ...]:
+def split_page_into_shard_ranges(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[ElementRange, ...]:
     """Split a page (flat parameter buffer) of n elements into `ranks` shards without padding. Rank r holds elements
     [floor(n r / ranks), floor(n (r+1) / ranks)).
 
@@ -188,7 +188,9 @@ def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[E
     return tuple(ElementRange(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
 
 
-def coalesce_runs(runs: Iterable[Interval], max_size: int, max_sparsity: float = math.inf) -> Iterator[list[Interval]]:
+def group_nearby_runs(
+    runs: Iterable[Interval], max_size: int, max_sparsity: float = math.inf
+) -> Iterator[list[Interval]]:
     """Merge neighboring (start, stop) runs into groups, because one call per group is cheaper than one call per run.
     The span of a group is its number of elements, including the gaps between runs. It is limited in two ways: to
     `max_size`, and to `max_sparsity` times the number of elements without the gaps."""

@@ -119,11 +119,13 @@ def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
     node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world
     here = len(node.ranks_on_host) if node else 1 if world.size == 1 else None
     return partial(
-        _measure_footprint, count_arena_and_window_bytes(state, 1).get("arena", ProcessBytes(0, 0)).rss, here
+        _read_process_memory_footprint,
+        count_arena_and_window_bytes(state, 1).get("arena", ProcessBytes(0, 0)).rss,
+        here,
     )
 
 
-def _measure_footprint(arena: int, ranks_here: int | None) -> Footprint | None:
+def _read_process_memory_footprint(arena: int, ranks_here: int | None) -> Footprint | None:
     try:
         status, rollup = (_parse_kilobyte_lines(Path("/proc/self", name)) for name in ("status", "smaps_rollup"))
         private_bytes, files, shared = (1024 * status[name] for name in ("RssAnon", "RssFile", "RssShmem"))

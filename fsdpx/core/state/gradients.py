@@ -231,7 +231,7 @@ class ChunkGradients:
             comm, self.stack.entries, self.held, r.page.counts, self.stack.chunks, r.scratch, what
         )
         return TimedTransfer(
-            trade, lambda: PartialSums(trade.wait_and_add(), r.scratch[trade.used :], self.stack.chunks)
+            trade, lambda: PartialSums(trade.wait_and_get_tree_sums(), r.scratch[trade.used :], self.stack.chunks)
         )
 
     def _push_current_chunk(self) -> None:
@@ -276,7 +276,7 @@ class PartialSums:
         counts = split_evenly(out.size, replica.size)
         own_sum = PartialSumExchange(
             replica, self.entries, groups, counts, self.total, self.scratch, what
-        ).wait_and_add()[0][1]
+        ).wait_and_get_tree_sums()[0][1]
         replica.all_gather(own_sum, out, counts, what=what).wait()
         return out
 
@@ -322,7 +322,7 @@ class PartialSumExchange:
         for handle in self.handles:
             handle.wait()
 
-    def wait_and_add(self) -> list[tuple[TreeNode, Any]]:
+    def wait_and_get_tree_sums(self) -> list[tuple[TreeNode, Any]]:
         self.wait()
         stack: PairwiseSumStack[Any] = PairwiseSumStack(self.total, _add_in_place)
         for node, values in sorted(self.arrived, key=lambda entry: entry[0].start):

@@ -17,8 +17,8 @@ from fsdpx.optim.optimizer import AVERAGE_SLOT
 
 __all__ = [
     "LEDGER_KINDS", "Ledger", "LedgerKey", "LedgerKind", "LedgerRow", "Level", "Lifetime", "add_replica_prefix",
-    "get_saved_name_prefix", "get_state_dtype", "list_checkpoint_tensors", "list_ledger_rows", "make_checkpoint_name",
-    "make_unsharded_gradient_row",
+    "get_dtype_of_checkpoint_tensor", "get_saved_name_prefix", "list_checkpoint_tensors", "list_ledger_rows",
+    "make_checkpoint_name", "make_unsharded_gradient_row",
 ]  # fmt: skip
 
 
@@ -353,7 +353,7 @@ def list_checkpoint_tensors(placement: Placement, replicas: int | None = None) -
     return specs | {name: spec for name, spec in specs_by_name.items() if spec.size}
 
 
-def get_state_dtype(placement: Placement, name: str) -> np.dtype:
+def get_dtype_of_checkpoint_tensor(placement: Placement, name: str) -> np.dtype:
     """Return the dtype that ranks use for the state that checkpoints store as the tensor `name`."""
     formats = placement.formats
     if "/" in name and name not in placement.layout.specs:

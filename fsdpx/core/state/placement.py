@@ -29,7 +29,7 @@ from fsdpx.core.program import (
     make_schedule,
 )
 from fsdpx.core.state.accumulation import Accumulation, make_accumulation
-from fsdpx.core.state.flat_parameters import ElementRange, Page, ShardedPage, shard_page
+from fsdpx.core.state.flat_parameters import ElementRange, Page, ShardedPage, split_page_into_shard_ranges
 from fsdpx.core.state.sample_layout import CompleteSamples, SampleLayout
 from fsdpx.core.state.step_inputs import Microbatch, ValueShapes
 from fsdpx.core.state.storage import IN_MEMORY, StorageLevelChoice
@@ -256,7 +256,10 @@ class Placement:
         """All pages (flat parameter buffers) of this pipeline rank, with their shards, keyed by page number."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
-        return {page.index: ShardedPage(page, shard_page(page, shard.size, snap), shard.rank) for page in pages}
+        return {
+            page.index: ShardedPage(page, split_page_into_shard_ranges(page, shard.size, snap), shard.rank)
+            for page in pages
+        }
 
     @cached_property
     def accumulation(self) -> Accumulation:
@@ -315,7 +318,7 @@ class Placement:
         return shard_bounds(batch.inputs[0].shape[0], tensor.rank, tensor.size)[0] if self.output_dim == 0 else 0
 
     @cached_property
-    def running_statistics_by_unit(self) -> dict[int, tuple[str, ...]]:
+    def running_statistics_names_by_unit(self) -> dict[int, tuple[str, ...]]:
         """Names of the running statistics that the layers in each unit (group of layers) update, keyed by unit number.
         Only units that run on this rank and have running statistics are included."""
         units = (self.layout.units[u] for u in self.stage.own_units)

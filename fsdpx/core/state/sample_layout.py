@@ -52,7 +52,7 @@ class SampleLayout(Protocol):
         """Return a description of the properties of a batch array, such as its dtype, that must be the same on all
         ranks."""
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
+    def gather_sharding_warning(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
         """Return a warning if the inputs or targets seem to be wrongly split over the ranks, and "" otherwise.
         `samples` is a digest of the indices of this rank's samples in their dataset, or None if it is not known. Raise
         DataError if ranks that hold parts of the same samples pass different samples. May be collective."""
@@ -114,7 +114,7 @@ class CompleteSamples:
     def describe_array(self, array: Any) -> str:
         return f"{array.dtype}{list(array.shape[1:])}"
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
+    def gather_sharding_warning(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
         return ""
 
     def compute_full_input_shape(self, shape: Shape, index: int) -> Shape:
@@ -190,7 +190,7 @@ class Domain(ABC):
     def all_gather(self, array: Any) -> Any:
         """All-gather the parts of all ranks, and return the unsplit array on every rank. Collective."""
 
-    def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
+    def all_gather_rank_groups_by_sample(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
         """Determine which data ranks hold parts of the same samples. Return None if each data rank has its own complete
         samples. Collective.
 
@@ -245,7 +245,7 @@ class UnshardedDomain(Domain):
     def all_gather(self, array: Any) -> Any:
         return array
 
-    def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
+    def all_gather_rank_groups_by_sample(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
         if dims := mesh.domain:
             raise ConfigError(
                 f"Mesh(domain={dims}): which cells each rank has is not known; give domain=fsdpx.Grid(comm, "

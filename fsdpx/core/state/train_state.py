@@ -46,7 +46,7 @@ class LossScaler:
         value = precision.initial_scale if precision.loss_scale == "dynamic" else float(precision.loss_scale)
         return cls(value, dynamic, precision.growth_interval)
 
-    def compute_next_scale(self, finite: bool) -> LossScaler:
+    def make_scaler_for_next_step(self, finite: bool) -> LossScaler:
         """Return the loss scaler for the next step. `finite` is True if all gradients were finite, and must be the same
         on all ranks. Raise NumericsError if the scale becomes too small."""
         if not self.dynamic:
@@ -203,7 +203,7 @@ class TrainState:
                     store.setdefault(slot, {})[name] = array
                 else:
                     store[slot] = array
-        for unit, names in place.running_statistics_by_unit.items():
+        for unit, names in place.running_statistics_names_by_unit.items():
             store[Slot("stats", unit)] = {name: self.view_running_statistic(name) for name in names}
         place.sync_policy.on_created(self)
         self.storage.fill_slots_with_placeholders(self)
@@ -215,7 +215,7 @@ class TrainState:
     def back_up_running_statistics(self) -> list[tuple[Any, Any]]:
         """Copy the running statistics that this rank updates. Return a list of (array, copy) pairs that can be passed
         to `restore_from_copies` to undo a failed step."""
-        names = {name for names in self.placement.running_statistics_by_unit.values() for name in names}
+        names = {name for names in self.placement.running_statistics_names_by_unit.values() for name in names}
         arrays = [self.ledger.get_array("statistic", None, name) for name in sorted(names)]
         return [(array, array.copy()) for array in arrays]
 

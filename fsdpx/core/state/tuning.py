@@ -169,7 +169,7 @@ def agree_on_tuning(
         return Tuning(blas.get_selected_library(), parallel.get_threads())
     group_bytes = GROUP_BYTES if world.size == 1 else MULTI_RANK_GROUP_BYTES
     if imagined:
-        known = load_record("blas", _make_tuning_key(), _parse_library_record)
+        known = load_record("blas", _make_blas_choice_cache_key(), _parse_library_record)
         here = len(world.ranks_on_host) if isinstance(world, FakeNodeCommunicator) else 1
         threads = cores.count_threads_per_rank(here)
         return (
@@ -190,7 +190,7 @@ _remeasured: set[str] = set()
 def load_blas_measurement() -> Measurement | None:
     """Return the cached BLAS measurement for this machine: the chosen library, and the GFLOP/s of each library on one
     thread. Return None if there is no measurement."""
-    key = _make_tuning_key()
+    key = _make_blas_choice_cache_key()
     with suppress(ValueError, TypeError):
         record = _read_record(_get_record_path("blas", key))
         if record is not None and record.key == key:
@@ -202,7 +202,7 @@ def load_blas_measurement() -> Measurement | None:
 def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
     """Return the BLAS library that was fastest in rank 0's measurement. If rank 0 has no cached measurement, all ranks
     measure now. Only rank 0's measurement is used, because measured times differ between ranks. Collective."""
-    key = _make_tuning_key()
+    key = _make_blas_choice_cache_key()
     anyway = environment.read_environment().retune and str(key) not in _remeasured
     known = None if anyway or world.rank else load_record("blas", key, _parse_library_record)
     record = _broadcast_from_rank_0(world, known)
@@ -227,7 +227,7 @@ def _broadcast_from_rank_0(world: Communicator, own: T) -> T:
     return value
 
 
-def _make_tuning_key() -> dict[str, Any]:
+def _make_blas_choice_cache_key() -> dict[str, Any]:
     """Return the key of the cached measurement: everything that determines the fastest BLAS library."""
     return {
         "machine": platform.node(),

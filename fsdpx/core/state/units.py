@@ -161,7 +161,7 @@ class ModelLayout:
         """A dict that maps each name of a parameter (canonical name or alias) to its canonical name."""
         return {**{name: name for name in self.specs}, **self.aliases}
 
-    def find_parameters_matching(self, pattern: str, argument: str) -> frozenset[str]:
+    def find_parameter_names_matching(self, pattern: str, argument: str) -> frozenset[str]:
         """Return the canonical names of the trainable parameters whose canonical name or alias matches `pattern`
         (fnmatch). If no parameter matches, raise ConfigError. The error message names `argument` as the argument that
         contains the pattern."""
@@ -217,10 +217,14 @@ def lay_out_model(
     specs = _make_specs_with_frozen(model, frozen)
     ties, copies = _split_shared_and_copied_ties(model, spread)
     held = specs | {alias: specs[name] for alias, name in copies.items()}
-    owned = _list_new_parameters(model, ties, held)
+    owned = _list_first_used_parameters_by_node(model, ties, held)
     sizes = [sum(_count_local_elements(held[n], spread) for n in names) * itemsize for names in owned]
     ends = [*spread.starts[1:], len(owned)]
-    groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _group_nodes(sizes[a:b], group_bytes, a)]
+    groups = [
+        g
+        for a, b in zip(spread.starts, ends, strict=True)
+        for g in _group_nodes_by_minimum_weight(sizes[a:b], group_bytes, a)
+    ]
     alone = {*copies, *copies.values(), *_find_ties_across_units(model, groups)}
     rules = {name: reduction_rule(names) for name, names in _group_names_by_parameter(model, specs).items()}
 
@@ -315,7 +319,9 @@ def _list_node_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> 
     return [[aliases.get(name, name) for name in some] for some in names]
 
 
-def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
+def _list_first_used_parameters_by_node(
+    model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]
+) -> list[list[str]]:
     """For each node (layer call), return the names of its parameters that no earlier node uses. Running statistics are
     excluded."""
     seen: set[str] = set()
@@ -328,7 +334,7 @@ def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str
     return owned
 
 
-def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
+def _group_nodes_by_minimum_weight(weights: list[int], limit: int, start: int) -> list[list[int]]:
     """Group consecutive nodes (layer calls), numbered from `start`. A group is complete when its `weights` add up to at
     least `limit`. Leftover nodes are added to the last group."""
     groups: list[list[int]] = []
@@ -463,7 +469,7 @@ def split_into_stages(
     if stages is None:
         if costs is not None:
             _require_valid_costs(nodes, costs)
-        return split_into_balanced_runs([_estimate_node_cost(node, costs or {}) for node in nodes], count)
+        return split_into_balanced_runs([_estimate_layer_call_cost(node, costs or {}) for node in nodes], count)
     if len(stages) != count:
         raise ConfigError(f"stages={list(stages)}: {len(stages)} stages are named, the pipe has {count}")
     find_starts = _find_stage_starts_from_counts if _are_layer_counts(stages) else _find_stage_starts_from_names
@@ -497,8 +503,8 @@ def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, .
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if len(_split_into_runs_by_cost_limit(costs, middle)) <= count else (middle, high)
-    starts = _split_into_runs_by_cost_limit(costs, high)
+        low, high = (low, middle) if len(_find_run_starts_within_cost_limit(costs, middle)) <= count else (middle, high)
+    starts = _find_run_starts_within_cost_limit(costs, high)
     while len(starts) < count:  # while there are too few runs, split the most expensive one
         ends = [*starts[1:], len(costs)]
         long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
@@ -507,7 +513,7 @@ def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, .
     return tuple(starts)
 
 
-def _split_into_runs_by_cost_limit(costs: Sequence[float], limit: float) -> list[int]:
+def _find_run_starts_within_cost_limit(costs: Sequence[float], limit: float) -> list[int]:
     """Fill runs from the left, so that each costs at most `limit`. Return the start index of each run."""
     starts, total = [0], 0.0
     for i, cost in enumerate(costs):
@@ -537,7 +543,7 @@ def _require_valid_costs(nodes: Sequence[Node], costs: LayerCosts) -> None:
     require_pattern_matches("costs", costs, [node.path for node in nodes], "layer")
 
 
-def _estimate_node_cost(node: Node, costs: LayerCosts) -> float:
+def _estimate_layer_call_cost(node: Node, costs: LayerCosts) -> float:
     for pattern, cost in costs.items():
         if fnmatchcase(node.path, pattern):
             return float(cost)

@@ -101,8 +101,8 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
             raise ConfigError(f"all_reduce(out={out!r}): an array is needed")
         if out.shape != x.shape or out.dtype != x.dtype:
             raise ShapeError(f"out is {out.dtype}{list(out.shape)}, but x is {x.dtype}{list(x.shape)}")
-        _as_flat_output(out)[...] = x.reshape(-1)
-    whole = Call("all_reduce", (_as_flat_output(out),), how, shape=x.shape)
+        _view_output_as_flat_or_raise(out)[...] = x.reshape(-1)
+    whole = Call("all_reduce", (_view_output_as_flat_or_raise(out),), how, shape=x.shape)
     if not async_op:
         opened.comm.issue(whole).wait()
         return out
@@ -289,7 +289,7 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
     ------
     DesyncError : if the message does not have the size and dtype of `out`; the message is then discarded
     """
-    comm, into = default_communicator(), _as_flat_output(out)
+    comm, into = default_communicator(), _view_output_as_flat_or_raise(out)
     get_dtype_kind(into.dtype)
     # check size and dtype here if ranks are processes; if they run as threads, the backend checks them
     if unwrap_message_backend(comm) is not None:
@@ -398,7 +398,7 @@ def _empty_like(like: Array, shape: tuple[int, ...]) -> Array:
     return np.empty_like(like, shape=shape, order="C")
 
 
-def _as_flat_output(out: Array) -> Array:
+def _view_output_as_flat_or_raise(out: Array) -> Array:
     """Return a flat view of an output array. Raise ShapeError unless the array is contiguous, and ConfigError if it is
     read-only."""
     if not out.flags.c_contiguous:

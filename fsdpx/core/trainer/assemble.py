@@ -14,7 +14,7 @@ from fsdpx.core.array.devices import load_device
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision, Sharding
-from fsdpx.core.base.extensions import import_extension
+from fsdpx.core.base.extensions import import_declared_extension
 from fsdpx.core.base.messages import log_on_rank0, reporting_if_slow
 from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.base.option_kinds import get_field_values
@@ -25,9 +25,9 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, connect_axes
 from fsdpx.core.compression import CodecRules
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
-from fsdpx.core.engine.warmup import list_warm_up_calls, run_warm_up_calls_from_own_start
+from fsdpx.core.engine.warmup import list_warm_up_calls, run_warm_up_calls_in_rotated_order
 from fsdpx.core.program import Stage, StepChoices, make_stages
-from fsdpx.core.state.accumulation import Accumulation, make_accumulation, resolve_microbatch_count
+from fsdpx.core.state.accumulation import Accumulation, get_microbatch_count_or_default, make_accumulation
 from fsdpx.core.state.allocate import allocate_state
 from fsdpx.core.state.placement import (
     NumberFormats,
@@ -106,7 +106,7 @@ def assemble_session(
             calls = list_warm_up_calls(runs, optimizers, dtypes, norm) + place.codecs.make_warm_up_calls(
                 place.formats.gradients
             )
-            run_warm_up_calls_from_own_start(calls, _get_local_rank_and_size(world), count)
+            run_warm_up_calls_in_rotated_order(calls, _get_local_rank_and_size(world), count)
     # in a dry run, arrays have no data, so nothing needs to be initialized
     state = allocate_state(place, initial and place.device.holds_data)
     observer = None if watch is None else watch(place.axes)
@@ -114,12 +114,12 @@ def assemble_session(
     for text in place.codecs.iterate_user_notes(shapes):
         log_on_rank0(world, text)
     engine = Engine(state, [] if observer is None else [observer])
-    session = Session(engine, _make_single_process_model(recipe, place), training.loss, microbatches, commit)
-    session.announce_parameters_are_set()
+    session = Session(engine, _make_unsharded_layer_list(recipe, place), training.loss, microbatches, commit)
+    session.tell_sync_policy_parameters_are_set()
     return session
 
 
-def _make_single_process_model(recipe: Recipe, placement: Placement) -> LayerList:
+def _make_unsharded_layer_list(recipe: Recipe, placement: Placement) -> LayerList:
     """Return the layers of the unsharded model (as it would run on a single process), in execution order."""
     model, samples, dtype = recipe.training.model, recipe.distribution.sample_partition, placement.formats.compute
     return get_or_memoize(
@@ -200,10 +200,10 @@ def assemble_placement_and_model(
     with raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)
         model = _shard_and_linearize_model(recipe, ranks, formats)
-        reducing = _choose_gradient_reduction(recipe, ranks, formats)
+        reducing = _choose_codecs_and_accumulation(recipe, ranks, formats)
         pages = _lay_out_stages_and_pages(recipe, ranks, formats, model, reducing)
         options = _make_step_options(recipe, ranks, formats, model.ordered, reducing, pages)
-        optimizer = _add_rounding_and_averaging(recipe.training, formats)
+        optimizer = _wrap_optimizer_to_round_and_average(recipe.training, formats)
         place = Placement(
             xp=ranks.xp,
             model=model.ordered,
@@ -224,7 +224,7 @@ def assemble_placement_and_model(
     choices = list_choices_to_compare(recipe, place, reducing.microbatches)
     # added last, so that a difference in precision or device is reported first
     if formats.compute != formats.gradient_dtype and ranks.xp is np:
-        choices |= import_extension("half", "library")(formats, model.ordered, world.rank == 0)
+        choices |= import_declared_extension("half", "library")(formats, model.ordered, world.rank == 0)
     agree_on_choices(world, choices)
     return place, model.planned.model, reducing.microbatches
 
@@ -263,7 +263,7 @@ def _create_axis_comms_and_get_sharding(recipe: Recipe, world: Communicator, che
         lifetimes = named if isinstance(named, Sharding) else config.resolve_sharding(strategy, width)
         ahead = lifetimes.prefetch if ahead is None else ahead
         require_compatible_options(distribution.sample_partition.excluded, ChoiceContext(recipe, mesh=mesh), "domain: ")
-    samples = distribution.sample_partition.all_gather_sample_sharing_ranks(mesh, world)
+    samples = distribution.sample_partition.all_gather_rank_groups_by_sample(mesh, world)
     axes = connect_axes(mesh, world, check=check, local=distribution.sync_choice.replicas, samples=samples)
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, prefetch=ahead)
 
@@ -271,7 +271,7 @@ def _create_axis_comms_and_get_sharding(recipe: Recipe, world: Communicator, che
 def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
     """Return the number formats selected by the option `precision`. For "fp16", they depend on the processor."""
     if xp is np and config.normalize_half_name(choice) == "float16":
-        found: Precision = import_extension("half", "precision")()
+        found: Precision = import_declared_extension("half", "precision")()
         return found
     return config.resolve_precision(choice)
 
@@ -306,10 +306,10 @@ def _shard_model(
     return parallelize(model, loss, axes.tensor.size, plan, sequence)
 
 
-def _choose_gradient_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> ReductionChoices:
+def _choose_codecs_and_accumulation(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> ReductionChoices:
     """Return how gradients are reduced: compression codecs, order of accumulation, and number of microbatches."""
     training, axes, choice = recipe.training, ranks.axes, recipe.distribution.compression
-    microbatches = resolve_microbatch_count(training.microbatches, training.reproducible_chunks, axes.mesh)
+    microbatches = get_microbatch_count_or_default(training.microbatches, training.reproducible_chunks, axes.mesh)
     sums = make_accumulation(training.reproducible_chunks, axes)
     each = sums.count_microbatches(microbatches)
     return ReductionChoices(
@@ -402,12 +402,12 @@ def _make_step_options(
     )
 
 
-def _add_rounding_and_averaging(training: TrainingChoices, formats: Precision) -> Any:
+def _wrap_optimizer_to_round_and_average(training: TrainingChoices, formats: Precision) -> Any:
     """Return the optimizer. If parameters have a narrow dtype, wrap it so that updates are rounded to this dtype. If
     `average` is set, wrap it so that it averages the parameters over time."""
     optimizer, narrow = training.optimizer, formats.master_dtype != formats.gradient_dtype
     if narrow:
-        optimizer = import_extension("half", "optimizer")(optimizer, formats.rounding == "kahan")
+        optimizer = import_declared_extension("half", "optimizer")(optimizer, formats.rounding == "kahan")
     if training.average is not None:
         from fsdpx.optim.average import AveragedOptimizer
 

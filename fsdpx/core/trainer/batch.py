@@ -23,7 +23,7 @@ from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA, MeshAxes
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
 from fsdpx.errors import DataError, DesyncError, FsdpxError, warn
-from fsdpx.nn.gradient_accumulation import cast_input, choose_float_dtype
+from fsdpx.nn.gradient_accumulation import cast_input_to_dtype_of_readers, choose_float_dtype
 
 __all__ = [
     "CALL", "LOADER_ENDED", "CallRecord", "DuplicateBatchDetector", "LocalBatch", "add_given_dtype_to_error",
@@ -265,7 +265,7 @@ def _convert_input_dtype(placement: Placement, name: str, array: Any, takes: str
         raise DataError(
             f"input {name!r} is {array.dtype} but contains numbers beyond {largest}, the largest of {compute.name}"
         )
-    return cast_input(array, takes, placement.formats.compute)
+    return cast_input_to_dtype_of_readers(array, takes, placement.formats.compute)
 
 
 def check_and_partition_target(placement: Placement, y: Any, samples: int, batched: bool) -> Any:

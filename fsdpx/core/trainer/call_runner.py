@@ -442,7 +442,7 @@ class CallRunner(ABC):
             self.wait_for_save_within_call()
             with reporting_block_time(self.session.engine, LOADING) as count:
                 loaded = load(self.session.state, path, loader, convert, verify, count)
-            self.session.announce_parameters_are_set()
+            self.session.tell_sync_policy_parameters_are_set()
             return loaded
 
         scalars = self.run_call(REPLACES_STATE, "load", load_on_training_ranks)
@@ -561,12 +561,12 @@ class FixedRanks(CallRunner):
 
     def all_reduce_max(self, values: np.ndarray, call: str) -> np.ndarray:
         self.require_open(call)
-        self.session.record_call_and_raise_pending_error(call)
+        self.session.notify_observers_and_raise_pending_error(call)
         self.session.wait_for_last_step()
         return batches.all_reduce_max(self.world, call, values)
 
     def agree_on_end_of_batches(self) -> None:
-        self.session.record_call_and_raise_pending_error("step")
+        self.session.notify_observers_and_raise_pending_error("step")
         if not self.has_own_speed:
             batches.agree_on_batch(self.placement.axes, "step", batches.LOADER_ENDED, 0, None)
 
@@ -580,7 +580,7 @@ class FixedRanks(CallRunner):
         def restore_weights() -> None:
             self.agree_on_call("restore the copied weights")
             put_back()
-            self.session.announce_parameters_are_set()
+            self.session.tell_sync_policy_parameters_are_set()
 
         return restore_weights
 

@@ -72,7 +72,7 @@ class MetricSums:
         that the loss counts. If fields are partitioned (option `domain`), ranks first check together that the loss
         accepts the arrays of every rank. `batched` says whether the caller's arrays have a sample dimension."""
         placement, problem = self._placement, None
-        y, t = (self._to_model_outputs(values, batched) for values in (output, target))
+        y, t = (self._convert_to_model_output_layout(values, batched) for values in (output, target))
         loss = self._layout.bind_loss(loss)
         try:
             shapes: Any = tuple(tuple(one.shape) for one in y) if isinstance(y, tuple) else tuple(y.shape)
@@ -86,7 +86,7 @@ class MetricSums:
             raise problem
         return loss.forward(LayerContext(placement.xp, placement.axes, Random(0), training=False), y, t)[:2]
 
-    def _to_model_outputs(self, values: Any, batched: bool) -> Any:
+    def _convert_to_model_output_layout(self, values: Any, batched: bool) -> Any:
         """Convert the caller's outputs or targets (an array or a tuple of arrays) to the layout of the model's
         outputs."""
         several = isinstance(values, tuple)

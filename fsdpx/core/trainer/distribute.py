@@ -15,7 +15,7 @@ from fsdpx.core.array.devices import load_device
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import require_valid_arguments, wrap_with_type_hint_check
 from fsdpx.core.base.config import PRESETS, Precision, Sharding
-from fsdpx.core.base.extensions import import_extension, import_extension_if_declared
+from fsdpx.core.base.extensions import import_declared_extension, import_extension_if_declared
 from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.base.option_names import ForeignModule, PrecisionName, RuntimeArgs, ScheduleName, SequenceMode, Strategy
 from fsdpx.core.comm import default_communicator as defaults
@@ -40,7 +40,13 @@ from fsdpx.core.trainer.call_runner import CallRunnerChoice, FixedRanks
 from fsdpx.core.trainer.given_values import broadcast_foreign_values, release_foreign_library_arrays
 from fsdpx.core.trainer.initialize import default_communicator
 from fsdpx.core.trainer.option_rules import ChoiceContext, require_compatible_options
-from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, RuntimeOptions, TrainingChoices, adapt_foreign_model
+from fsdpx.core.trainer.recipe import (
+    DistributionChoices,
+    Recipe,
+    RuntimeOptions,
+    TrainingChoices,
+    adapt_foreign_model_and_loss,
+)
 from fsdpx.core.trainer.session import Session
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError, OutOfMemory
@@ -144,7 +150,7 @@ def distribute(
     defaults.require_valid_intracomm(comm)
     before = _find_open_communicator(comm)
     with nullcontext() if before is None else raising_errors_on_all_ranks(before, "distribute"):
-        choice, plan = _parse_elastic(elastic), _find_planner(strategy)
+        choice, plan = _parse_elastic_into_runner_choice(elastic), _find_planner(strategy)
         chosen = _override_runtime_options(runtime, others)
     asked = {name: value for name in PLAN_OPTIONS if (value := others.pop(name, None)) is not None}
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
@@ -153,7 +159,7 @@ def distribute(
         world: Any = _open_world_and_agree_on_arguments(comm, before, chosen, choice, words)
     with nullcontext() if choice is not None else raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         require_known_options("distribute", others, OPTIONS)
-        options["model"], options["loss"] = adapt_foreign_model(model, loss, domain)
+        options["model"], options["loss"] = adapt_foreign_model_and_loss(model, loss, domain)
         training = TrainingChoices(**_select_options(TrainingChoices, options))
         distribution = DistributionChoices(**_select_options(DistributionChoices, options))
         recipe = Recipe(training, distribution, RuntimeOptions(**chosen))
@@ -176,12 +182,12 @@ def _select_options(recipe_part: Any, options: Mapping[str, Any]) -> dict[str, A
     return {field.name: options[field.name] for field in fields(recipe_part) if field.name in options}
 
 
-def _parse_elastic(value: Any) -> CallRunnerChoice | None:
+def _parse_elastic_into_runner_choice(value: Any) -> CallRunnerChoice | None:
     """Return the parsed value of the option `elastic`, or None if the option is not used."""
     if isinstance(value, CallRunnerChoice):
         return value
     if isinstance(value, bool) or value is None:
-        return import_extension("ranks", "elastic")() if value else None
+        return import_declared_extension("ranks", "elastic")() if value else None
     raise ConfigError(f"elastic={value!r}: True, False or fsdpx.ElasticConfig(...)")
 
 
@@ -250,11 +256,11 @@ def _explain_memory_error(recipe: Recipe, world: Communicator, *about: Any) -> O
 def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
     """Add the observers, such as a trace, that the options and environment variables ask for. Collective."""
     if (trace := runtime.get_trace_choice()) is not None:
-        import_extension("observer", "trace")(engine, trace)
+        import_declared_extension("observer", "trace")(engine, trace)
     if (wanted := environment.get_value_record_folder_and_step_count()) is not None:
-        import_extension("observer", "values")(engine, wanted[1], wanted[0])
+        import_declared_extension("observer", "values")(engine, wanted[1], wanted[0])
     if runtime.replay:
-        import_extension("observer", "replay")(engine)
+        import_declared_extension("observer", "replay")(engine)
 
 
 def _install_ending_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:

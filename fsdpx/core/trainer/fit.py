@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from fsdpx.core.base.arguments import require_valid_arguments
 from fsdpx.core.base.config import to_python_number
 from fsdpx.core.base.dataclass import dataclass
-from fsdpx.core.base.extensions import import_extension
+from fsdpx.core.base.extensions import import_declared_extension
 from fsdpx.core.base.hooks import STOP_SIGNALS
 from fsdpx.core.base.messages import log_on_rank0
 from fsdpx.core.state.placement import Placement
@@ -121,21 +121,23 @@ def fit(
     limits, saved = _agree_on_arguments(call_runner, locals())
     asked = preempt or None
     if preempt is None and checkpoints is not None:
-        react = import_extension("fit", "preemption")
+        react = import_declared_extension("fit", "preemption")
         asked = react(signals=(*STOP_SIGNALS, "INT"))  # also save a checkpoint on Ctrl-C
     check_loader_sharding_on_all_ranks(call_runner, loader, validation)
     history = FitHistory()
     best = patience is not None if restore_best is None else restore_best
     saves = FitCheckpointer(trainer, loader, saved, history, best)
-    routing = import_extension("fit", "routing")() if _has_experts(call_runner.placement) else None
+    routing = import_declared_extension("fit", "routing")() if _has_experts(call_runner.placement) else None
     listeners = []
     if progress:
         listeners.append(
-            import_extension("fit", "progress")(unit, _count_total_steps(loader, limits), limits.epochs, history)
+            import_declared_extension("fit", "progress")(
+                unit, _count_total_steps(loader, limits), limits.epochs, history
+            )
         )
     if log is not None:
         columns = (*(metrics or ()), *(() if routing is None else routing.metrics))
-        listeners.append(import_extension("fit", "log")(log, columns, tensorboard))
+        listeners.append(import_declared_extension("fit", "log")(log, columns, tensorboard))
     with call_runner.raising_errors_on_all_ranks("fit"):
         events = CallbackList(trainer, history, listeners, callbacks)
     loop = _FitLoop(

@@ -24,17 +24,17 @@ from fsdpx.optim.optimizer import AVERAGE_SLOT
 
 __all__ = [
     "all_gather_gradients",
-    "all_gather_outputs_of_batch",
     "all_gather_parameters",
     "all_gather_running_statistics",
-    "all_reduce_input_gradients",
+    "all_reduce_model_input_gradients",
     "copy_weights_and_get_restorer",
+    "gather_outputs_over_tensor_and_pipeline",
     "replace_by_averages_and_get_restore",
     "take_output_gradient_shard",
 ]  # fmt: skip
 
 
-def all_gather_outputs_of_batch(
+def gather_outputs_over_tensor_and_pipeline(
     placement: Placement, outputs: tuple[Any, ...], shapes: Sequence[tuple[int, ...]], batch: Microbatch
 ) -> tuple[Any, ...]:
     """Return the full outputs of the model on every pipeline rank: gather them over the tensor axis if they are
@@ -62,7 +62,7 @@ def take_output_gradient_shard(placement: Placement, dy: Any) -> Any:
     return dy if dim is None else collectives.take_shard(placement.xp, placement.axes.tensor, dy, dim)
 
 
-def all_reduce_input_gradients(
+def all_reduce_model_input_gradients(
     placement: Placement, found: Mapping[Slot, Any], batch: Microbatch, scale: float
 ) -> list[Any]:
     """Return the gradient with respect to each model input, on every rank that works on the same samples. The gradient

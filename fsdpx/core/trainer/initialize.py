@@ -16,7 +16,7 @@ from fsdpx.core.comm.default_communicator import RankInfo, comparing_arguments, 
 from fsdpx.core.comm.desync_check import CheckedCommunicator
 from fsdpx.core.comm.init import find_node_communicator, open_world, unwrap_message_backend
 from fsdpx.core.comm.message_backend import MessageBackend
-from fsdpx.core.comm.watched import detach_watchdog, start_watchdog_if_possible
+from fsdpx.core.comm.watched import detach_and_return_watchdog, start_watchdog_if_possible
 from fsdpx.core.trainer.batch import agree_on_call
 from fsdpx.errors import ConfigError
 
@@ -126,7 +126,7 @@ def finalize() -> None:
         if not environment.read_environment().ulfm:
             # if ranks have made different calls, this raises an error that names the call of each rank
             agree_on_call(opened.owned_communicators[-1] if opened.owned_communicators else opened.comm, "finalize")
-        detach_watchdog(opened.comm)
+        detach_and_return_watchdog(opened.comm)
         if opened.agreement is not None:
             opened.agreement.close()
         for comm in opened.owned_communicators:
@@ -145,25 +145,25 @@ def rank() -> int:
 
     Like `world_size` and `local_rank`, this function never communicates. If a trainer uses another communicator, this
     process's rank in that communicator is `trainer.call_runner.rank`."""
-    return _get_rank_info_and_warn_of_other_size("rank").rank
+    return _get_rank_info_and_warn_if_trainer_differs("rank").rank
 
 
 def world_size() -> int:
     """Return the number of ranks of `init()`, or, before `init()`, the number of ranks that MPI or the launcher
     started."""
-    return _get_rank_info_and_warn_of_other_size("world_size").size
+    return _get_rank_info_and_warn_if_trainer_differs("world_size").size
 
 
 def local_rank() -> int:
     """Return the rank of this process among the ranks on the same host. Before `init`, raise ConfigError if several
     ranks were started and the launcher has not set local ranks."""
-    place = _get_rank_info_and_warn_of_other_size("local_rank")
+    place = _get_rank_info_and_warn_if_trainer_differs("local_rank")
     if place.local_rank is None:
         raise ConfigError(f"local_rank is not known of {place.world}: call fsdpx.init(), which finds it out, first")
     return place.local_rank
 
 
-def _get_rank_info_and_warn_of_other_size(name: str) -> RankInfo:
+def _get_rank_info_and_warn_if_trainer_differs(name: str) -> RankInfo:
     """Return rank, size and local rank of this process for the function `name`. If the script also has a trainer on a
     communicator of a different size, print once, on one rank, which communicator the result refers to."""
     rank_info, other = get_rank_info(), defaults.pop_script_rank_and_size()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.base.extensions import import_extension
+from fsdpx.core.base.extensions import import_declared_extension
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.trainer.call_runner import KEEPS_FOR_LATER, ON_EVERY_RANK, CallRunner, LastUpdate
@@ -96,14 +96,15 @@ class Inspection:
         and peak memory compared with the plan. Every rank gets the same summary. Print the summary to show a table.
         Collective."""
         return self._call_runner.run_call(
-            ON_EVERY_RANK, "gather_summary", lambda: import_extension("trainer", "summary")(self._call_runner)
+            ON_EVERY_RANK, "gather_summary", lambda: import_declared_extension("trainer", "summary")(self._call_runner)
         )
 
     def gather_expert_load(self) -> dict[str, Any]:
         """Return the load of the experts during training since the last `reset_counters`, summed over all ranks, as a
         dict that maps the path of each mixture-of-experts layer to its `ExpertLoad`. Collective."""
         return self._call_runner.run_call(
-            ON_EVERY_RANK, "gather_expert_load", lambda: import_extension("trainer", "routing")(self._call_runner)
+            ON_EVERY_RANK, "gather_expert_load", lambda: import_declared_extension("trainer",
+            "routing")(self._call_runner)
         )
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Any:
@@ -119,7 +120,7 @@ class Inspection:
         -------
         MeasuredStep : the timeline of the fastest step, and durations for simulating other schedules
         """
-        measure = import_extension("trainer", "measure")
+        measure = import_declared_extension("trainer", "measure")
         return self._call_runner.run_call(
             KEEPS_FOR_LATER, "measure", lambda: measure(self.engine, lambda: self._step(x, y), steps)
         )

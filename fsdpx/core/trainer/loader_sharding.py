@@ -50,7 +50,7 @@ def check_loader_sharding_on_all_ranks(call_runner: CallRunner, *loaders: Any) -
         rows += _encode_min_and_max(_encode_sample_or_batch_count(loader, place[1])) + _encode_min_and_max(
             _get_first_sample_hash(loader) if compared else None
         )
-        rows += _encode_min_and_max(_hash_sample_order(loader, place[1]))
+        rows += _encode_min_and_max(_hash_settings_of_sample_order(loader, place[1]))
     rank, size, *spans = call_runner.all_reduce_max(np.array(rows, np.int64), "fit").tolist()
     if rank:
         raise ConfigError(
@@ -62,7 +62,7 @@ def check_loader_sharding_on_all_ranks(call_runner: CallRunner, *loaders: Any) -
     for i, loader in enumerate(loaders):
         high, low, last, first, row, other = spans[6 * i : 6 * i + 6]
         if high + low > 0:
-            _gather_lengths_and_raise(call_runner, loader)
+            _gather_lengths_for_error_and_raise(call_runner, loader)
         if row + other > 0:
             raise ConfigError(
                 "fit: the DataLoaders of the ranks take samples in different orders: batch_size, shuffle, seed, "
@@ -93,7 +93,7 @@ def _get_first_sample_hash(loader: Any) -> int | None:
     return loader.hash_first_sample() if isinstance(loader, ShardingLoader) and not loader.sampler.presharded else None
 
 
-def _hash_sample_order(loader: Any, size: int) -> int | None:
+def _hash_settings_of_sample_order(loader: Any, size: int) -> int | None:
     """Return a hash of the settings that determine the order of samples, such as seed and batch size. The hash must be
     the same on all ranks. Return None if each rank has its own part of the data. `size` is the number of data ranks."""
     if not isinstance(loader, ShardingLoader) or (loader.sampler.presharded and size > 1):
@@ -102,7 +102,7 @@ def _hash_sample_order(loader: Any, size: int) -> int | None:
     return crc32(repr((s.batch, s.shuffle, s.seed, s.drop_last, s.reproducible_chunks)).encode())
 
 
-def _gather_lengths_and_raise(call_runner: CallRunner, loader: Any) -> None:
+def _gather_lengths_for_error_and_raise(call_runner: CallRunner, loader: Any) -> None:
     """Raise a DataError that shows the length of the dataset on every rank. Collective."""
     everyone = np.zeros(call_runner.world.size, np.int64)
     everyone[call_runner.rank] = _encode_sample_or_batch_count(loader, call_runner.data_group.size) or 0

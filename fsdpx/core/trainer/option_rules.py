@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx import optim
-from fsdpx.core.base.extensions import import_extension, list_extensions
+from fsdpx.core.base.extensions import import_declared_extension, list_extensions
 from fsdpx.core.base.messages import shorten_value
 from fsdpx.core.base.name_hints import parse_patterns
 from fsdpx.core.comm.mesh import Mesh
@@ -39,7 +39,7 @@ __all__ = [
     "require_compatible_options",
     "require_mesh_for_options",
     "require_optimizer_supports_tensor_axis",
-    "require_valid_model_parts",
+    "require_valid_model_loss_and_optimizer",
 ]  # fmt: skip
 
 
@@ -68,7 +68,7 @@ class ChoiceContext:
     rounding: str = ""
 
     @property
-    def first_collective_node(self) -> Any:
+    def first_communicating_layer_call(self) -> Any:
         """The first node (layer call) of the model whose layer communicates in each step, such as BatchNorm; None if
         there is none.
         """
@@ -136,8 +136,8 @@ def make_collective_layer_finder(text: str) -> Callable[[ChoiceContext], str]:
     with `text`, in which {path} and {layer} are replaced by their values."""
     return lambda c: (
         ""
-        if c.first_collective_node is None
-        else text.format(path=c.first_collective_node.path, layer=c.first_collective_node.layer)
+        if c.first_communicating_layer_call is None
+        else text.format(path=c.first_communicating_layer_call.path, layer=c.first_communicating_layer_call.layer)
     )
 
 
@@ -180,7 +180,7 @@ def format_exclusion_lists() -> str:
     list per option. Omit a remedy that only says not to use an option."""
     for kind in ("strategy", "ranks"):
         for name in list_extensions(kind):
-            import_extension(kind, name)
+            import_declared_extension(kind, name)
     lists: dict[str, list[str]] = {}
     for row in EXCLUSIONS:
         is_omission = row.remedy.startswith("leave ") and row.remedy.endswith(" out")
@@ -205,7 +205,7 @@ def require_mesh_for_options(mesh: Mesh | None, stages: Any, costs: Any, plan: A
             raise ConfigError(f"{name}={given!r}: there is no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
 
 
-def require_valid_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
+def require_valid_model_loss_and_optimizer(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
     """Raise ConfigError unless model, loss, optimizer, mesh and the name patterns of frozen parameters have the right
     types."""
     if not isinstance(model, Layer):

@@ -135,7 +135,7 @@ def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | 
         if batch is not None:
             watch = HeapRecorder(session.engine, meter)
             session.run_program("step", session.agree_on_batch_and_make_microbatches(*batch, "step", training=True))
-            return watch.get_peak_bytes_by_kind()
+            return watch.get_bytes_by_kind_at_heap_peak()
         pieces = session.placement.accumulation.count_microbatches(session.microbatches)
         kind = "predict" if isinstance(session.placement.optimizer, NoOptimizer) else "step"
         state.arena.grow_slab(session.engine.prepare_program(session.make_program_request(kind, pieces)).workspace.plan)

@@ -36,7 +36,7 @@ from fsdpx.core.trainer.option_rules import (
     ChoiceContext,
     require_compatible_options,
     require_mesh_for_options,
-    require_valid_model_parts,
+    require_valid_model_loss_and_optimizer,
 )
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
@@ -45,7 +45,7 @@ from fsdpx.optim.optimizer import Average, unwrap_optimizer
 
 __all__ = [
     "OPTIONS", "DistributionChoices", "NoLoss", "NoOptimizer", "Recipe", "RuntimeOptions", "TrainingChoices",
-    "adapt_foreign_model", "is_loss_or_optimizer_missing", "require_loss_and_optimizer",
+    "adapt_foreign_model_and_loss", "is_loss_or_optimizer_missing", "require_loss_and_optimizer",
 ]  # fmt: skip
 
 
@@ -241,7 +241,7 @@ OPTIONS = [
 """Names of all options in a recipe."""
 
 
-def adapt_foreign_model(model: Any, loss: Any, domain: Any = None) -> tuple[Any, Any]:
+def adapt_foreign_model_and_loss(model: Any, loss: Any, domain: Any = None) -> tuple[Any, Any]:
     """Convert a model and a loss from another library, such as PyTorch, to fsdpx. A model or loss that is already from
     fsdpx is returned unchanged. `domain` is the domain on which the model will run."""
     foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
@@ -268,7 +268,7 @@ class Recipe:
             for name, value in (("average", t.average), ("clip_norm", t.clip_norm), ("compression", d.compression)):
                 if value is not None:
                     raise ConfigError(f"{name}={value!r}: without an optimizer nothing moves; leave {name} out")
-        require_valid_model_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
+        require_valid_model_loss_and_optimizer(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
 
     def with_options(self, changes: Mapping[str, Any]) -> Recipe:
         """Return a copy of the recipe in which the options in `changes` have new values."""

@@ -95,7 +95,7 @@ def _compute_peak_bytes(
     for action in order:
         assert action.unit is not None
         for u in parts[action.unit] if action.op == "F" else reversed(parts[action.unit]):
-            op = stage.get_unit_verb(action.op, u) if u in sizes else None
+            op = stage.get_unit_op_for_stage_op(action.op, u) if u in sizes else None
             if op == "F":
                 now += kept[u]
             if op in ("B", "I"):

@@ -30,7 +30,7 @@ from fsdpx.core.program import (
     compile,
     order_sequentially,
 )
-from fsdpx.core.state.batch_samples import find_recorded_sample_digest
+from fsdpx.core.state.batch_samples import get_digest_of_first_recorded_array
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch, StepInputs, list_targets
 from fsdpx.core.state.train_state import TrainState
@@ -161,7 +161,7 @@ class Session:
         """What persists from step to step: parameters, optimizer state, running statistics and counters."""
         return self.engine.state
 
-    def record_call_and_raise_pending_error(self, call: str) -> None:
+    def notify_observers_and_raise_pending_error(self, call: str) -> None:
         """Tell the observers, such as the watchdog, that this rank makes `call`. If another rank has reported an error
         in `predict`, raise that error on this rank."""
         for enter in self.engine.hooks.on_collective_call:
@@ -178,7 +178,7 @@ class Session:
         """Wait until all ranks have reached `call`. Raise DesyncError on all ranks if some ranks have made a different
         call. If replicas train independently, a call other than a step also waits for pending transfers between
         replicas. Collective."""
-        self.record_call_and_raise_pending_error(call)
+        self.notify_observers_and_raise_pending_error(call)
         self.wait_for_last_step()
         if call == "close" and self.placement.sync_policy.get_failed_ranks():
             return  # do not wait for dead ranks; the remaining ranks can close on their own
@@ -203,7 +203,7 @@ class Session:
         read and change this rank's parameters. Ranks that are still training do not wait for this rank."""
         self.placement.sync_policy.wait_for_last_step()
 
-    def announce_parameters_are_set(self) -> None:
+    def tell_sync_policy_parameters_are_set(self) -> None:
         """Tell the synchronization policy that parameters and step number have been set on this rank, for example from
         a checkpoint. In asynchronous training, this method is collective and waits for all ranks, so that no rank reads
         values that another rank has not set yet."""
@@ -252,14 +252,14 @@ class Session:
         also : additional text that must be the same on all ranks
         """
         begin = perf_counter()
-        self.record_call_and_raise_pending_error(kind)
+        self.notify_observers_and_raise_pending_error(kind)
         comparison = self._choose_batch_comparison(kind)
         also += ", training=False" * (kind == "forward" and not training)
         checked = self._check_and_describe_batch(x, y, kind, comparison, also)
         everyone = self._agree_on_sample_counts(comparison, checked, kind)
         if kind in TRAINS and WRONG_SHARDING not in self._warned:
-            self._check_sharding_of_batch(checked, find_recorded_sample_digest((x, y)))
-        microbatches = self._split_and_count_samples(checked.inputs, checked.target, everyone, kind)
+            self._check_sharding_of_batch(checked, get_digest_of_first_recorded_array((x, y)))
+        microbatches = self._make_microbatches_and_count_samples(checked.inputs, checked.target, everyone, kind)
         self.engine.record_outside_program(BATCHES, begin)
         return StepInputs(microbatches, training, self.commit, batched=checked.batched)
 
@@ -334,7 +334,7 @@ class Session:
         self._validate_batch(inputs, None)
         return StepInputs([Microbatch(inputs, None, row)], training=False, cache=cache)
 
-    def _split_and_count_samples(
+    def _make_microbatches_and_count_samples(
         self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
     ) -> list[Microbatch | None]:
         """Split this rank's samples into microbatches, and count the samples trained on since the last update. `rows`
@@ -413,7 +413,7 @@ class Session:
         parse_patterns(call, patterns)
         self.agree_on_call(f"{call}({', '.join(map(repr, patterns))})")
         names = frozenset[str]().union(
-            *(self.placement.layout.find_parameters_matching(pattern, call) for pattern in patterns)
+            *(self.placement.layout.find_parameter_names_matching(pattern, call) for pattern in patterns)
         )
         (self.state.freezing.unfreeze if undo else self.state.freezing.freeze)(names)
 
@@ -488,7 +488,7 @@ class Session:
         axes, text = self.placement.axes, ""
         if self._get_agreement_group("step") is axes.world:
             targets = list_targets(checked.target)
-            text = self.placement.sample_layout.describe_sharding_mistake(checked.inputs, targets, samples)
+            text = self.placement.sample_layout.gather_sharding_warning(checked.inputs, targets, samples)
         self._warned.add(WRONG_SHARDING)
         if text and axes.world.rank == 0:
             warn(text)
@@ -592,7 +592,7 @@ class Session:
     def predict(self, x: Any, feed: StepInputs) -> tuple[Any, ...]:
         """Run the model on the prepared inputs `feed` and return its outputs. `x` is the batch as the caller passed
         it."""
-        outputs = self.all_gather_outputs_of_batch(self.run_program("predict", feed), feed)
+        outputs = self.gather_outputs_over_tensor_and_pipeline(self.run_program("predict", feed), feed)
         if self._uncoordinated is not None:
             self._uncoordinated.mark_call_returned_or_raise_peer_error()
         (batch,) = feed.batch
@@ -623,7 +623,7 @@ class Session:
         known = self.engine.direct.get((x.shape, x.dtype)) if type(x) is np.ndarray else None
         return None if known is None else known(x)
 
-    def all_gather_outputs_of_batch(self, results: Mapping[Slot, Any], feed: StepInputs) -> tuple[Any, ...]:
+    def gather_outputs_over_tensor_and_pipeline(self, results: Mapping[Slot, Any], feed: StepInputs) -> tuple[Any, ...]:
         """Return the full outputs of the model on every rank that works on the same samples. Collective over these
         ranks."""
         values, axes = tuple(results.values()), self.placement.axes
@@ -631,10 +631,10 @@ class Session:
             return values
         (batch,) = feed.batch
         assert batch is not None
-        from fsdpx.core.trainer.gather_full import all_gather_outputs_of_batch
+        from fsdpx.core.trainer.gather_full import gather_outputs_over_tensor_and_pipeline
 
         shapes = self._output_shapes[_get_shapes_and_dtypes(batch.inputs)]
-        return all_gather_outputs_of_batch(self.placement, values, shapes, batch)
+        return gather_outputs_over_tensor_and_pipeline(self.placement, values, shapes, batch)
 
     def save_trace(self) -> None:
         """Write the files of all observers, such as a trace. Collective."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 import numpy as np
 
 from fsdpx.core.base import hooks
-from fsdpx.core.base.extensions import import_extension
+from fsdpx.core.base.extensions import import_declared_extension
 from fsdpx.core.base.lazy_names import LazyMethod
 from fsdpx.core.base.name_hints import CALLS_ELSEWHERE, parse_patterns, require_pattern_matches
 from fsdpx.core.base.option_names import DtypeName, GenerateArgs, WeightsChoice
@@ -42,7 +42,7 @@ from fsdpx.core.trainer.recipe import is_loss_or_optimizer_missing, require_loss
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, DataError, warn
 from fsdpx.nn.container import unwrap_single
-from fsdpx.nn.gradient_accumulation import cast_input
+from fsdpx.nn.gradient_accumulation import cast_input_to_dtype_of_readers
 
 if TYPE_CHECKING:
     from fsdpx.core.trainer import fit as fitting
@@ -198,7 +198,7 @@ class Trainer:
         self._forward_inputs = feed = self._call_runner.agree_on_batch_and_make_microbatches(
             x, None, "forward", training
         )
-        full_outputs = session.all_gather_outputs_of_batch(session.run_program("forward", feed), feed)
+        full_outputs = session.gather_outputs_over_tensor_and_pipeline(session.run_program("forward", feed), feed)
         outputs = unwrap_single(session.to_caller_arrays(full_outputs, feed))
         self._output_shapes = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         return outputs
@@ -232,13 +232,16 @@ class Trainer:
             raise ConfigError("backward: the edges of the mesh were replaced after forward: call forward again first")
         self._refuse_mixed_gradient_sources("backward")
         given, compute = (dy,) if len(self._output_shapes) == 1 else dy, session.placement.formats.compute
-        from fsdpx.core.trainer.gather_full import all_reduce_input_gradients, take_output_gradient_shard
+        from fsdpx.core.trainer.gather_full import all_reduce_model_input_gradients, take_output_gradient_shard
 
         if not isinstance(given, tuple | list) or len(given) != len(self._output_shapes):
             raise DataError(
                 f"backward: the model has {len(self._output_shapes)} outputs: dy must be a tuple of as many arrays"
             )
-        arrays = tuple(cast_input(batches.to_device_array(session.placement, d), "numbers", compute) for d in given)
+        arrays = tuple(
+            cast_input_to_dtype_of_readers(batches.to_device_array(session.placement, d), "numbers", compute)
+            for d in given
+        )
         for array, shape in zip(arrays, self._output_shapes, strict=True):
             if tuple(array.shape) != shape:
                 raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")
@@ -254,7 +257,7 @@ class Trainer:
         assert batch is not None
         loss_or_gradients = session.run_program("backward", feed, local=self._local)
         session.state.gradient_source = "backward"
-        dx = all_reduce_input_gradients(session.placement, loss_or_gradients, batch, session.state.scaler.value)
+        dx = all_reduce_model_input_gradients(session.placement, loss_or_gradients, batch, session.state.scaler.value)
         return unwrap_single(layout.all_reduce_caller_input_gradients(dx, feed.batched))
 
     @route_through_call_runner(KEEPS_FOR_LATER)
@@ -404,7 +407,7 @@ class Trainer:
         """
         self._call_runner.require_open("generate")
         sampling = temperature, top_k, top_p, repetition_penalty, seed
-        generate = import_extension("trainer", "generate")
+        generate = import_declared_extension("trainer", "generate")
         return generate(self._call_runner, prompt, max_new_tokens, stop, sampling, stream, cache)
 
     if TYPE_CHECKING:
@@ -580,7 +583,7 @@ class Trainer:
         with reporting_block_time(self._session.engine, LOADING) as count:
             report = load_parameters(self._session.state, source, count=count, **options)
         self._placement.sync_policy.on_loaded(self._session.state)
-        self._session.announce_parameters_are_set()
+        self._session.tell_sync_policy_parameters_are_set()
         return report
 
     @property
@@ -628,7 +631,7 @@ class Trainer:
     def report(self) -> Any:
         """Return a `Report` for this rank, covering the time since the last `reset_counters`: bytes and calls per
         collective and axis, memory per kind, and time per operation."""
-        return import_extension("trainer", "report")(self._session.engine, self._session.round_programs)
+        return import_declared_extension("trainer", "report")(self._session.engine, self._session.round_programs)
 
     def __enter__(self) -> Self:
         return self

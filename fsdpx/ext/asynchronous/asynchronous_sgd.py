@@ -122,7 +122,7 @@ class CommonMemory:
         turned = [(self.rank + i) % self.size for i in range(self.size if self.sharded else 1)]
         return [(rank, _find_owned_element_range(self.placement, page, rank, self.sharded)) for rank in turned]
 
-    def make_shard_segments(self, rank: int, page: int) -> ShardSegments:
+    def make_owned_parameter_segments(self, rank: int, page: int) -> ShardSegments:
         """Return the segments (parameters, or parts of parameters) that rank `rank` owns in a page (flat parameter
         buffer), in the form that optimizers take."""
         if (rank, page) not in self._segments:
@@ -429,7 +429,15 @@ class AsynchronousPolicy(SyncPolicy):
                 self.staleness_counts[late] = self.staleness_counts.get(late, 0) + 1
                 lr = 1 / (1 + late) if self.choice.by_staleness else 1.0
                 words[UPDATES] += 1
-                update(master, own, slots, self.memory.make_shard_segments(rank, page), int(words[UPDATES]), None, lr)
+                update(
+                    master,
+                    own,
+                    slots,
+                    self.memory.make_owned_parameter_segments(rank, page),
+                    int(words[UPDATES]),
+                    None,
+                    lr,
+                )
             if rank != self.rank:
                 self._count_traffic("push", span.size, own.dtype)
 
@@ -458,7 +466,7 @@ class AsynchronousPolicy(SyncPolicy):
                         master,
                         whole,
                         slots,
-                        self.memory.make_shard_segments(rank, page),
+                        self.memory.make_owned_parameter_segments(rank, page),
                         int(words[UPDATES]),
                         shared,
                         1.0,

@@ -31,7 +31,7 @@ def _describe_other_axis(c: ChoiceContext) -> str:
     return f"there is no {axis} axis, but the mesh is {c.mesh}" if c.mesh.width_of(axis) > 1 else ""
 
 
-def _find_clip_norm_without_staleness(c: ChoiceContext) -> str:
+def _find_clip_norm_with_zero_staleness(c: ChoiceContext) -> str:
     return (
         make_given_option_finder("clip_norm")(c)
         if isinstance(c.sync_choice, AsyncSGD) and c.sync_choice.staleness == 0
@@ -79,7 +79,7 @@ EXCLUSIONS += (
         "adds the gradients of all ranks in each step", "leave reproducible_chunks out"),
     ExcludedPair(OWN, "`compression`", make_given_option_finder("compression", " "),
         "compresses sums over ranks, which are not computed here", "leave compression out"),
-    ExcludedPair(OWN, "`clip_norm` with a staleness of 0", _find_clip_norm_without_staleness,
+    ExcludedPair(OWN, "`clip_norm` with a staleness of 0", _find_clip_norm_with_zero_staleness,
         "no rank knows the norm of the sum before it updates", "leave it out"),
     ExcludedPair(OWN, "a collective layer, such as BatchNorm",
         make_collective_layer_finder("layer {layer!r} "),

@@ -19,7 +19,7 @@ from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import COMPLETED, split_evenly
 from fsdpx.core.comm.mesh import Mesh, MeshCoordinates
 from fsdpx.core.compression import Codec
-from fsdpx.core.compression import make_codec as codec_of
+from fsdpx.core.compression import make_gradient_codec as codec_of
 from fsdpx.core.engine.operations import OPERATIONS, preserving_frozen_parameters
 from fsdpx.core.engine.run import (
     ProgramRun,
@@ -90,7 +90,7 @@ class OuterStep:
     coming: frozenset[int] = frozenset()
 
     @property
-    def sync_rules(self) -> SyncRules:
+    def communication_rules(self) -> SyncRules:
         """Rules that insert the communication of this outer step into the program (list of actions) of a training
         step."""
         summing, coming = (self.summing | self.deltas) - self.steps, (self.coming | self.steps) - self.adopts
@@ -319,13 +319,13 @@ class LocalSyncPolicy(SyncPolicy):
         return RoundSchedule(choice.sync_every, tuple(fragments), choice.delay)
 
     def get_sync_rules(self, step: int) -> SyncRules:
-        return self.round_schedule.get_replica_communication(step).sync_rules
+        return self.round_schedule.get_replica_communication(step).communication_rules
 
     def count_steps_per_sync_rules(self) -> list[tuple[SyncRules, int]]:
         every = self.round_schedule.every
         steps = Counter(self.round_schedule.get_replica_communication(step) for step in range(2 * every, 3 * every))
         last = self.round_schedule.get_replica_communication(3 * every)
-        return [(outer.sync_rules, steps[outer]) for outer in (*(one for one in steps if one != last), last)]
+        return [(outer.communication_rules, steps[outer]) for outer in (*(one for one in steps if one != last), last)]
 
     def is_sync_step(self, step: int) -> bool:
         return bool(self.round_schedule.get_replica_communication(step).deltas)
@@ -419,7 +419,7 @@ class LocalSyncPolicy(SyncPolicy):
         state.store |= {Slot("next", p): state.ledger.get_array("outer", p) for p in here if p in outer.coming}
 
     @property
-    def _sync_schedule_for_checkpoint(self) -> dict[str, int]:
+    def _sync_schedule_state(self) -> dict[str, int]:
         """The synchronization schedule, as a dict that is stored in checkpoints."""
         return {
             "every": self.round_schedule.every,
@@ -434,10 +434,10 @@ class LocalSyncPolicy(SyncPolicy):
         data that the replica has trained on since it last sent the fragment."""
         replica = self.placement.axes.replica
         weights = self.placement.all_gather_numbers(state.store[TRAINED], "weights of replicas", replica)
-        return {**self._sync_schedule_for_checkpoint, "weights": weights}
+        return {**self._sync_schedule_state, "weights": weights}
 
     def require_resumable(self, saved: Mapping[str, Any], where: str) -> None:
-        now = self._sync_schedule_for_checkpoint
+        now = self._sync_schedule_state
         if now["delay"] == saved["delay"] == 0 and now["fragments"] == saved["fragments"]:
             return
         if other := [f"{name} is {saved[name]} there and {now[name]} here" for name in now if saved[name] != now[name]]:

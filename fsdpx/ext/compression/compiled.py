@@ -15,7 +15,13 @@ from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 from fsdpx.core.array.random import NumberRange
 from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS, LARGEST, LEVELS, TINY
 
-__all__ = ["dequantize_into", "quantize", "scatter_largest_into", "select_largest_elements", "write_outer_product_into"]
+__all__ = [
+    "dequantize_into",
+    "quantize",
+    "scatter_largest_into",
+    "select_largest_magnitudes_of_blocks",
+    "write_outer_product_into",
+]
 
 TWO_TO_MINUS_16 = ir.Constant(ir.FloatType(), 2.0**-16)
 
@@ -202,12 +208,12 @@ def _add_largest_elements_of_blocks(first, last, values, positions, block, per_b
             out[start + positions[j]] += values[j]
 
 
-def select_largest_elements(
+def select_largest_magnitudes_of_blocks(
     x: np.ndarray, block: int, per_block: int, rest: int, values: np.ndarray, positions: np.ndarray,
     residual: np.ndarray | None,
 ) -> None:  # fmt: skip
-    """Compiled version of `topk.select_largest_elements`: write the elements of each block that are largest in absolute
-    value to `values`, and their indices within the block to `positions`.
+    """Compiled version of `topk.select_largest_magnitudes_of_blocks`: write the elements of each block that are largest
+    in absolute value to `values`, and their indices within the block to `positions`.
 
     `per_block` is the number of elements to take from each full block, and `rest` is the number to take from the last,
     shorter block."""
@@ -217,7 +223,7 @@ def select_largest_elements(
     known = (
         _find_kth_largest_magnitude_bits(left, per_block) if x.size == block > MIN_PARTITION_ELEMENTS else np.int32(-1)
     )
-    _run_sized_blocks_in_threads(
+    _split_into_blocks_and_run_in_threads(
         _take_largest_blocks,
         x.size,
         block,
@@ -247,12 +253,12 @@ def _find_kth_largest_magnitude_bits(x: np.ndarray, k: int) -> np.int32:
 def scatter_largest_into(
     values: np.ndarray, positions: np.ndarray, block: int, per_block: int, rest: int, out: np.ndarray
 ) -> None:
-    _run_sized_blocks_in_threads(
+    _split_into_blocks_and_run_in_threads(
         _add_largest_elements_of_blocks, out.size, block, values, positions, block, per_block, rest, out
     )
 
 
-def _run_sized_blocks_in_threads(body: Any, size: int, block: int, *arguments: Any) -> None:
+def _split_into_blocks_and_run_in_threads(body: Any, size: int, block: int, *arguments: Any) -> None:
     """Divide `size` elements into blocks of `block` elements, and split the blocks among threads. Each thread calls
     `body(first, last, *arguments)`."""
     run_tasks(

@@ -129,7 +129,7 @@ class PowerSGD(Codec):
         """Start a reduction of `grad` that writes the elements [first, first + out.size) of the sum to `out`, which may
         be a view of `grad`. `what` names the gradient for the watchdog and error messages."""
         require_float_dtype(self, grad.dtype, what)
-        xp, thin = namespace_of(grad), self._list_thin_factors(grad.size)
+        xp, thin = namespace_of(grad), self._list_matrices_sent_as_factors(grad.size)
         left_sums, right_sums = self._get_scratch_buffers(xp, grad, scratch)
         real = not getattr(xp, "holds_no_data", False)
         if real:
@@ -209,7 +209,7 @@ class PowerSGD(Codec):
         rows, columns = shape[0], prod(shape[1:])
         return len(shape) > 1 and self.rank * (rows + columns) < rows * columns
 
-    def _list_thin_factors(self, size: int) -> list[ThinFactors]:
+    def _list_matrices_sent_as_factors(self, size: int) -> list[ThinFactors]:
         """Return the matrices that are sent as thin factors, for a gradient of `size` elements."""
         shapes = self.shapes or ((size,),)
         ends = list(accumulate(map(prod, shapes)))
@@ -225,7 +225,7 @@ class PowerSGD(Codec):
     def _count_all_reduce_elements(self, size: int) -> tuple[int, int]:
         """Return the numbers of elements that the two all-reduces sum, as a pair. The first all-reduce sums P and all
         uncompressed tensors, and the second sums Q."""
-        thin = self._list_thin_factors(size)
+        thin = self._list_matrices_sent_as_factors(size)
         whole = size - sum(t.rows * t.columns for t in thin)
         return whole + self.rank * sum(t.rows for t in thin), self.rank * sum(t.columns for t in thin)
 

@@ -15,7 +15,13 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.compression.compressed import MAX_REDUCES, SIZE_MULTIPLE_BYTES, CompressedCodec
 from fsdpx.ext.compression.implementations import can_run_compiled_kernels
 
-__all__ = ["TopK", "count_chosen_elements", "scatter_largest_into", "select_largest_elements", "to_global_positions"]
+__all__ = [
+    "TopK",
+    "count_chosen_elements",
+    "scatter_largest_into",
+    "select_largest_magnitudes_of_blocks",
+    "to_global_positions",
+]
 
 MAGNITUDE_MASK = np.uint32(0x7FFFFFFF)
 """Mask of all bits of a float32 except the sign. Masked floats, compared as integers, are ordered by absolute value,
@@ -34,7 +40,7 @@ def _count_chosen_per_block(size: int, block: int, share: float) -> tuple[int, i
     return ceil(share * block), ceil(share * (size % block))
 
 
-def select_largest_elements(
+def select_largest_magnitudes_of_blocks(
     xp: Any, x: Any, block: int, share: float, values: Any, positions: Any, residual: Any | None
 ) -> None:
     """Take the elements of each block of `x` that are largest in absolute value, and store them in the order of `x`.
@@ -43,7 +49,7 @@ def select_largest_elements(
     their indices within the block to `positions`. Among equal elements, the first are taken. `residual` receives x
     minus the values taken, or 0 where x is not finite; `residual` may be x itself."""
     if can_run_compiled_kernels(xp):
-        from fsdpx.ext.compression.compiled import select_largest_elements as body
+        from fsdpx.ext.compression.compiled import select_largest_magnitudes_of_blocks as body
 
         body(x, block, *_count_chosen_per_block(x.size, block, share), values, positions, residual)
         return
@@ -69,8 +75,8 @@ def select_largest_elements(
 
 
 def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share: float, out: Any, add: bool) -> None:
-    """Write the elements taken by `select_largest_elements` to their positions in `out`, and zeros to all other
-    positions. If `add` is true, add the elements to `out` instead."""
+    """Write the elements taken by `select_largest_magnitudes_of_blocks` to their positions in `out`, and zeros to all
+    other positions. If `add` is true, add the elements to `out` instead."""
     if not add:
         out[...] = 0
     if can_run_compiled_kernels(xp):
@@ -142,7 +148,7 @@ class TopK(CompressedCodec):
     ) -> None:
         if x.size:
             share = self.get_sent_element_share(step)
-            select_largest_elements(
+            select_largest_magnitudes_of_blocks(
                 xp, x, self.block or x.size, share, *self._split_packed_part(wire, x.size, share), residual
             )
 

@@ -102,7 +102,7 @@ class Bridge:
         mine = (error, "", None, "", ()) if error or grid is None else ("", mode, depth, side, _list_part_facts(grid))
         everyone = self._comm.all_gather_value(mine)
         parts = {name: {r: PartFacts(*p) for r, (*_, s, p) in enumerate(everyone) if s == name} for name in SIDES}
-        _require_consistent_call_arguments(everyone, parts)
+        _require_consistent_arguments_of_ranks(everyone, parts)
         assert grid is not None
         self._grid, self._part = grid, parts[side][self._comm.rank]
         self._other = SIDES[side == "solver"]
@@ -115,7 +115,7 @@ class Bridge:
     def send(self, *fields: Any, **scalars: Any) -> None:
         """Send this rank's parts of one or more fields to the other side. The arrays are copied.
 
-        Does nothing once the other side has closed the bridge (see `agree_on_end`).
+        Does nothing once the other side has closed the bridge (see `agree_on_whether_other_side_closed`).
 
         Parameters
         ----------
@@ -233,7 +233,7 @@ class Bridge:
         names, arrays = unpack_message(next(iter(received.bodies.values())))
         return dict(zip(names, arrays, strict=True))
 
-    def agree_on_end(self) -> bool:
+    def agree_on_whether_other_side_closed(self) -> bool:
         """Return whether the other side has closed the bridge. The result is the same on all ranks of this side.
         Collective over this side.
 
@@ -241,7 +241,7 @@ class Bridge:
         -------
         bool
         """
-        self._require_open("agree_on_end")
+        self._require_open("agree_on_whether_other_side_closed")
         return bool(self._side.all_gather_value(self._senders[0].has_closed_receiver())[0])
 
     def close(self) -> None:
@@ -378,7 +378,7 @@ def _explain_argument_error(solver: Any, trainer: Any, mode: Any, depth: Any) ->
     return ""
 
 
-def _require_consistent_call_arguments(everyone: list[Any], parts: Mapping[str, Mapping[int, PartFacts]]) -> None:
+def _require_consistent_arguments_of_ranks(everyone: list[Any], parts: Mapping[str, Mapping[int, PartFacts]]) -> None:
     """Raise ConfigError if any rank has invalid arguments, or if the arguments of different ranks contradict each
     other."""
     for rank, (error, mode, depth, *_) in enumerate(everyone):

@@ -31,13 +31,13 @@ from fsdpx.ext.elastic.reshard import (
     ShardDescriptor,
     describe_missing_elements,
     describe_shard,
-    find_uncovered_elements,
+    find_uncovered_ranges_of_tensor,
     reshard_arrays,
 )
 from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = [
-    "Assembler", "Assembly", "Member", "choose_training_ranks", "find_largest_mesh_for_ranks", "recv_value",
+    "Assembler", "Assembly", "Member", "choose_training_ranks", "find_largest_mesh_for_ranks", "recv_object_from_rank",
     "send_value_to_ranks",
 ]  # fmt: skip
 
@@ -71,7 +71,7 @@ def choose_training_ranks(training_ranks: Sequence[int | None], count: int) -> l
 
 
 def send_value_to_ranks(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
-    """Send a Python value to the ranks `listeners`, each of which must call `recv_value`.
+    """Send a Python value to the ranks `listeners`, each of which must call `recv_object_from_rank`.
 
     Each of these ranks gets two messages: the size and the data."""
     if not listeners:
@@ -83,7 +83,7 @@ def send_value_to_ranks(comm: Communicator, listeners: Sequence[int], value: Any
         handle.wait()
 
 
-def recv_value(comm: Communicator, source: int) -> Any:
+def recv_object_from_rank(comm: Communicator, source: int) -> Any:
     """Receive the Python value that rank `source` sends with `send_value_to_ranks`."""
     size = np.empty(1, np.int64)
     comm.recv(size, source, what="the result").wait()
@@ -202,13 +202,13 @@ class Assembler:
         built = self._build_assembly(control, everyone, ranks, initial=False, timeout=timeout)
         report("recovery: the new trainer is there")
         state = built.session.state
-        newest = _find_newest_complete_step(state.placement, everyone)
+        newest = _find_newest_step_held_by_ranks(state.placement, everyone)
         if newest is None:
             initialize_parameters(state)
             return built
         step, text = newest
         have = [part for g in generations if g.step == step for part in g.parts]
-        complete = _find_complete_tensors(everyone, step)
+        complete = _find_tensors_complete_over_ranks(everyone, step)
         arriving = list(iterate_codec_reads_and_zero_missing(state, complete)) if built.is_training else []
         reshard_arrays(
             control,
@@ -247,7 +247,7 @@ class Assembler:
         return Assembly(control, initial_ranks, training, group, session, copies, 0, watchdog)
 
 
-def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
+def _find_tensors_complete_over_ranks(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors that are complete if the ranks combine their snapshots after step `step`, as a dict that maps
     names to shapes."""
     parts: dict[str, list[ShardDescriptor]] = {}
@@ -256,11 +256,11 @@ def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple
     return {
         n: some[0].shape
         for n, some in parts.items()
-        if not find_uncovered_elements(some, math.prod(some[0].shape))[0].size
+        if not find_uncovered_ranges_of_tensor(some, math.prod(some[0].shape))[0].size
     }
 
 
-def _find_newest_complete_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
+def _find_newest_step_held_by_ranks(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
     """Return the newest step for which the ranks together hold the complete state, and the scalars of that state as
     JSON.
 

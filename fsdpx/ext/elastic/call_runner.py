@@ -181,7 +181,7 @@ class ElasticRunner(CallRunner):
         if effect == ON_EVERY_RANK:
             return self._retry_until_agreed(mine)
         try:
-            found = self._retry_until_agreed(lambda: self._run_on_training_ranks(effect, name, mine))
+            found = self._retry_until_agreed(lambda: self._run_on_training_ranks_and_broadcast(effect, name, mine))
         finally:
             self._save_abandoned = self._save_abandoned and name not in (SAVE, WAIT)
         if effect == REPLACES_STATE:
@@ -297,7 +297,7 @@ class ElasticRunner(CallRunner):
         recovery."""
         while self._coordinator.last_step < self._recent.last_number:
             try:
-                self._attempt_step(self._recent[self._coordinator.last_step + 1])
+                self._run_step_or_raise_rank_lost(self._recent[self._coordinator.last_step + 1])
             except RankLost as error:
                 self._recover_from_loss(error)
             except BaseException:
@@ -306,13 +306,13 @@ class ElasticRunner(CallRunner):
             else:
                 self._resize_if_requested()
 
-    def _attempt_step(self, batch: BatchPair) -> None:
+    def _run_step_or_raise_rank_lost(self, batch: BatchPair) -> None:
         """Run the next step on `batch`. Raises RankLost if a rank was lost, in which case the step does not count."""
         if self.is_training:
             assert self._train is not None
             self._run_and_send_errors_to_idle_ranks(partial(self._train, *batch))
         else:
-            self.session.record_call_and_raise_pending_error("step")
+            self.session.notify_observers_and_raise_pending_error("step")
             step, steps, scale = self._coordinator.recv_result_on_idle_rank("step")
             self.session.state.set_counters_from_other_ranks(steps, *scale)
             self._coordinator.commit_step()
@@ -341,7 +341,7 @@ class ElasticRunner(CallRunner):
         except RankLost as error:
             self._recover_from_loss(error)
 
-    def _run_on_training_ranks(self, effect: str, what: str, mine: Callable[[], T]) -> T:
+    def _run_on_training_ranks_and_broadcast(self, effect: str, what: str, mine: Callable[[], T]) -> T:
         """Run the collective call `mine` on the training ranks, and return its result on all ranks, including idle
         ranks.
 
@@ -351,7 +351,7 @@ class ElasticRunner(CallRunner):
             found = self._run_and_send_errors_to_idle_ranks(partial(self._run_and_raise_abandoned_save, what, mine))
             self._coordinator.send_result_to_idle_ranks(what, (found, self.loss_weight))
         else:
-            self.session.record_call_and_raise_pending_error(what)
+            self.session.notify_observers_and_raise_pending_error(what)
             found, self.loss_weight = self._coordinator.recv_result_on_idle_rank(what)
         if effect == REPLACES_STATE:
             if isinstance(found, CheckpointScalars) and not self.is_training:

@@ -12,7 +12,7 @@ from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.comm.communicator import SurvivorCommunicator
 from fsdpx.core.comm.default_communicator import get_default
 from fsdpx.core.comm.init import open_fault_tolerant_communicator
-from fsdpx.core.comm.watched import detach_watchdog
+from fsdpx.core.comm.watched import detach_and_return_watchdog
 from fsdpx.core.trainer.call_runner import CallRunner, CallRunnerChoice
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import ConfigError
@@ -61,5 +61,5 @@ class ElasticConfig(CallRunnerChoice):
         runner: CallRunner = module.ElasticRunner(recipe, world, self)
         if (opened := get_default()) is not None:
             # a watchdog over all initial ranks is stopped, because it would end the job when one of them dies
-            detach_watchdog(opened.comm)
+            detach_and_return_watchdog(opened.comm)
         return runner

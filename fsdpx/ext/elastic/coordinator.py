@@ -18,7 +18,7 @@ from fsdpx.core.base.dataclass import dataclass, replace
 from fsdpx.core.base.safe_files import read_file
 from fsdpx.core.checkpoint.scalars import CheckpointScalars, collect_checkpoint_scalars
 from fsdpx.core.comm.communicator import SurvivorCommunicator
-from fsdpx.core.comm.watched import detach_watchdog
+from fsdpx.core.comm.watched import detach_and_return_watchdog
 from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.core.state.tuning import agree_on_tuning
 from fsdpx.core.trainer.batch import describe_different_calls
@@ -29,7 +29,7 @@ from fsdpx.ext.elastic.assembly import (
     Assembly,
     Member,
     find_largest_mesh_for_ranks,
-    recv_value,
+    recv_object_from_rank,
     send_value_to_ranks,
 )  # fmt: skip
 from fsdpx.ext.elastic.config import ElasticConfig
@@ -191,9 +191,9 @@ class Coordinator:
         self._refused: int | None = None  # the latest requested number of ranks that fits no mesh
         self._abandoned: list[tuple[SurvivorCommunicator, Watchdog]] = []
         self._copy_interval = CopyInterval(elastic)
-        self._switch_to_assembly(self._assembler.build_initial_assembly(control, self.ranks))
+        self._set_current_assembly(self._assembler.build_initial_assembly(control, self.ranks))
 
-    def _switch_to_assembly(self, assembly: Assembly) -> None:
+    def _set_current_assembly(self, assembly: Assembly) -> None:
         self.assembly, self.asked = assembly, False
         self._position = self._make_step_undo_point(assembly.step, assembly.step)
         if assembly.copied:
@@ -225,8 +225,8 @@ class Coordinator:
 
         In this agreement, ranks also tell each other whether copies have arrived, whether a resize is requested, and
         how often to copy."""
-        flags = NO_LOSS | (COPIES_ARRIVED if self.assembly.copies.advance_and_test_copies() else 0)
-        flags |= SIZE_UNCHANGED if self._read_requested_rank_count() in (self.ranks, self._refused) else 0
+        flags = NO_LOSS | (COPIES_ARRIVED if self.assembly.copies.progress_and_test_transfers() else 0)
+        flags |= SIZE_UNCHANGED if self._read_requested_rank_count_on_rank0() in (self.ranks, self._refused) else 0
         common = self.assembly.control.agree_on_flags(
             flags
             | self._copy_interval.compute_cheap_interval_bitmask(self.assembly.copies.copy_seconds) << INTERVAL_SHIFT
@@ -260,7 +260,7 @@ class Coordinator:
             self.assembly.copies.start_copying_to_buddies(at.scalars, at.step)
         self._position = at
 
-    def _read_requested_rank_count(self) -> int | None:
+    def _read_requested_rank_count_on_rank0(self) -> int | None:
         """Return the number of ranks that should train. Rank 0 reads it from the request file; other ranks return the
         current number."""
         if self.elastic.resize is None or self.assembly.control.rank > 0:
@@ -273,7 +273,7 @@ class Coordinator:
     def agree_on_requested_rank_count(self) -> int | None:
         """Return the requested number of ranks, the same on all ranks. Return None if no mesh fits on that many ranks.
         Collective."""
-        found: int | None = self.assembly.control.all_gather_value(self._read_requested_rank_count())[0]
+        found: int | None = self.assembly.control.all_gather_value(self._read_requested_rank_count_on_rank0())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
             find_largest_mesh_for_ranks(where.mesh, where.strategy_within_replica(size), min(found or size, size))
@@ -314,7 +314,7 @@ class Coordinator:
 
         Raises DesyncError if the training ranks made a different call."""
         source = self.assembly.training[0]
-        heard, value = recv_value(self.assembly.control, source)
+        heard, value = recv_object_from_rank(self.assembly.control, source)
         if isinstance(value, TrainingFailure):
             if value.agreed:
                 self.agree_that_no_rank_is_lost()
@@ -360,7 +360,7 @@ class Coordinator:
         assert assembly is not None
         for one in (self.assembly.control, *tried):
             self._stop_watching_communicator(one)
-        return self._switch_and_record_recovery(assembly, begin, before, members)
+        return self._switch_assembly_and_make_recovery(assembly, begin, before, members)
 
     def close(self) -> None:
         """End the run on all ranks. Collective.
@@ -382,14 +382,14 @@ class Coordinator:
         assembly = self._rebuild_assembly(self.assembly.control, self._list_snapshots_in_memory(), ranks)
         self.agree_that_no_rank_is_lost()
         self.ranks = ranks
-        return self._switch_and_record_recovery(assembly, begin, before, self.assembly.initial_ranks)
+        return self._switch_assembly_and_make_recovery(assembly, begin, before, self.assembly.initial_ranks)
 
     def _stop_watching_communicator(self, control: SurvivorCommunicator) -> None:
         """Detach the watchdog from a communicator that is no longer used.
 
         A rank may die before it has detached its own watchdog. In that case, the next call of this function removes
         the record of the dead rank."""
-        if (watchdog := detach_watchdog(control)) is not None:
+        if (watchdog := detach_and_return_watchdog(control)) is not None:
             self._abandoned.append((control, watchdog))
         for before, watchdog in self._abandoned:
             watchdog.remove_dead_records(before.get_failed_ranks())
@@ -404,13 +404,13 @@ class Coordinator:
             control, member, generations, ranks, self.report_to_observers, timeout
         )
 
-    def _switch_and_record_recovery(
+    def _switch_assembly_and_make_recovery(
         self, assembly: Assembly, begin: float, before: int, members: list[int]
     ) -> Recovery:
         old = self.assembly
         for observer in old.session.engine.added_observers:
             assembly.session.engine.add_observer(observer)
-        self._switch_to_assembly(assembly)
+        self._set_current_assembly(assembly)
         if assembly.control is old.control:
             old.close()
         lost, steps = tuple(sorted(set(members) - set(assembly.initial_ranks))), self.assembly.session.state.steps

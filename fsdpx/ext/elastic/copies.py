@@ -33,12 +33,12 @@ from fsdpx.ext.elastic.reshard import (
 from fsdpx.nn.layer import ParameterSpec
 
 __all__ = [
-    "MESSAGE_BYTES", "StateCopies", "StateGeneration", "are_copies_needed", "assign_copy_holder_ranks",
+    "MESSAGE_BYTES", "StateCopies", "StateGeneration", "are_copies_needed", "assign_copy_holders_to_each_rank",
     "count_snapshot_bytes", "form_state_backup_groups",
 ]  # fmt: skip
 
 
-def assign_copy_holder_ranks(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
+def assign_copy_holders_to_each_rank(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
     """Return the buddies of each rank: the `copies` ranks (or all other ranks, if there are fewer) that keep a copy of
     its state.
 
@@ -169,7 +169,7 @@ class StateCopies:
     order.
 
     A generation consists of the snapshots of all ranks after one step. `start_copying_to_buddies` begins a generation.
-    Once all ranks have agreed that all of its copies have arrived (`advance_and_test_copies`), `promote_generation`
+    Once all ranks have agreed that all of its copies have arrived (`progress_and_test_transfers`), `promote_generation`
     makes it the newest complete generation. Until then, the previous generation is complete and unchanged, so that
     whenever a rank dies, the surviving ranks have a complete generation in common. Nothing is kept if there are enough
     replicas. Idle ranks have no state of their own, but keep copies for other ranks.
@@ -192,7 +192,7 @@ class StateCopies:
         self._spare: list[SnapshotBuffers] = []
         self._under_way: tuple[SnapshotBuffers, int, CheckpointScalars] | None = None
         self._transfers: deque[Handle] = deque()
-        # error caught while starting transfers; `advance_and_test_copies` raises it
+        # error caught while starting transfers; `progress_and_test_transfers` raises it
         self._lost: RankLost | None = None
         weakref.finalize(
             self, drain_transfers_for_limited_time, self._transfers
@@ -203,7 +203,7 @@ class StateCopies:
         if self.needed:
             own = [describe_shard(part) for part in self._iterate_up_to_date_shards()]
             everyone = comm.all_gather_value((platform.node(), own))
-            placed = assign_copy_holder_ranks([host for host, _ in everyone], copies)
+            placed = assign_copy_holders_to_each_rank([host for host, _ in everyone], copies)
             kept = {rank: everyone[rank][1] for rank in range(comm.size) if comm.rank in placed[rank]}
             self._partners = CopyPartners(placed[comm.rank], own, kept)
 
@@ -218,8 +218,9 @@ class StateCopies:
     def start_copying_to_buddies(self, scalars: CheckpointScalars, step: int | None = None) -> None:
         """Take a snapshot of this rank's state, and start sending it to the buddies.
 
-        Returns as soon as the snapshot is taken. `advance_and_test_copies` advances the transfers, and also raises the
-        error if a rank was lost during this call. `step` is the number of the step, by default the one in `scalars`."""
+        Returns as soon as the snapshot is taken. `progress_and_test_transfers` advances the transfers, and also raises
+        the error if a rank was lost during this call. `step` is the number of the step, by default the one in
+        `scalars`."""
         assert self._under_way is None, "the copies of the last take have not been promoted or abandoned"
         if not self.needed:
             return
@@ -240,7 +241,7 @@ class StateCopies:
         except RankLost as error:
             self._lost = error
 
-    def advance_and_test_copies(self) -> bool:
+    def progress_and_test_transfers(self) -> bool:
         """Advance pending transfers without waiting, and return whether all copies that this rank sends and receives
         have arrived.
 
@@ -260,7 +261,7 @@ class StateCopies:
         """Wait until all copies that this rank sends and receives have arrived. The watchdog monitors this wait like
         any other wait."""
         timeout = getattr(self._comm, "timeout", math.inf)
-        if not spin_until(self.advance_and_test_copies, get_progress(self._comm), timeout):
+        if not spin_until(self.progress_and_test_transfers, get_progress(self._comm), timeout):
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
 
     def promote_generation(self) -> None:

@@ -25,7 +25,7 @@ from fsdpx.nn.shard_specs import ShardSpec
 __all__ = [
     "MAX_MESSAGES_IN_FLIGHT", "ElementMove", "ElementRows", "ElementRuns", "Gaps", "ReshardMessage", "ReshardPlan",
     "ShardDescriptor", "ShardSupply", "choose_sources_of_shard", "describe_missing_elements", "describe_shard",
-    "drain_transfers_for_limited_time", "find_element_runs_of_shard", "find_uncovered_elements",
+    "drain_transfers_for_limited_time", "find_element_runs_of_shard", "find_uncovered_ranges_of_tensor",
     "has_uncovered_elements", "iterate_state_changed_before_agreement", "iterate_up_to_date_shards", "reshard_arrays",
 ]  # fmt: skip
 
@@ -137,7 +137,7 @@ def describe_missing_elements(
     `have` lists the shards of each rank. Does not communicate: equal arguments give equal results on all ranks."""
     parts, texts = _group_by_name(part for some in have for part in some), []
     for name, spec in want.items():
-        start, stop = find_uncovered_elements(parts[name], spec.size)
+        start, stop = find_uncovered_ranges_of_tensor(parts[name], spec.size)
         if start.size:
             gaps = [
                 f"{a}..{b}"
@@ -148,7 +148,7 @@ def describe_missing_elements(
     return texts
 
 
-def find_uncovered_elements(parts: Sequence[ShardDescriptor], size: int) -> Gaps:
+def find_uncovered_ranges_of_tensor(parts: Sequence[ShardDescriptor], size: int) -> Gaps:
     """Return the ranges of a tensor of `size` elements that none of `parts` covers, as an array of starts and an array
     of stops."""
     found = [find_element_runs_of_shard(part) for part in parts]
@@ -185,7 +185,7 @@ class ElementRows(NamedTuple):
     at: np.ndarray
     size: np.ndarray
 
-    def read_from(self, array: Any) -> Any:
+    def take_from_flat_array(self, array: Any) -> Any:
         """Return these elements of the flat `array`, as a view if they form a single run, and otherwise as a copy."""
         if self.at.size == 1:
             return array[int(self.at[0]) : int(self.at[0] + self.size[0])]
@@ -195,7 +195,7 @@ class ElementRows(NamedTuple):
             else np.concatenate(list(self._iterate_views(array)))
         )
 
-    def write_to(self, array: Any, values: Any) -> None:
+    def copy_values_into_elements_of(self, array: Any, values: Any) -> None:
         """Copy `values` into these elements of the flat `array`."""
         if self._is_index_copy_faster(array):
             array[self._make_index(array)] = _move_to_device_of(array, values)
@@ -291,7 +291,7 @@ class ReshardPlan:
         for part in (part for some in self.want for part in some if part.size):
             known = supplies.get(part.name, [])
             if part.name not in gaps:
-                gaps[part.name] = find_uncovered_elements(known, math.prod(part.shape))
+                gaps[part.name] = find_uncovered_ranges_of_tensor(known, math.prod(part.shape))
                 formats[part.name] = {supply.dtype for supply in known}
             every = sorted(formats[part.name] | {part.dtype})
             assert len(every) == 1, f"reshard: {part.name} is {' and '.join(every)}"
@@ -301,7 +301,11 @@ class ReshardPlan:
     def local_moves(self) -> list[tuple[ElementRows, ElementRows]]:
         """Elements that this rank both holds and wants, as (source, target) pairs of rows to copy."""
         mine = [move for move in self._incoming_moves if move.source == self.rank]
-        sides = zip(self._pack_rows_into_messages(mine, True), self._pack_rows_into_messages(mine, False), strict=True)
+        sides = zip(
+            self._split_moves_into_block_messages(mine, True),
+            self._split_moves_into_block_messages(mine, False),
+            strict=True,
+        )
         return [pair for rows in sides for pair in zip(*rows, strict=True)]
 
     @cached_property
@@ -316,7 +320,7 @@ class ReshardPlan:
             number = (dest - self.rank) % size
             found += [
                 ReshardMessage((number, i, self.rank), True, dest, r)
-                for i, r in enumerate(self._pack_rows_into_messages(moves, True))
+                for i, r in enumerate(self._split_moves_into_block_messages(moves, True))
             ]
         return sorted(found, key=lambda message: message.number)
 
@@ -327,7 +331,9 @@ class ReshardPlan:
         for move in self._incoming_moves:
             received[move.source].append(move)
         for source, moves in received.items():
-            for i, rows in enumerate(self._pack_rows_into_messages(moves, False) if source != self.rank else ()):
+            for i, rows in enumerate(
+                self._split_moves_into_block_messages(moves, False) if source != self.rank else ()
+            ):
                 yield ReshardMessage(((self.rank - source) % size, i, source), False, source, rows)
 
     @cached_property
@@ -384,7 +390,7 @@ class ReshardPlan:
         chunk = max(self.block // parse_dtype(part.dtype).itemsize, 1)
         return choose_sources_of_shard(part, index, dest, supplies, self._holder_offset_by_name[part.name], chunk)
 
-    def _pack_rows_into_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
+    def _split_moves_into_block_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
         """Divide moves into messages of `block` bytes, and return the rows of each message.
 
         All elements are laid out in sequence, with each move aligned to ALIGN_BYTES, and the sequence is divided every
@@ -541,7 +547,7 @@ def _exchange_messages(
             arrays, names = (have, have_names) if message.sends else (want, want_names)
             transfers.append(_start_message(comm, message, arrays, names, spare, plan.block))
         for had, wanted in plan.local_moves:
-            wanted.write_to(want[wanted.part], had.read_from(have[had.part]))
+            wanted.copy_values_into_elements_of(want[wanted.part], had.take_from_flat_array(have[had.part]))
         while transfers:
             wait_for_oldest()
     except RankLost:
@@ -561,7 +567,7 @@ def _start_message(
     what, call = f"{names[first.part]}, re-cut", comm.send if message.sends else comm.recv
     if not others and first.at.size == 1 and isinstance(arrays[first.part], np.ndarray):
         return ReshardTransfer(
-            call(first.read_from(arrays[first.part]).view(np.uint8), message.peer, what=what), lambda: None
+            call(first.take_from_flat_array(arrays[first.part]).view(np.uint8), message.peer, what=what), lambda: None
         )
     block_memory, filled = spare.pop() if spare else np.empty(block, np.uint8), 0
     packed: list[tuple[ElementRows, Any, np.ndarray]] = []
@@ -571,11 +577,11 @@ def _start_message(
         packed.append((rows, array, block_memory[filled:end].view(array.dtype)))
         filled = end
         if message.sends:
-            _copy_into(packed[-1][2], rows.read_from(array))
+            _copy_into(packed[-1][2], rows.take_from_flat_array(array))
 
     def write_received() -> None:
         for rows, array, part in () if message.sends else packed:
-            rows.write_to(array, part)
+            rows.copy_values_into_elements_of(array, part)
         spare.append(block_memory)
 
     return ReshardTransfer(call(block_memory[:filled], message.peer, what=what), write_received)

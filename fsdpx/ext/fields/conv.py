@@ -18,7 +18,7 @@ from fsdpx.ext.fields.halo import (
     PaddingSide,
     compute_output_bounds_of_ranks,
     expand_padding_modes,
-    make_halo_specs,
+    make_halo_spec_per_dim,
     require_field_shape,
     require_halo_fits_field,
 )
@@ -30,7 +30,7 @@ from fsdpx.ext.fields.halo_slabs import (
     exchange_slab_gradients,
 )
 from fsdpx.ext.fields.kernels import WindowStrides, correlate, correlate_backward_input, correlate_backward_params
-from fsdpx.nn.gradient_accumulation import claim_gradient
+from fsdpx.nn.gradient_accumulation import get_gradient_and_whether_to_add
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer, require_positive
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, ShardingContext
@@ -111,9 +111,11 @@ class ConvWindow:
         The kernel adds none along a dim that is partitioned, has ghost cells, or has a padding mode other than "zeros",
         because the halo exchange provides the padding there."""
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
-        return tuple(pad if self._is_padded_by_kernel(parts, cuts, mode) else 0 for cuts, pad, mode in rows)
+        return tuple(pad if self._is_padding_added_by_kernel(parts, cuts, mode) else 0 for cuts, pad, mode in rows)
 
-    def _is_padded_by_kernel(self, parts: FieldPartition, cuts: Cuts, mode: tuple[PaddingSide, PaddingSide]) -> bool:
+    def _is_padding_added_by_kernel(
+        self, parts: FieldPartition, cuts: Cuts, mode: tuple[PaddingSide, PaddingSide]
+    ) -> bool:
         """Return whether the compute kernel itself adds the padding along a dim. The kernel adds none if any dim is
         padded with a number. In this case, the halo exchange pads all dims, because each corner gets the padding of the
         last dim."""
@@ -132,11 +134,13 @@ class ConvWindow:
         for the padding."""
         rows = zip(self.stride, self.low, self.spans, strict=True)
         found = list(
-            make_halo_specs(parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes)
+            make_halo_spec_per_dim(
+                parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes
+            )
         )
         for i, (cuts, mode) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             unpadded = len(cuts) == 2 and not parts.ghosts and self.low[i] == self.high[i] == 0
-            if unpadded or self._is_padded_by_kernel(parts, cuts, mode):
+            if unpadded or self._is_padding_added_by_kernel(parts, cuts, mode):
                 found[i] = HaloSpec(i + 2, cuts, ((0, cuts[-1]),))
         for halo in found:
             require_halo_fits_field(halo, parts)
@@ -241,7 +245,7 @@ class WindowLayer(FieldLayer):
         return found
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        kind, dims = request.require_same_kind(self), len(self.window.kernel)
+        kind, dims = request.get_common_input_sharding(self), len(self.window.kernel)
         if isinstance(kind, FieldPartition) and kind.has_cells and len(kind.cuts) != dims:
             raise ConfigError(
                 f"{request.path!r} {self!r} has windows of {dims} dims and reads {kind}: the grid must have as many "
@@ -344,7 +348,7 @@ class Conv(WindowLayer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         boxes, windows, _, _, dy = kept
-        weight, bias = claim_gradient(g, "weight"), claim_gradient(g, "bias")
+        weight, bias = get_gradient_and_whether_to_add(g, "weight"), get_gradient_and_whether_to_add(g, "bias")
         for box, strides in zip(boxes, windows, strict=True):
             correlate_backward_params(env.xp, box.cells, dy, strides, weight, bias)
             weight, bias = None if weight is None else (weight[0], True), None

@@ -27,7 +27,7 @@ from fsdpx.data.opening import (
     open_fields,
     require_readable_array,
 )
-from fsdpx.data.storage import NumberEncoding, find_number_encoding
+from fsdpx.data.storage import NumberEncoding, find_encoding_of_stored_numbers
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.nn.container import unwrap_single
 from fsdpx.nn.shard_specs import FieldPartition
@@ -36,11 +36,11 @@ __all__ = [
     "FieldDataset",
     "FieldVariable",
     "TrajectoryFile",
-    "find_cell_letters",
+    "find_cell_dim_letters",
     "find_dim_sizes",
     "find_variables",
     "list_arrays_by_group",
-    "read_scalars",
+    "read_scalars_of_trajectories",
 ]
 
 MAX_GAP_ROWS = 64
@@ -152,7 +152,7 @@ def _select_field_names(
     return [name for name, ndim in sizes.items() if ndim > cell_dims or isinstance(arrays[name][1], UnreadableMember)]
 
 
-def find_cell_letters(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
+def find_cell_dim_letters(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
     """Return the letters of the cell dims, such as "yx", in the order of the dims in the file."""
     if dims is not None:
         cells = "".join(letter for letter in dims if letter not in "ntc")
@@ -205,10 +205,10 @@ def _make_variable(
         raise make_data_error(
             path, f"{name!r} has {shape}, which are not the dims {found!r}: give dims=, a letter for each"
         )
-    return FieldVariable(name, array_path, found, shape, find_number_encoding(path, array))
+    return FieldVariable(name, array_path, found, shape, find_encoding_of_stored_numbers(path, array))
 
 
-def read_scalars(
+def read_scalars_of_trajectories(
     path: Path, root: Any, group: str, arrays: Mapping[str, tuple[str, Any]], names: Sequence[str], count: int
 ) -> tuple[tuple[float, ...], ...]:
     """Return the scalars in `names` for each of the `count` trajectories.
@@ -489,7 +489,7 @@ class FieldDataset:
         for path in paths:
             with naming_file_in_errors(path):
                 root = self._open(path)
-                cells = find_cell_letters(path, root, dims, letters)
+                cells = find_cell_dim_letters(path, root, dims, letters)
                 letters = letters or cells
                 names_in_group = fields if self._reads_states else self.forcing
                 for group, arrays in list_arrays_by_group(root, names_in_group, len(cells)).items():
@@ -500,9 +500,13 @@ class FieldDataset:
                     sizes = find_dim_sizes(path, (*variables, *given), cells, known)
                     names = "" if is_single_array(root) else _format_names(v.name for v in (*variables, *given))
                     shape = tuple(sizes[letter] for letter in letters)
-                    numbers = read_scalars(path, root, group, arrays, self.scalars, sizes["n"]) if self.scalars else ()
+                    numbers = (
+                        read_scalars_of_trajectories(path, root, group, arrays, self.scalars, sizes["n"])
+                        if self.scalars
+                        else ()
+                    )
                     source = TrajectoryFile(path, group, variables, names, sizes["n"], given, scalars=numbers)
-                    self.sources.append(self._check_and_copy_with_window_count(source, sizes["t"]))
+                    self.sources.append(self._copy_source_with_window_count(source, sizes["t"]))
         assert letters is not None
         self.shape = shape or ()
         self.layout = f"c{letters}" if self.grid is None else self.grid.layout
@@ -515,7 +519,7 @@ class FieldDataset:
             )
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
-    def _check_and_copy_with_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
+    def _copy_source_with_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
         """Return a copy of `source` that records its number of time windows, computed from `steps`.
 
         Raises DataError if `source` is too short for one window, or if it differs from the first file in its fields or

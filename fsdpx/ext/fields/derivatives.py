@@ -179,7 +179,7 @@ class _DerivativeLayer(FieldLayer):
             except ShapeError as error:
                 raise ShapeError(f"{self!r}: {error}") from None
         else:
-            taps, factor = _find_stencil_taps(halo, rank, bool(periodic), scheme), factor / h**term.derivative
+            taps, factor = _find_stencil_taps_of_rank(halo, rank, bool(periodic), scheme), factor / h**term.derivative
         return halo, [StencilTap(tap.out, tap.cells, tap.weight * factor) for tap in taps], d
 
     def _expand_to_dims(self, name: str, value: Any, dims: int) -> Sequence[Any]:
@@ -307,7 +307,7 @@ def _index_cells_along(d: int, cells: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * (d + 2), cells)
 
 
-def _split_cells_by_stencil(
+def _split_cells_into_equal_stencil_ranges(
     start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int]
 ) -> list[tuple[int, int, int, Row]]:
     """Split the cells [start, stop) into ranges of cells that have the same stencil. Stencils near walls are one-sided.
@@ -331,7 +331,7 @@ def _split_cells_by_stencil(
 def _find_stencil_halo(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, int]) -> HaloSpec:
     needs = []
     for start, stop in zip(cuts, cuts[1:], strict=False):
-        spans = _split_cells_by_stencil(start, stop, cuts[-1], periodic, scheme)
+        spans = _split_cells_into_equal_stencil_ranges(start, stop, cuts[-1], periodic, scheme)
         first = min((a + offset for a, _, offset, _ in spans), default=start)
         end = max((b - 1 + offset + len(row) for _, b, offset, row in spans), default=start)
         needs.append((first, end))
@@ -339,12 +339,14 @@ def _find_stencil_halo(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, 
 
 
 @lru_cache(1 << 10)
-def _find_stencil_taps(halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int]) -> tuple[StencilTap, ...]:
+def _find_stencil_taps_of_rank(
+    halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int]
+) -> tuple[StencilTap, ...]:
     """Return the stencil taps of a rank. In each tap, `out` is an index into the array of the rank's own cells, and
     `cells` is an index into the array of own cells and halo."""
     start, stop, first = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank][0]
     found = []
-    for a, b, offset, row in _split_cells_by_stencil(start, stop, halo.cuts[-1], periodic, scheme):
+    for a, b, offset, row in _split_cells_into_equal_stencil_ranges(start, stop, halo.cuts[-1], periodic, scheme):
         for j, weight in enumerate(row):
             if weight:
                 cells = slice(a + offset + j - first, b + offset + j - first)
@@ -362,7 +364,7 @@ def _find_stretched_taps(
     start, stop, (first, _) = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank]
     n, found = halo.cuts[-1], []
     positions, period = spacing.compute_value_positions(n, periodic, name)
-    for a, b, offset, row in _split_cells_by_stencil(start, stop, n, periodic, scheme):
+    for a, b, offset, row in _split_cells_into_equal_stencil_ranges(start, stop, n, periodic, scheme):
         cells = np.arange(a, b)[:, None] + offset + np.arange(len(row))
         points = positions[cells % n] + period * (cells // n)
         weights = compute_stencil_weights(positions[a:b], points, scheme[0])

@@ -22,7 +22,7 @@ def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: Fie
     walls are copied from `initial`, the first input of the rollout. `y` is this rank's part without ghost cells,
     (samples, channels, *cells). `parts` is the partition of the field, which includes the widths of ghost cells and the
     periodicity of dims."""
-    state = exchange_halo(env, y, _find_ghost_halos(parts))
+    state = exchange_halo(env, y, _make_ghost_halo_specs(parts))
     for cells in _list_indices_beyond_walls(env, parts):
         state[cells] = initial[cells]
     return state
@@ -37,7 +37,7 @@ def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Ar
     for cells in _list_indices_beyond_walls(env, parts):
         dinitial[cells] += dstate[cells]
         dstate[cells] = 0  # corner cells lie beyond several walls; set them to zero so that they are not added twice
-    return exchange_halo_backward(env, dstate, _find_ghost_halos(parts))
+    return exchange_halo_backward(env, dstate, _make_ghost_halo_specs(parts))
 
 
 def drop_ghost_cells(env: LayerContext, state: Array, parts: FieldPartition) -> Array:
@@ -62,7 +62,7 @@ def _make_own_index(env: LayerContext, parts: FieldPartition) -> tuple[slice, ..
     return tuple(index)
 
 
-def _find_ghost_halos(parts: FieldPartition) -> tuple[HaloSpec, ...]:
+def _make_ghost_halo_specs(parts: FieldPartition) -> tuple[HaloSpec, ...]:
     return tuple(
         HaloSpec(
             d + 2,

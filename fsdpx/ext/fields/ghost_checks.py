@@ -13,7 +13,7 @@ from fsdpx.nn.container import Container, list_input_names
 from fsdpx.nn.layer import Layer, join_path
 from fsdpx.nn.shard_specs import FieldPartition, Kind
 
-__all__ = ["can_take_ghosts", "require_readable_ghosts"]
+__all__ = ["can_take_ghosts", "require_ghosts_are_not_ignored"]
 
 
 class _GhostEnd(NamedTuple):
@@ -63,7 +63,7 @@ def can_take_ghosts(layer: Layer) -> bool:
     return layer.takes_ghosts or layer.acts_on == "element"
 
 
-def require_readable_ghosts(model: Layer, kinds: Sequence[Kind]) -> None:
+def require_ghosts_are_not_ignored(model: Layer, kinds: Sequence[Kind]) -> None:
     """Raise ConfigError if the ghost cells of a model input beyond an end of the field would be ignored. This is so if
     three conditions hold: a layer drops the ghost cells, a later convolution pads the field at this end, and no
     convolution reads the ghost cells. A layer drops ghost cells if it takes none, or if it combines the input with a

@@ -25,17 +25,17 @@ from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
 from fsdpx.ext.fields.local_arrays import require_arrays_fit_local_part
-from fsdpx.ext.fields.multi_output import adapt_loss_to_output_kinds
+from fsdpx.ext.fields.multi_output import adapt_loss_to_output_shardings
 from fsdpx.ext.fields.over_parts import PartitionedModel, partition_model_of_fields
 from fsdpx.ext.fields.overlaps import (
-    are_equal_parts,
+    are_parts_of_all_ranks_identical,
     count_overlap_rows_by_dim,
     describe_padding_periodicity_conflict,
     hash_edge_rows_of_part,
     make_overlapping_parts_warning,
     make_same_array_on_all_ranks_warning,
 )
-from fsdpx.ext.fields.rank_grid import find_rank_grid
+from fsdpx.ext.fields.rank_grid import find_rank_grid_of_parts
 from fsdpx.ext.fields.sample_groups import group_ranks_sharing_samples
 from fsdpx.ext.fields.split_samples import SplitSamples
 from fsdpx.ext.fields.staggered import compute_ghost_widths_of_faces, find_face_cuts, list_cell_and_face_partitions
@@ -142,7 +142,7 @@ class Grid(Domain):
             wrong = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
             mine = GridArguments((), "", (), (), (), None, None, f"{wrong}: {error}")
         facts = [GridArguments(*fact) for fact in all_gather_plain_value(comm, tuple(mine))]
-        _require_consistent_arguments(facts)
+        _require_same_arguments_over_ranks(facts)
         width = prod(mine.dims) if mine.dims else size
         self.member, self.layout, self.periods = rank // width, mine.layout, mine.periods
         fields = [_find_field_cuts(facts[i : i + width], i) for i in range(0, size, width)]
@@ -354,9 +354,9 @@ class Grid(Domain):
         if len(shape) < len(self.layout):  # an array with fewer dims is not a field, so it is not partitioned
             return tuple(shape)
         for grid in self._inputs:
-            if self._replace_cell_dims(grid.shape, shape) == tuple(shape):
+            if self._replace_cell_sizes_in_shape(grid.shape, shape) == tuple(shape):
                 return grid.local_array_shape(shape, ghosts)
-        return self._replace_cell_dims(
+        return self._replace_cell_sizes_in_shape(
             _count_cells_with_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape
         )
 
@@ -464,7 +464,7 @@ class Grid(Domain):
             require_arrays_fit_local_part(made.model, lambda parts: parts.local_shape(self.coords))
         return FieldSamples(self, made.inputs, made.outputs, axes, mistake)
 
-    def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups:
+    def all_gather_rank_groups_by_sample(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         """Return the groups of data-parallel ranks that hold parts of the same fields. Collective.
 
         Parameters
@@ -530,11 +530,11 @@ class Grid(Domain):
             not exist
         """
         if isinstance(array_or_index, tuple):
-            return self._find_local_index(array_or_index)
+            return self._convert_global_to_local_index(array_or_index)
         self._require_cell_shape("take_local", array_or_index.shape, self.shape, "the whole field")
         return array_or_index[self._make_slices_of_rank_part(self.coords, array_or_index.ndim)]
 
-    def _find_local_index(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _convert_global_to_local_index(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if len(index) != len(self.dims):
             raise DataError(f"Grid.take_local{index}: give a number or a slice for each of the {len(self.dims)} dims")
         found: list[Any] = []
@@ -595,7 +595,7 @@ class Grid(Domain):
             if own is not None:
                 hint = "; results of another size than the input are parts of trainer.output_grid"
                 self._require_cell_shape("all_gather", shape, own, f"the part of rank {rank}", hint)
-            shapes.append(self._replace_cell_dims(own, everyone[0][0]) if own is not None else shape)
+            shapes.append(self._replace_cell_sizes_in_shape(own, everyone[0][0]) if own is not None else shape)
             if (shape, dtype) != (shapes[rank], everyone[0][1]):
                 raise DataError(f"Grid.all_gather: rank 0 has {everyone[0]}, and rank {rank} {(shape, dtype)}")
         sizes = [prod(shape) for shape in shapes]
@@ -604,7 +604,7 @@ class Grid(Domain):
             self.comm.all_gather(mine, flat, sizes, what="a field").wait()
         else:
             flat = np.concatenate(self.comm.allgather(mine))
-        whole = np.empty(self._replace_cell_dims(self.shape, array.shape), array.dtype)
+        whole = np.empty(self._replace_cell_sizes_in_shape(self.shape, array.shape), array.dtype)
         ends = np.cumsum(sizes)
         for number, rank in enumerate(self._ranks):
             found = flat[ends[rank] - sizes[rank] : ends[rank]].reshape(shapes[rank])
@@ -657,12 +657,12 @@ class Grid(Domain):
         if parts.ghosts:
             cells = _count_cells_with_ghosts(cells, self._get_ghosts_of(parts))
         if array.ndim > len(letters) + 1 or not self._has_cells(array, cells):
-            wanted = ", ".join(map(str, self._replace_cell_dims(cells, ["channels"] * len(letters))))
+            wanted = ", ".join(map(str, self._replace_cell_sizes_in_shape(cells, ["channels"] * len(letters))))
             ghosts = ", with ghost cells" if parts.ghosts else ""
             raise DataError(
                 f"{name} has shape {tuple(array.shape)}, but this rank's part{ghosts}, in layout {letters!r}, is "
                 f"({wanted}), or has a dim of samples before these{self._explain_staggered(array.shape, cells)}"
-                f"{self._explain_changed_output_size(parts)}{self._explain_whole_field(array, parts)}"
+                f"{self._explain_changed_output_size(parts)}{self._explain_if_array_is_whole_field(array, parts)}"
             )
         whole = array if array.ndim > len(letters) else array[None]
         if "c" not in letters:
@@ -722,7 +722,9 @@ class Grid(Domain):
 
     def _has_cells(self, array: Any, cells: Sequence[int]) -> bool:
         """Return whether the cell dims of an array in the grid's layout have the sizes `cells`."""
-        return array.ndim >= len(self.layout) and self._replace_cell_dims(cells, array.shape) == tuple(array.shape)
+        return array.ndim >= len(self.layout) and self._replace_cell_sizes_in_shape(cells, array.shape) == tuple(
+            array.shape
+        )
 
     def _make_slices_of_rank_part(self, coords: Sequence[int], ndim: int) -> tuple[slice, ...]:
         """Return the index that selects the part of the rank at `coords` from a full array with `ndim` dims."""
@@ -731,7 +733,7 @@ class Grid(Domain):
             index[dim] = slice(cuts[r], cuts[r + 1])
         return tuple(index)
 
-    def _replace_cell_dims(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
+    def _replace_cell_sizes_in_shape(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return `shape` with the sizes of its cell dims replaced with `cells`."""
         found = list(shape)
         for dim, size in zip(self._find_cell_dims(len(shape)), cells, strict=True):
@@ -748,7 +750,7 @@ class Grid(Domain):
         self, method: str, shape: tuple[int, ...], cells: Sequence[int], expected: str, hint: str = ""
     ) -> None:
         """Raise DataError if the cell dims of an array of shape `shape` do not have the sizes `cells`."""
-        if len(shape) < len(cells) or self._replace_cell_dims(cells, shape) != shape:
+        if len(shape) < len(cells) or self._replace_cell_sizes_in_shape(cells, shape) != shape:
             sizes = dict(zip(self._dim_letters, cells, strict=True))
             raise DataError(
                 f"Grid.{method}: an array of shape {tuple(shape)} is not {expected}, which has {sizes} in layout "
@@ -766,7 +768,7 @@ class Grid(Domain):
             "padding=1, also next to ghost cells, which replace the padded values"
         )
 
-    def _explain_whole_field(self, array: Any, parts: FieldPartition) -> str:
+    def _explain_if_array_is_whole_field(self, array: Any, parts: FieldPartition) -> str:
         """Return a sentence for error messages if an array has the cells of the whole field `parts`, otherwise ""."""
         joined = parts.make_single_rank_partition()
         around = [sum(side) for (side,) in joined.ghosts] if joined.ghosts else [0] * len(joined.shape)
@@ -833,7 +835,7 @@ class FieldSamples(SplitSamples):
         must be equal. The numbers of samples and cells are left out because they may differ between ranks."""
         return f"{array.dtype} of {array.shape[1] if array.ndim > 1 else 'no'} channels"
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
+    def gather_sharding_warning(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
         """Return a warning if the ranks of a field pass different scalars, if all pass the same array, if the parts of
         neighboring ranks seem to overlap, or if a layer's padding conflicts with the grid's periodicity; otherwise
         return "". Raise DataError if these ranks pass different samples. Collective."""
@@ -842,10 +844,10 @@ class FieldSamples(SplitSamples):
             return ""
         parts = next(kind for kind in self.input_kinds if isinstance(kind, FieldPartition))
         mine = hash_edge_rows_of_part(parts.local_shape(grid.coords), grid._get_ghosts_of(parts), x)
-        ends, text = self.all_gather_checks(inputs, targets, samples, mine)
+        ends, text = self.all_gather_and_check_scalars(inputs, targets, samples, mine)
         if text:
             return text
-        if are_equal_parts(grid.dims, ends):
+        if are_parts_of_all_ranks_identical(grid.dims, ends):
             return make_same_array_on_all_ranks_warning(grid.local_shape, len(ends), grid.shape)
         letters = grid.layout.replace("c", "")
         shared = count_overlap_rows_by_dim(grid.dims, letters, grid.periods, ends)
@@ -895,7 +897,7 @@ class FieldSamples(SplitSamples):
         return y
 
     def bind_loss(self, loss: Loss) -> Loss:
-        return adapt_loss_to_output_kinds(loss, self.output_kinds)
+        return adapt_loss_to_output_shardings(loss, self.output_kinds)
 
     def get_output_domain(self) -> Grid | tuple[Grid | None, ...]:
         found = tuple(
@@ -983,7 +985,7 @@ def _find_argument_error(args: GridArguments, size: int) -> str:
     return ""
 
 
-def _require_consistent_arguments(all_args: Sequence[GridArguments]) -> None:
+def _require_same_arguments_over_ranks(all_args: Sequence[GridArguments]) -> None:
     """Raise ConfigError if any rank's arguments are invalid, or if the ranks' arguments are inconsistent."""
     for rank, fact in enumerate(all_args):
         if fact.error:
@@ -1066,7 +1068,7 @@ def _find_ranks_per_dim_and_rank_order(
     if all_args[0].offsets is None:
         return said, range(len(all_args))
     parts = [tuple((a, a + n) for a, n in zip(fact.offsets or (), fact.own, strict=True)) for fact in all_args]
-    dims, ranks = find_rank_grid(parts, letters, rank0)
+    dims, ranks = find_rank_grid_of_parts(parts, letters, rank0)
     if all_args[0].coords is None:
         if said and said != dims:
             raise ConfigError(f"Grid: dims={said}, and the parts at offsets= are on {dims} ranks: leave dims out")

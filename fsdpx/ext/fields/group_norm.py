@@ -16,7 +16,7 @@ from fsdpx.ext.fields.cell_reductions import all_gather_and_merge_moments, all_r
 from fsdpx.ext.fields.kernels.convolution import write_or_add_gradient
 from fsdpx.ext.fields.kernels.group_norm import has_rows_of_channels, merge_channel_moments_into_groups
 from fsdpx.ext.fields.local_arrays import HoldsLocalArray, require_weights_of_cells, require_weights_of_channels
-from fsdpx.nn.gradient_accumulation import claim_gradient
+from fsdpx.nn.gradient_accumulation import get_gradient_and_whether_to_add
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer, require_positive
 from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.norm import cast_channel_arrays, make_affine_specs
@@ -96,7 +96,7 @@ class GroupNorm(Layer, HoldsLocalArray):
             y, mean, rstd = kernels.group_norm(np, x, p.get("weight"), p.get("bias"), self.num_groups, self.eps)
             return y, (x, mean, rstd, None)
         if self.weights is None:
-            moments = all_gather_and_merge_moments(env, self._compute_group_moments(env, x, count), "GroupNorm")
+            moments = all_gather_and_merge_moments(env, self._compute_local_group_moments(env, x, count), "GroupNorm")
         else:
             moments = self._all_reduce_weighted_moments(env, x)
         count, mean, squares = moments
@@ -131,10 +131,10 @@ class GroupNorm(Layer, HoldsLocalArray):
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         (sums,) = kept
         for name, values in (("bias", sums[0]), ("weight", sums[1])):
-            if (into := claim_gradient(g, name)) is not None:
+            if (into := get_gradient_and_whether_to_add(g, name)) is not None:
                 write_or_add_gradient(into, values.sum(axis=0))
 
-    def _compute_group_moments(self, env: LayerContext, x: Array, count: float) -> Array:
+    def _compute_local_group_moments(self, env: LayerContext, x: Array, count: float) -> Array:
         """Return the count, mean and sum of squared deviations over this rank's cells for each sample and group, as a
         float64 array (3, samples, groups)."""
         xp, cells = env.xp, math.prod(x.shape[2:])

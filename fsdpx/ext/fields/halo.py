@@ -21,7 +21,7 @@ from fsdpx.nn.shard_specs import Cuts, FieldPartition, GhostWidths, Kind, Shardi
 
 __all__ = [
     "MODES", "DimEnds", "FieldLayer", "HaloSpec", "PaddingMode", "PaddingSide", "compute_output_bounds_of_ranks",
-    "expand_padding_modes", "get_local_range", "get_rank_along", "make_halo_specs", "require_field_shape",
+    "expand_padding_modes", "get_local_range", "get_rank_along", "make_halo_spec_per_dim", "require_field_shape",
     "require_halo_fits_field", "to_slice_if_consecutive",
 ]  # fmt: skip
 
@@ -243,7 +243,7 @@ def _is_padding_side(side: Any) -> bool:
     return isinstance(side, Real) and not isinstance(side, bool | np.bool_) and isfinite(side)
 
 
-def make_halo_specs(
+def make_halo_spec_per_dim(
     parts: FieldPartition, windows: Sequence[tuple[int, int, int]], outputs: FieldPartition, modes: Sequence[Any]
 ) -> tuple[HaloSpec, ...]:
     """Return one halo spec per dim, with the range of input cells that each rank needs to compute its outputs.
@@ -349,7 +349,7 @@ class FieldLayer(Layer):
         return []
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        kind = request.require_same_kind(self)
+        kind = request.get_common_input_sharding(self)
         if not isinstance(kind, FieldPartition):
             return super().shard_over_ranks(request)
         return self.bind_to_partition(request, kind)

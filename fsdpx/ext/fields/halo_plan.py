@@ -198,7 +198,7 @@ def _plan_exchange_along_dim(
                 own += [
                     (
                         n,
-                        _plan_copies_from_local_boxes(
+                        _plan_copies_into_message_or_slab(
                             xp, dim, boxes, exchanged, to_slice_if_consecutive(cells[some]), into
                         ),
                     )
@@ -211,7 +211,7 @@ def _plan_exchange_along_dim(
                 ]
                 arriving.append(RecvMessage(piece.sender, with_length(piece.length), tuple(rows)))
         elif piece.sender == needs.rank:
-            taken = _plan_copies_from_local_boxes(xp, dim, boxes, exchanged, piece.cells, slice(0, piece.length))
+            taken = _plan_copies_into_message_or_slab(xp, dim, boxes, exchanged, piece.cells, slice(0, piece.length))
             leaving.append(SendMessage(piece.receiver, with_length(piece.length), taken))
     shapes = tuple((tuple(slab.offset), tuple(slab.shape)) for slab in slabs)
     return HaloLine(dim, with_length(needs.size), shapes, tuple(own), tuple(arriving), tuple(leaving))
@@ -231,7 +231,7 @@ def _as_indices(cells: Any) -> np.ndarray:
     return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
 
 
-def _plan_copies_from_local_boxes(
+def _plan_copies_into_message_or_slab(
     xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_DimNeeds], cells: Any, into: Any
 ) -> OwnCells:
     """Return the copies that fill a range of a message or slab with local cells. Along `dim`, `cells` is the index of
@@ -240,11 +240,14 @@ def _plan_copies_from_local_boxes(
     if not isinstance(cells, slice):
         places = _as_indices(into)
         pairs = [(slice(cell, cell + 1), slice(offset, offset + 1)) for cell, offset in zip(cells, places, strict=True)]
-    copies = tuple(_iterate_copies(xp, dim, boxes, exchanged, cells, into))
-    return OwnCells(copies, tuple(one for pair in pairs for one in _iterate_copies(xp, dim, boxes, exchanged, *pair)))
+    copies = tuple(_iterate_copies_from_local_boxes(xp, dim, boxes, exchanged, cells, into))
+    return OwnCells(
+        copies,
+        tuple(one for pair in pairs for one in _iterate_copies_from_local_boxes(xp, dim, boxes, exchanged, *pair)),
+    )
 
 
-def _iterate_copies(
+def _iterate_copies_from_local_boxes(
     xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_DimNeeds], cells: Any, into: Any
 ) -> Iterator[CellCopy]:
     for number, box in enumerate(boxes):

@@ -13,8 +13,8 @@ from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = [
-    "HoldsLocalArray", "convert_to_local_array", "iterate_layers_with_rollout_nets", "require_arrays_fit_local_part",
-    "require_weights_of_cells", "require_weights_of_channels",
+    "HoldsLocalArray", "convert_to_numeric_array", "iterate_layers_including_rollout_nets",
+    "require_arrays_fit_local_part", "require_weights_of_cells", "require_weights_of_channels",
 ]  # fmt: skip
 
 
@@ -32,20 +32,20 @@ class HoldsLocalArray:
             self.require_local_cells(find_cells(parts))
 
 
-def iterate_layers_with_rollout_nets(model: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
+def iterate_layers_including_rollout_nets(model: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
     """Yield (dotted path, layer) for each layer that `iterate_layers` visits and for each layer inside the net of a
     `Rollout`."""
     for name, layer in iterate_layers(model, path):
         yield name, layer
         if isinstance(net := getattr(layer, "net", None), Layer):
-            yield from iterate_layers_with_rollout_nets(net, name)
+            yield from iterate_layers_including_rollout_nets(net, name)
 
 
 def require_arrays_fit_local_part(model: Layer, find_cells: Callable[[FieldPartition], tuple[int, ...]]) -> None:
     """Check the arrays that layers of a partitioned model hold for this rank's part of a field. Raise ShapeError, which
     gives the path of the layer, if an array does not fit the part. `find_cells` returns the shape of this rank's part
     of a partition."""
-    for path, layer in iterate_layers_with_rollout_nets(model):
+    for path, layer in iterate_layers_including_rollout_nets(model):
         if isinstance(layer, HoldsLocalArray):
             try:
                 layer.require_fit_local_part(find_cells)
@@ -53,7 +53,7 @@ def require_arrays_fit_local_part(model: Layer, find_cells: Callable[[FieldParti
                 raise ShapeError(f"{path!r} {error}" if path else str(error)) from None
 
 
-def convert_to_local_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
+def convert_to_numeric_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
     """Return `values` as an array. Raise ConfigError, which gives `name`, if they are not numbers or do not form a
     rectangular array."""
     try:

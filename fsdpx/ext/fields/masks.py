@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdpx.errors import ShapeError
 from fsdpx.ext.fields.halo import FieldLayer
-from fsdpx.ext.fields.local_arrays import HoldsLocalArray, convert_to_local_array
+from fsdpx.ext.fields.local_arrays import HoldsLocalArray, convert_to_numeric_array
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 
 __all__ = ["FillNaN", "Mask"]
@@ -49,7 +49,7 @@ class Mask(FieldLayer, HoldsLocalArray):
     fields = True
 
     def __init__(self, cells: Any, value: float = 0.0) -> None:
-        self.cells, self.value = convert_to_local_array("Mask: cells", cells, bool), float(value)
+        self.cells, self.value = convert_to_numeric_array("Mask: cells", cells, bool), float(value)
 
     def __repr__(self) -> str:
         """Return a description that excludes the mask. Ranks compare their descriptions, but each rank has a different

@@ -10,13 +10,13 @@ from typing import Any
 from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Array, LayerContext, require_finite_arguments
-from fsdpx.nn.losses import Loss, WrappedLoss, backward_pieces, sum_weighted_losses_over_samples
+from fsdpx.nn.losses import Loss, WrappedLoss, backward_pieces, sum_weighted_loss_terms_over_batch
 from fsdpx.nn.shard_specs import FieldPartition, Kind
 
-__all__ = ["MultiOutputLoss", "adapt_loss_to_output_kinds"]
+__all__ = ["MultiOutputLoss", "adapt_loss_to_output_shardings"]
 
 
-def adapt_loss_to_output_kinds(loss: Loss, kinds: Sequence[Kind]) -> Loss:
+def adapt_loss_to_output_shardings(loss: Loss, kinds: Sequence[Kind]) -> Loss:
     """Return `loss`, adapted to the distribution of each output in `kinds`: the partition of a field, or `Replicated`
     for scalars. If there are several outputs, any loss other than `MultiOutputLoss` is returned unchanged."""
     if len(kinds) > 1:
@@ -108,12 +108,12 @@ class MultiOutputLoss(Loss):
         ConfigError : if the number of outputs differs from the number of losses
         """
         self._require_output_count(len(kinds))
-        bound = (adapt_loss_to_output_kinds(loss, [kind]) for loss, kind in zip(self.losses, kinds, strict=True))
+        bound = (adapt_loss_to_output_shardings(loss, [kind]) for loss, kind in zip(self.losses, kinds, strict=True))
         return MultiOutputLoss(*bound, loss_weights=self.loss_weights)
 
     def forward(self, env: LayerContext, y: Any, target: Any) -> tuple[float, float, Any]:
         by_sample = [loss.skipna and loss.counts == "unknown" for loss in self.losses]
-        return sum_weighted_losses_over_samples(env, self._terms, list(zip(y, target, strict=True)), by_sample)
+        return sum_weighted_loss_terms_over_batch(env, self._terms, list(zip(y, target, strict=True)), by_sample)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Any:
         rows = zip(self.losses, saved, strict=True)

@@ -43,7 +43,7 @@ class OverChannels(Layer):
         return self.layer.specs()
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        kind = request.require_same_kind(self)
+        kind = request.get_common_input_sharding(self)
         if isinstance(kind, FieldPartition) and not kind.has_cells:
             return self.layer.shard_over_ranks(request)  # on a mesh, features are already in the last dim
         return super().shard_over_ranks(request)

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from fsdpx.errors import ConfigError
-from fsdpx.ext.fields.ghost_checks import can_take_ghosts, require_readable_ghosts
+from fsdpx.ext.fields.ghost_checks import can_take_ghosts, require_ghosts_are_not_ignored
 from fsdpx.ext.fields.halo_slabs import RepartitionField
 from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
 from fsdpx.nn.layer import Layer, LayerContext, Params
@@ -77,10 +77,10 @@ def partition_model_of_fields(
         raise ConfigError(f"domain=: grid.with_inputs has {len(parts)} grids, and the model reads {fields} fields")
     each = iter(parts if len(parts) == fields else [parts[0]] * fields)
     inputs = tuple(Replicated() if scalar else next(each) for scalar in scalars)
-    require_readable_ghosts(model, inputs)
+    require_ghosts_are_not_ignored(model, inputs)
     drops = _plan_ghost_drops(model, inputs)
     kinds: Sequence[Kind] = [kind if drop is None else drop.kind for kind, drop in zip(inputs, drops, strict=True)]
-    functions = (require_all_fields_or_all_scalars, _plan_ghost_drops, _plan_redistributions)
+    functions = (require_all_fields_or_all_scalars, _plan_ghost_drops, _plan_redistributions_of_layer_inputs)
     made, kinds = ShardingWalk(1, None, {}, functions).shard_layer(model, "", kinds)
     if any(drops):
         made = WithInputOutput(made, _join_layers([drop and drop.layer for drop in drops]), None)
@@ -208,7 +208,7 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistributi
     ]
 
 
-def _plan_redistributions(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
+def _plan_redistributions_of_layer_inputs(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
     """Return one entry per input of `reader`: the redistribution to a common partition, or None if no redistribution is
     needed.
 

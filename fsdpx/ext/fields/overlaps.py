@@ -12,12 +12,12 @@ import numpy as np
 from fsdpx.core.array.namespace import to_host
 from fsdpx.ext.fields.conv import WindowLayer
 from fsdpx.ext.fields.halo import FieldLayer
-from fsdpx.ext.fields.local_arrays import iterate_layers_with_rollout_nets
+from fsdpx.ext.fields.local_arrays import iterate_layers_including_rollout_nets
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.shard_specs import GhostWidths
 
 __all__ = [
-    "are_equal_parts",
+    "are_parts_of_all_ranks_identical",
     "count_overlap_rows_by_dim",
     "describe_padding_periodicity_conflict",
     "hash_edge_rows_of_part",
@@ -95,7 +95,7 @@ def count_overlap_rows_by_dim(
     return found
 
 
-def are_equal_parts(dims: Sequence[int], ends: Sequence[Ends]) -> bool:
+def are_parts_of_all_ranks_identical(dims: Sequence[int], ends: Sequence[Ends]) -> bool:
     """Return whether the parts of all ranks begin and end with the same rows along each dim.
 
     Return False if there is only one rank, or if the rows are too uniform to compare along a dim that is divided: parts
@@ -138,7 +138,7 @@ def describe_padding_periodicity_conflict(
     If no dim is periodic, there is no warning, because the caller may not have specified the periods. Along dims with
     ghost cells, the model's first convolution or pool is not checked, because ghost cells replace its padding."""
     windows = 0
-    for path, layer in iterate_layers_with_rollout_nets(model) if any(periods) else ():
+    for path, layer in iterate_layers_including_rollout_nets(model) if any(periods) else ():
         if not isinstance(layer, FieldLayer):
             continue
         windows += isinstance(layer, WindowLayer)

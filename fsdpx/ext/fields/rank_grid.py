@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["RankGrid", "find_rank_grid"]
+__all__ = ["RankGrid", "find_rank_grid_of_parts"]
 
 Interval = tuple[int, int]
 Part = tuple[Interval, ...]
@@ -23,7 +23,7 @@ class RankGrid(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def find_rank_grid(parts: Sequence[Part], letters: str, rank0: int = 0) -> RankGrid:
+def find_rank_grid_of_parts(parts: Sequence[Part], letters: str, rank0: int = 0) -> RankGrid:
     """Return the Cartesian grid of ranks that the parts of a field form.
 
     Parameters
@@ -41,7 +41,7 @@ def find_rank_grid(parts: Sequence[Part], letters: str, rank0: int = 0) -> RankG
     ConfigError : if parts overlap, leave a gap, or do not form a Cartesian grid
     """
     _require_distinct_parts(parts, letters, rank0)
-    lines = [_find_slabs_along_dim(parts, dim, letters, rank0) for dim in range(len(letters))]
+    lines = [_find_rank_intervals_along_dim(parts, dim, letters, rank0) for dim in range(len(letters))]
     dims = tuple(map(len, lines))
     left: dict[Part, list[int]] = {}
     for rank, part in enumerate(parts):
@@ -52,11 +52,11 @@ def find_rank_grid(parts: Sequence[Part], letters: str, rank0: int = 0) -> RankG
             raise ConfigError(f"Grid: the parts leave a gap: no rank has the cells {_format_cells(part, letters)}")
         ranks.append(left[part].pop(0))
     if len(ranks) != len(parts):
-        _raise_slab_error(parts, letters, rank0)
+        _raise_parts_do_not_form_grid(parts, letters, rank0)
     return RankGrid(dims, tuple(ranks))
 
 
-def _find_slabs_along_dim(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
+def _find_rank_intervals_along_dim(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
     """Return the slabs of a dim in order. Slabs are the intervals [start, stop) into which the ranks divide the dim.
     Raise ConfigError if slabs overlap or leave a gap.
 
@@ -68,7 +68,7 @@ def _find_slabs_along_dim(parts: Sequence[Part], dim: int, letters: str, rank0: 
         stop, before = interval[1], interval
     ranks = min((count for (a, b), count in counts.items() if b > a), default=min(counts.values()))
     if any(count % ranks or (b > a and count > ranks) for (a, b), count in counts.items()):
-        _raise_slab_error(parts, letters, rank0)
+        _raise_parts_do_not_form_grid(parts, letters, rank0)
     return [interval for interval in sorted(counts) for _ in range(counts[interval] // ranks)]
 
 
@@ -109,10 +109,10 @@ def _raise_slab_mismatch_error(
                     f"and rank {rank0 + other} those from {after[0]} to {after[1]}. shape= and offsets= are without "
                     "ghost cells"
                 )
-    _raise_slab_error(parts, letters, rank0)
+    _raise_parts_do_not_form_grid(parts, letters, rank0)
 
 
-def _raise_slab_error(parts: Sequence[Part], letters: str, rank0: int) -> None:
+def _raise_parts_do_not_form_grid(parts: Sequence[Part], letters: str, rank0: int) -> None:
     """Raise ConfigError because the parts do not form a grid. The message lists the ranks with inconsistent parts."""
     for dim, letter in enumerate(letters):
         ends = sorted((part[dim], rank) for rank, part in enumerate(parts))

@@ -31,7 +31,7 @@ from fsdpx.ext.fields.kernels import (
     correlate_backward_params,
     multiply_along_dim,
 )
-from fsdpx.nn.gradient_accumulation import claim_gradient
+from fsdpx.nn.gradient_accumulation import get_gradient_and_whether_to_add
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, LayerContext, ParameterSpec, Params
 from fsdpx.nn.shard_specs import Cuts, FieldPartition
@@ -107,8 +107,8 @@ class ConvTranspose(FieldLayer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         wide, strides, dy = kept
-        correlate_backward_params(env.xp, dy, wide, strides, claim_gradient(g, "weight"), None)
-        correlate_backward_params(env.xp, dy, dy, strides, None, claim_gradient(g, "bias"))
+        correlate_backward_params(env.xp, dy, wide, strides, get_gradient_and_whether_to_add(g, "weight"), None)
+        correlate_backward_params(env.xp, dy, dy, strides, None, get_gradient_and_whether_to_add(g, "bias"))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         """Return the partition of the outputs. Along each dim, outputs i * stride to (i + 1) * stride - 1 belong to the
@@ -207,7 +207,10 @@ class Upsample(FieldLayer):
         outputs, sizes_and_ratios = self.partition_outputs(parts), self._find_sizes_and_ratios(parts.shape)
         rows = enumerate(zip(parts.cuts, outputs.cuts, sizes_and_ratios, strict=True))
         how = self.mode, bool(self.align_corners)
-        plans = [_plan_dim(d, a, b, get_rank_along(env, a, d), *size, *how, dims) for d, (a, b, size) in rows]
+        plans = [
+            _plan_halo_and_matrices_along_dim(d, a, b, get_rank_along(env, a, d), *size, *how, dims)
+            for d, (a, b, size) in rows
+        ]
         halos, tables, turned = zip(*plans, strict=True)
         y = kernels.to_float32(env.xp, exchange_halo(env, x, halos))
         for d, table in enumerate(tables):
@@ -265,7 +268,7 @@ def _to_simplest_fraction(factor: float) -> Fraction:
 
 
 @lru_cache(256)
-def _plan_dim(
+def _plan_halo_and_matrices_along_dim(
     d: int, cuts: Cuts, outputs: Cuts, rank: int, total: int, ratio: Fraction, mode: str, align_corners: bool, dims: int
 ) -> tuple[HaloSpec, CellMatrix, CellMatrix]:
     """Return the halo for interpolation along dim d, the matrix that maps the cells of `rank` to its outputs, and the

@@ -175,10 +175,10 @@ class SliceAttention(FieldLayer):
             xp.concatenate([values, ones, slopes], axis=-1), xp.concatenate([dsums, found], axis=-1).swapaxes(-1, -2)
         )
         dlogits = self._map_rows(kernels.softmax_backward, env, weights, dweights)
-        dx = xp.matmul(dlogits, self._divide_slice_weights_by_temperature(env, p, tokens.dtype)[0])
+        dx = xp.matmul(dlogits, self._divide_slice_projection_by_temperature(env, p, tokens.dtype)[0])
         dvalues = xp.matmul(weights, dsums[..., : self.d_head])
         both = (merge_heads_into_channels(xp, a, dy.shape[2:]).astype(dy.dtype, copy=False) for a in (dx, dvalues))
-        slices = self._compute_slice_gradients(env, p, rows, dlogits)
+        slices = self._compute_slice_parameter_gradients(env, p, rows, dlogits)
         heads = {f"to_{name}.weight": _multiply_rows(xp, d, tokens) for name, d in zip("qkv", dheads, strict=True)}
         return tuple(map(parts.to_channels_first, both)), slices | heads
 
@@ -200,7 +200,7 @@ class SliceAttention(FieldLayer):
     def _get_token_projections(self, p: Params, dtype: Any) -> list[Array]:
         return [p[f"to_{name}.weight"].astype(dtype, copy=False) for name in "qkv"]
 
-    def _divide_slice_weights_by_temperature(
+    def _divide_slice_projection_by_temperature(
         self, env: LayerContext, p: Params, dtype: Any
     ) -> tuple[Array, Array, Array]:
         """Return `in_project_slice.weight` and `.bias` divided by the temperature of each head, (heads, n_slices,
@@ -213,15 +213,17 @@ class SliceAttention(FieldLayer):
 
     def _compute_slice_weights(self, env: LayerContext, p: Params, rows: Array) -> Array:
         """Return the weights (samples, heads, cells, n_slices) with which each cell is assigned to slices."""
-        matrix, bias, _ = self._divide_slice_weights_by_temperature(env, p, rows.dtype)
+        matrix, bias, _ = self._divide_slice_projection_by_temperature(env, p, rows.dtype)
         logits = env.xp.matmul(rows, matrix.swapaxes(-1, -2))
         logits += bias
         return self._map_rows(kernels.softmax, env, logits)
 
-    def _compute_slice_gradients(self, env: LayerContext, p: Params, rows: Array, dlogits: Array) -> dict[str, Array]:
+    def _compute_slice_parameter_gradients(
+        self, env: LayerContext, p: Params, rows: Array, dlogits: Array
+    ) -> dict[str, Array]:
         """Return the gradients of the temperature and of the projection to slices."""
         xp, raw = env.xp, p["temperature"]
-        matrix, bias, temperature = self._divide_slice_weights_by_temperature(env, p, rows.dtype)
+        matrix, bias, temperature = self._divide_slice_projection_by_temperature(env, p, rows.dtype)
         dmatrix = xp.sum(xp.matmul(dlogits.swapaxes(-1, -2), rows), axis=0)
         dbias = xp.sum(dlogits, axis=(0, 2)).reshape(bias.shape)
         along = xp.sum(dmatrix * matrix, axis=(1, 2)) + xp.sum(dbias * bias, axis=(1, 2))

@@ -27,7 +27,7 @@ from fsdpx.nn.gradient_accumulation import (
     accumulation_dtype,
     add_sum_over_dims_into,
     batched_matmul_keeping_dtype,
-    claim_gradient,
+    get_gradient_and_whether_to_add,
 )
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.init import Constant, normal
@@ -126,7 +126,7 @@ class SpectralConv(FieldLayer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         mine, dmodes, dy = kept
-        into = claim_gradient(g, "weight")
+        into = get_gradient_and_whether_to_add(g, "weight")
         if into is not None:
             out, add = into
             if not add:
@@ -231,7 +231,7 @@ class PointwiseConv(Layer):
         x, dy = kept
         if get_device_of_array(dy).has_sum_kernels:
             into, window = (
-                (claim_gradient(g, "weight"), claim_gradient(g, "bias")),
+                (get_gradient_and_whether_to_add(g, "weight"), get_gradient_and_whether_to_add(g, "bias")),
                 WindowStrides((1,), (1,), (1,), (0,), 1),
             )
             correlate_backward_params(env.xp, _flatten_cells(x), _flatten_cells(dy), window, *into)

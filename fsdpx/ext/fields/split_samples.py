@@ -63,7 +63,7 @@ class SplitSamples(ABC):
                     f"of the same {self.whole}, {rows[odd]}"
                 )
 
-    def all_gather_checks(
+    def all_gather_and_check_scalars(
         self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None, mine: Any
     ) -> tuple[list[Any], str]:
         """All-gather `mine` among the ranks that hold parts of the same samples. Return the gathered values in the

@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import FieldLayer
-from fsdpx.ext.fields.local_arrays import HoldsLocalArray, convert_to_local_array
+from fsdpx.ext.fields.local_arrays import HoldsLocalArray, convert_to_numeric_array
 from fsdpx.nn.layer import Array, LayerContext, Params
 
 __all__ = ["StaticChannels"]
@@ -29,7 +29,7 @@ class StaticChannels(FieldLayer, HoldsLocalArray):
     fields = True
 
     def __init__(self, values: Any) -> None:
-        self.values = convert_to_local_array("StaticChannels: values", values)
+        self.values = convert_to_numeric_array("StaticChannels: values", values)
         if self.values.dtype.kind not in "fiub" or self.values.ndim < 1:
             raise ConfigError(f"StaticChannels: give a number or bool for each cell, got {self.values.dtype}")
 

@@ -138,7 +138,7 @@ class GlooCommunicator(MessageBackend):
     def start_call(self, call: Call) -> Handle:
         with self.rendezvous.translating_torch_errors(f"{call.name} on rank {self.rank} of {self.size}"):
             if has_gpu_array(call.arrays):
-                return self.start_gpu_transfer(call, self._start_call)
+                return self.start_gpu_call_through_host(call, self._start_call)
             return self._start_call(call)
 
     def _start_call(self, call: Call) -> Handle:
@@ -313,7 +313,7 @@ class WaitedMessages:
         self._error: Exception | None = None
         _THREADS.wait_in_background(self)
 
-    def wait_in_thread(self) -> None:
+    def wait_and_keep_error(self) -> None:
         try:
             for work in self._works:
                 work.wait()
@@ -362,7 +362,7 @@ class _WaitingThreads:
     def _run_waiting_loop(self) -> None:
         while True:
             waited = self._given.get()
-            waited.wait_in_thread()
+            waited.wait_and_keep_error()
             self._waiting.discard(waited)
             self._free.release()
 

@@ -107,7 +107,7 @@ class Rendezvous:
         self._local_processes = {
             r: one.process for r, one in self._arrivals.items() if one.host == platform.node() and r != rank
         }
-        self.loopback = _find_loopback_address(location, {one.host for one in self._arrivals.values()})
+        self.loopback = _find_loopback_if_all_ranks_local(location, {one.host for one in self._arrivals.values()})
         self._arrival_text = json.dumps([one.once for _, one in sorted(self._arrivals.items())])
         opened_rendezvous[:] = [self]
 
@@ -146,7 +146,7 @@ class Rendezvous:
 
     def _wait_for_ranks(self) -> None:
         missing = list(range(self.size))
-        while missing := [other for other in missing if not self._check_and_record_arrival(other)]:
+        while missing := [other for other in missing if not self._record_rank_if_arrived(other)]:
             if time.monotonic() > self._deadline:
                 refused = self._refused.intersection(missing)
                 why = (
@@ -162,7 +162,7 @@ class Rendezvous:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _check_and_record_arrival(self, other: int) -> bool:
+    def _record_rank_if_arrived(self, other: int) -> bool:
         with self._translating_store_errors():
             if not self.store.check([f"came/{other}"]):
                 return False
@@ -279,7 +279,7 @@ def _format_missing_secret_warning(location: RendezvousStore) -> str:
     )
 
 
-def _find_loopback_address(location: RendezvousStore, hosts: set[str]) -> str:
+def _find_loopback_if_all_ranks_local(location: RendezvousStore, hosts: set[str]) -> str:
     """Return the loopback address if all ranks are on this host and connect through loopback, else ""."""
     if len(hosts) > 1:
         return ""

@@ -18,7 +18,7 @@ __all__ = [
     "is_on_gpu",
     "list_gpu_pci_addresses",
     "select_gpu",
-    "use_gpu_of",
+    "using_gpu_of_array",
 ]
 
 
@@ -92,7 +92,7 @@ def get_gpu_number(array: Any) -> int | None:
     return int(array.device.id) if is_on_gpu(array) else None
 
 
-def use_gpu_of(array: Any) -> AbstractContextManager[Any]:
+def using_gpu_of_array(array: Any) -> AbstractContextManager[Any]:
     """Return a context in which this thread computes on the GPU that holds `array`. The context has no effect if
     `array` is in host memory.
 

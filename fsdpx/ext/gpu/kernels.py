@@ -583,7 +583,9 @@ def correlate_backward_input(
         _multiply_groups_into(_view_by_group(dx, strides[4]), matrix, flat)
     window = _get_window_table(launch, strides, shape[2:], dy.shape[2:])
     rest = math.prod(dy.shape[3:])
-    for some, begin, rows in () if alone else _iterate_im2col_slices(matrix.shape[1] * strides[4], tuple(dy.shape)):
+    for some, begin, rows in (
+        () if alone else _iterate_output_slices_for_im2col(matrix.shape[1] * strides[4], tuple(dy.shape))
+    ):
         into, slopes = dx[some], flat[some, ..., begin * rest : (begin + rows) * rest]
         columns = launch.xp.empty((*slopes.shape[:2], matrix.shape[1], slopes.shape[3]), dtype=launch.wide)
         _multiply_groups_into(columns, matrix, slopes)
@@ -638,7 +640,7 @@ def _view_by_group(a: Any, groups: int, dim: int = 1) -> Any:
     return a.reshape(shape)
 
 
-def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
+def _iterate_output_slices_for_im2col(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
     """Yield slices of the output that are small enough for im2col, as (slice of samples, first index along the first
     cell dim, number of indices along this dim).
 
@@ -675,7 +677,7 @@ def _iterate_im2col_matrices(
         return
     window = _get_window_table(launch, strides, x.shape[2:], sizes)
     rest = math.prod(sizes[1:])
-    for some, begin, rows in _iterate_im2col_slices(x.shape[1] * places, (len(x), 0, *sizes)):
+    for some, begin, rows in _iterate_output_slices_for_im2col(x.shape[1] * places, (len(x), 0, *sizes)):
         piece, cells = x[some], rows * rest
         shape = len(piece), groups, x.shape[1] // groups * places, cells
         columns, count = launch.xp.empty(shape, dtype=x.dtype), len(piece) * x.shape[1] * cells
@@ -826,7 +828,7 @@ def channel_norm_backward_input(
 @register_gpu_kernel("real any any")
 def multiply_along_dim(launch: KernelLauncher, x: Any, dim: int, matrix: Any) -> Any:
     y = launch.xp.empty((*x.shape[:dim], matrix.output_count, *x.shape[dim + 1 :]), dtype=x.dtype)
-    entries = _copy_matrix_to_gpu(launch, matrix)
+    entries = _get_sparse_matrix_on_gpu(launch, matrix)
     sizes = y.size, matrix.cells, matrix.output_count, math.prod(x.shape[dim + 1 :])
     launch.launch_elements("multiply_along_dim", y.size, x, y, *entries, *sizes)
     return y
@@ -838,7 +840,7 @@ _matrices_on_gpu: dict[tuple[int, Any, int], tuple[Any, tuple[Any, ...]]] = {}
 also kept so that their ids stay unique."""
 
 
-def _copy_matrix_to_gpu(launch: KernelLauncher, matrix: Any) -> tuple[Any, ...]:
+def _get_sparse_matrix_on_gpu(launch: KernelLauncher, matrix: Any) -> tuple[Any, ...]:
     """Return the arrays of a sparse matrix on the current GPU, which are kept for later steps."""
     key = id(matrix.starts), launch.wide, launch.xp.cuda.Device().id
     _, entries = _matrices_on_gpu.get(key, (matrix, ()))

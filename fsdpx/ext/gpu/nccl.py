@@ -173,7 +173,7 @@ class NcclCommunicator(Backend):
     def _start_reduce_scatter(self, call: Call) -> Iterable[Array]:
         (send, recv), (partition,) = call.arrays, call.partitions
         if is_half(send.dtype):
-            return self._send_to_owners_and_add(send, recv, partition, call.op)
+            return self._reduce_scatter_half_in_float32(send, recv, partition, call.op)
         own = partition.get_piece(send, self.rank)
         # `recv` may be the start of `send`, which is still to be sent and must not be overwritten by the result
         target = own if is_in_place(send, recv) else recv
@@ -205,7 +205,7 @@ class NcclCommunicator(Backend):
         (buf,) = call.arrays
         if is_half(buf.dtype):
             partition = make_balanced_partition(buf.size, self.size)
-            scratch = self._send_to_owners_and_add(buf, partition.get_piece(buf, self.rank), partition, call.op)
+            scratch = self._reduce_scatter_half_in_float32(buf, partition.get_piece(buf, self.rank), partition, call.op)
             self._broadcast_pieces_from_owners(buf, partition)
             return scratch
         if buf.size:
@@ -230,7 +230,7 @@ class NcclCommunicator(Backend):
         if is_half(send.dtype):
             partition = make_balanced_partition(send.size, self.size)
             own = self.xp.empty(partition.counts[self.rank], dtype=send.dtype)
-            scratch = self._send_to_owners_and_add(send, own, partition, call.op)
+            scratch = self._reduce_scatter_half_in_float32(send, own, partition, call.op)
             if at_root:
                 copy_unless_same(partition.get_piece(recv, self.rank), own)
                 self._send_and_recv([], [(rank, partition.get_piece(recv, rank)) for rank in self._list_other_ranks()])
@@ -246,7 +246,7 @@ class NcclCommunicator(Backend):
             self._divide_if_average(call.op, recv)
         return ()
 
-    def _send_to_owners_and_add(
+    def _reduce_scatter_half_in_float32(
         self, send: Array, recv: Array, partition: FlatPartition, op: ReduceOp
     ) -> Iterable[Array]:
         """Reduce-scatter 16-bit arrays. Each rank sends each part of its array to the owner of the part. The owner adds

@@ -200,14 +200,14 @@ class Recording:
         parts of any unit have changed."""
         changed = bool(self.splitting)
         for index in self.parts:
-            changed |= self._join_parts(units[index])
+            changed |= self._join_adjacent_parts_of_unit(units[index])
         for index in self.splitting:
             self.refusals.discard((index, 0))
             self.parts[index] = _split_unit(units[index], [1] * len(units[index].nodes))
         self.splitting.clear()
         return changed
 
-    def _join_parts(self, unit: Unit) -> bool:
+    def _join_adjacent_parts_of_unit(self, unit: Unit) -> bool:
         """Join adjacent parts that can be recorded, and join adjacent parts that cannot. Return whether any parts were
         joined."""
         runs = groupby(self.parts[unit.index], lambda part: (unit.index, part.number) in self.refusals)

@@ -66,7 +66,7 @@ class CudaGraphObserver(Observer):
     def wrap_unit_functions(self, functions: UnitFunctions) -> UnitFunctions:
         """Choose the recording of the program that is about to run, or begin a new recording. Return functions that use
         this recording."""
-        self._count_previous_run_or_record_again()
+        self._count_complete_run_or_record_again()
         program = self._engine.last_program
         assert program is not None
         self._now = self._get_or_begin_recording(program) if program.kind in KINDS else None
@@ -85,7 +85,7 @@ class CudaGraphObserver(Observer):
         )
 
     def _get_or_begin_recording(self, program: Program) -> Recording | None:
-        if why := self._find_refusal(program):
+        if why := self._explain_unrecordable_program(program):
             self._log_why_not_recorded(why)
             return None
         key = self._make_program_key(program)
@@ -97,7 +97,7 @@ class CudaGraphObserver(Observer):
             self.recordings[key] = Recording(program, GraphMemory())
         return self.recordings[key]
 
-    def _find_refusal(self, program: Program) -> str:
+    def _explain_unrecordable_program(self, program: Program) -> str:
         place = self._state.placement
         if others := sorted({action.op for action in program.actions} - OPS):
             return f"its program has {', '.join(others)}"
@@ -118,7 +118,7 @@ class CudaGraphObserver(Observer):
         )
         return batch, id(program), (state.arena.generation, state.frozen, state.seed)
 
-    def _count_previous_run_or_record_again(self) -> None:
+    def _count_complete_run_or_record_again(self) -> None:
         """Count the previous run if it was complete. If the previous run recorded graphs, discard them and record again
         in two cases: the run was incomplete, or units must be split differently."""
         now = self._now
@@ -161,7 +161,7 @@ class CudaGraphObserver(Observer):
             at, inputs = part.nodes, part.input_activation_numbers if len(parts) > 1 else set()
             inner = {v: values[v] for v in inputs} if len(parts) > 1 else values
             function = partial(_run_forward, run, part.unit, envs[at], params[at], inner, keep, constant, released[at])
-            found.append(self._run_call(UnitCall(function, part.unit, inner, params[at]), part))
+            found.append(self._run_or_record_or_replay_call(UnitCall(function, part.unit, inner, params[at]), part))
             if inner is not values:
                 for v in inputs - inner.keys():
                     del values[v]
@@ -174,7 +174,7 @@ class CudaGraphObserver(Observer):
         for part, held, inner in self._iterate_unit_parts_backward(unit, saved, dvalues):
             at = part.nodes
             function = partial(_run_backward, run, part.unit, envs[at], params[at], grads[at], inner, constant)
-            self._run_call(UnitCall(function, part.unit, inner, params[at], grads[at], held), part)
+            self._run_or_record_or_replay_call(UnitCall(function, part.unit, inner, params[at], grads[at], held), part)
 
     def _backward_input(
         self, run: Any, unit: Unit, envs: Any, params: Any, saved: Any, dvalues: Arrays, constant: Any = ()
@@ -183,14 +183,16 @@ class CudaGraphObserver(Observer):
         for part, held, inner in self._iterate_unit_parts_backward(unit, saved, dvalues):
             at = part.nodes
             function = partial(_run_backward, run, part.unit, envs[at], params[at], None, inner, constant)
-            found.append(self._run_call(UnitCall(function, part.unit, inner, params[at], (), held), part))
+            found.append(
+                self._run_or_record_or_replay_call(UnitCall(function, part.unit, inner, params[at], (), held), part)
+            )
         return found[0] if len(found) == 1 else found[::-1]
 
     def _backward_params(self, run: Any, unit: Unit, envs: Any, grads: Any, kept: Any) -> None:
         for part, held, inner in self._iterate_unit_parts_backward(unit, kept, {}):
             at = part.nodes
             function = partial(_run_backward_params, run, part.unit, envs[at], grads[at])
-            self._run_call(UnitCall(function, part.unit, inner, (), grads[at], held), part)
+            self._run_or_record_or_replay_call(UnitCall(function, part.unit, inner, (), grads[at], held), part)
 
     def _iterate_unit_parts_backward(
         self, unit: Unit, saved: Any, dvalues: Arrays
@@ -207,7 +209,7 @@ class CudaGraphObserver(Observer):
             yield part, held, inner
             dvalues.update(inner)
 
-    def _run_call(self, call: UnitCall, part: UnitPart) -> Any:
+    def _run_or_record_or_replay_call(self, call: UnitCall, part: UnitPart) -> Any:
         now = self._now
         assert now is not None
         if now.runs == 0:
@@ -220,7 +222,11 @@ class CudaGraphObserver(Observer):
             if isinstance(call.saved, Kept):
                 raise RuntimeError(f"{why}, but its forward pass was replayed: use replay=False")
             self._log_why_not_recorded(f"unit {call.unit.name!r}: {why}")
-        elif now.runs == 1 and (call.unit.index, part.number) not in now.refusals and self._can_record(now, call, part):
+        elif (
+            now.runs == 1
+            and (call.unit.index, part.number) not in now.refusals
+            and self._can_record_call_of_unit_part(now, call, part)
+        ):
             return self._record_call(now, call, part)
         return call.function(call.saved)
 
@@ -245,7 +251,7 @@ class CudaGraphObserver(Observer):
             log_line(f"fsdpx: replay: not recorded as a CUDA graph, {why}")
         self.reasons[why] = None
 
-    def _can_record(self, now: Recording, call: UnitCall, part: UnitPart) -> bool:
+    def _can_record_call_of_unit_part(self, now: Recording, call: UnitCall, part: UnitPart) -> bool:
         index = call.unit.index
         if index not in now.parts and self._state.placement.layout.units[index] is not call.unit:
             why = "an observer has replaced its layers"

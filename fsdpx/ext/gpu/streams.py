@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.ext.gpu.cupy_devices import get_gpu_number, import_cupy, is_on_gpu, use_gpu_of
+from fsdpx.ext.gpu.cupy_devices import get_gpu_number, import_cupy, is_on_gpu, using_gpu_of_array
 
 __all__ = ["SideStream", "StreamEvent", "allocate_pinned", "get_copy_stream_after_current", "synchronize"]
 
@@ -57,7 +57,7 @@ class SideStream:
         Neither array may be changed or freed until the event is complete."""
         down = is_on_gpu(source)
         ends = _get_address(target), _get_address(source)
-        with use_gpu_of(source if down else target):
+        with using_gpu_of_array(source if down else target):
             import_cupy().cuda.runtime.memcpyAsync(*ends, source.nbytes, TO_HOST if down else TO_GPU, self.stream.ptr)
             end = import_cupy().cuda.Event(disable_timing=True)
             end.record(self.stream)
@@ -84,7 +84,7 @@ def get_copy_stream_after_current(array: Any) -> SideStream:
     stream."""
     number = get_gpu_number(array)
     assert number is not None
-    with use_gpu_of(array):
+    with using_gpu_of_array(array):
         side = _make_side_stream(number)
         side.wait_for_current_stream()
     return side

@@ -19,7 +19,7 @@ from fsdpx.core.base import environment
 from fsdpx.core.comm import default_communicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import get_running_mpi
-from fsdpx.core.comm.message_backend import find_inner_with_attribute
+from fsdpx.core.comm.message_backend import find_outermost_with_attribute
 from fsdpx.errors import ConfigError
 from fsdpx.ext.gpu import cupy_devices as devices
 
@@ -57,7 +57,7 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
 
     The decision applies to the MPI communicator inside `world` and to groups split from it later. Returns None if
     there is no MPI. Raises ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the test fails."""
-    inner: Any = find_inner_with_attribute(world, "takes_gpus")
+    inner: Any = find_outermost_with_attribute(world, "takes_gpus")
     if inner is None:
         return None
     wanted = environment.get_gpu_aware_mpi_setting()
@@ -195,7 +195,7 @@ def gather_gpu_assignments(world: Communicator, device_map: DeviceMap = None) ->
     except ConfigError as error:
         mine = _RankFacts(here, process, None, (), device_map, str(error))
     facts = world.all_gather_value(mine)
-    return [_assign_gpu(rank, facts) for rank in range(len(facts))]
+    return [_choose_gpu_of_rank(rank, facts) for rank in range(len(facts))]
 
 
 def find_ranks_sharing_gpus(rank_gpus: list[RankGpu]) -> list[list[int]]:
@@ -206,7 +206,7 @@ def find_ranks_sharing_gpus(rank_gpus: list[RankGpu]) -> list[list[int]]:
     return [ranks for ranks in groups.values() if len(ranks) > 1]
 
 
-def _assign_gpu(rank: int, facts: list[_RankFacts]) -> RankGpu:
+def _choose_gpu_of_rank(rank: int, facts: list[_RankFacts]) -> RankGpu:
     own = facts[rank]
     who = f"rank {rank} on {own.host}"
     if own.why:

@@ -14,7 +14,7 @@ from fsdpx.core.array.blas import libraries
 from fsdpx.core.array.blas.products import (
     add_bias_and_round_total_into,
     gemm,
-    split_product_over_threads,
+    list_product_parts_per_thread,
     try_multiply_small_bfloat16_into,
 )
 from fsdpx.core.array.kernels.half import to_float32
@@ -90,7 +90,7 @@ def multiply_half_into(
     combined with `accumulate`."""
     if try_multiply_small_bfloat16_into(out, a, b, accumulate, bias):
         return
-    if libraries.product_threads > 1 and bias is None and (cut := split_product_over_threads(out, a, b)):
+    if libraries.product_threads > 1 and bias is None and (cut := list_product_parts_per_thread(out, a, b)):
         parallel.run_tasks(_multiply_piece_into, [(*piece, accumulate, None) for piece in cut])
     else:
         _multiply_piece_into(out, a, b, accumulate, bias)

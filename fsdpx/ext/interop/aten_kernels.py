@@ -16,7 +16,7 @@ from fsdpx.core.array import blas, kernels
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.nn.gradient_accumulation import linear_forward
 
-__all__ = ["NATIVE_KERNELS", "RESHAPES", "fuse_gelu_and_norm_with_linear", "run_aten_attention_with_own_kernel"]
+__all__ = ["NATIVE_KERNELS", "RESHAPES", "fuse_gelu_and_norm_into_next_linear", "run_aten_attention_with_own_kernel"]
 
 aten: Any = torch.ops.aten
 SUPPORTED_DTYPES = (torch.float32, torch.float64)
@@ -84,7 +84,7 @@ knows the strides that PyTorch's operations produce in a single process, but fsd
 other strides. Exported graphs never write in place, so a copy is as good as a view."""
 
 
-def fuse_gelu_and_norm_with_linear(graph: fx.Graph) -> None:
+def fuse_gelu_and_norm_into_next_linear(graph: fx.Graph) -> None:
     """Fuse each GELU or layer norm in a graph with the linear layer that reads its result, unless another operation
     also reads the result."""
     for node in graph.nodes:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.interop.field_functions import FieldValue, FunctionCall, convert_function
-from fsdpx.ext.interop.field_twins import LISTED, NoTwinError, convert_to_equivalent_layer, find_remedy, has_twin
+from fsdpx.ext.interop.field_twins import LISTED, NoTwinError, convert_torch_module_to_layer, find_remedy, has_twin
 from fsdpx.ext.interop.initial_values import InitialValues
 from fsdpx.ext.interop.module import copy_to_meta_device, make_initial_values_from_tensors
 from fsdpx.ext.interop.module_splitting import SplitModule, find_tied_names
@@ -282,7 +282,7 @@ class _FieldTrace(TorchFunctionMode):
             value = self.get_value(x)
             if value.unit_cells:
                 raise NoTwinError("its input has one value per channel; reshape it to (samples, n), and use Linear")
-            layer = convert_to_equivalent_layer(module, x, y, value.channels_last)
+            layer = convert_torch_module_to_layer(module, x, y, value.channels_last)
             own = dict(module.named_parameters()) | dict(module.named_buffers())
             for tensor in module.parameters():
                 self.find_parameter(tensor)

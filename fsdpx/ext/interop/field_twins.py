@@ -12,7 +12,7 @@ from fsdpx.errors import page_hint
 from fsdpx.ext.interop.channel_layers import ChannelLinear, FixedBatchNorm
 from fsdpx.nn.layer import Layer
 
-__all__ = ["LISTED", "NoTwinError", "convert_to_equivalent_layer", "find_remedy", "has_twin", "make_dim_layer"]
+__all__ = ["LISTED", "NoTwinError", "convert_torch_module_to_layer", "find_remedy", "has_twin", "make_dim_layer"]
 
 
 class NoTwinError(Exception):
@@ -47,7 +47,7 @@ def has_twin(module: torch.nn.Module) -> bool:
     return _get_base_name(kind) in _TWINS and type(module).forward is kind.forward
 
 
-def convert_to_equivalent_layer(module: Any, x: torch.Tensor, y: torch.Tensor, channels_last: bool) -> Layer:
+def convert_torch_module_to_layer(module: Any, x: torch.Tensor, y: torch.Tensor, channels_last: bool) -> Layer:
     """Return the fsdpx layer that is equivalent to `module`.
 
     Parameters

@@ -53,10 +53,10 @@ class InitialValues:
     def broadcast_from_rank0(self, comm: Communicator) -> None:
         """Replace the values with rank 0's values because ranks may have drawn different values. Collective."""
         for name in self._names:
-            self._held[name] = array = np.ascontiguousarray(self.get_values(name))
+            self._held[name] = array = np.ascontiguousarray(self.get_values_of_parameter(name))
             comm.broadcast(array.reshape(-1), 0, what=f"first values of {name}").wait()
 
-    def get_values(self, name: str) -> np.ndarray:
+    def get_values_of_parameter(self, name: str) -> np.ndarray:
         """Return the values of one parameter. Raise ConfigError if they were released or never existed."""
         if name in self.missing:
             raise ConfigError(f"{name!r} {self.missing[name]}")
@@ -83,4 +83,4 @@ class _GivenInit:
     name: str
 
     def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
-        return self.values.get_values(self.name).reshape(-1)[start:stop].astype(np.float64)
+        return self.values.get_values_of_parameter(self.name).reshape(-1)[start:stop].astype(np.float64)

@@ -26,7 +26,7 @@ from fsdpx.errors import ConfigError, page_hint
 from fsdpx.ext.interop.initial_values import InitialValues
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.ext.interop.torch_context import GlobalNorm, drawing_torch_numbers_from_context
-from fsdpx.nn.gradient_accumulation import claim_gradient, has_integer_dtype
+from fsdpx.nn.gradient_accumulation import get_gradient_and_whether_to_add, has_integer_dtype
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
@@ -94,7 +94,7 @@ class AutogradLayer(Layer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         for name, gradient in kept.items():
-            if (into := claim_gradient(g, name)) is not None:
+            if (into := get_gradient_and_whether_to_add(g, name)) is not None:
                 out, add = into
                 if add:
                     out += gradient
@@ -203,7 +203,7 @@ class TorchModule(AutogradLayer):
         return f"TorchModule({self._bare.kind})"
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        if not isinstance(kind := request.require_same_kind(self), FieldPartition):
+        if not isinstance(kind := request.get_common_input_sharding(self), FieldPartition):
             return super().shard_over_ranks(request)
         raise ConfigError(
             f"{request.path!r} {self!r} reads {kind}, and PyTorch modules see full samples: convert the module by "

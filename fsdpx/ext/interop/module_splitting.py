@@ -31,7 +31,7 @@ from fsdpx.core.base.environment import read_environment as environment
 from fsdpx.core.base.messages import TIMER_NAME, reporting_if_slow
 from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches
 from fsdpx.errors import ConfigError
-from fsdpx.ext.interop.aten_kernels import RESHAPES, fuse_gelu_and_norm_with_linear
+from fsdpx.ext.interop.aten_kernels import RESHAPES, fuse_gelu_and_norm_into_next_linear
 from fsdpx.ext.interop.initial_values import InitialValues
 from fsdpx.ext.interop.module import (
     AutogradLayer,
@@ -57,7 +57,7 @@ __all__ = [
     "SplitModule",
     "UnitFunction",
     "UnitShapes",
-    "convert_to_operation_graph",
+    "convert_fx_nodes_to_operation_graph",
     "describe_tensor",
     "dump_layout",
     "find_tied_names",
@@ -101,7 +101,7 @@ class OperationGraph:
             args, kwargs = (_replace_numbers_by_nodes(at, given) for given in (node.args, dict(node.kwargs)))
             target = f"x{number}" if node.op == INPUT else node.target
             at.append(made.create_node(node.op, RESULT if node.op == RESULT else target, args, kwargs))
-        fuse_gelu_and_norm_with_linear(made)
+        fuse_gelu_and_norm_into_next_linear(made)
         return fx.GraphModule({name: graph.to_graph_module() for name, graph in self.inner.items()}, made)
 
 
@@ -187,7 +187,7 @@ class ModuleLayout:
     borrowed: Mapping[str, Sequence[str]]
 
 
-def convert_to_operation_graph(
+def convert_fx_nodes_to_operation_graph(
     nodes: Sequence[fx.Node],
     number: Mapping[fx.Node, OperationNumber],
     target_of: Callable[[fx.Node], Any],
@@ -216,7 +216,7 @@ def convert_to_operation_graph(
 
 def _convert_inner_graph(module: Any) -> OperationGraph:
     number = {node: OperationNumber(i) for i, node in enumerate(module.graph.nodes)}
-    return convert_to_operation_graph(list(module.graph.nodes), number, lambda node: node.target, module)
+    return convert_fx_nodes_to_operation_graph(list(module.graph.nodes), number, lambda node: node.target, module)
 
 
 def _replace_numbers_by_nodes(nodes: Sequence[fx.Node], argument: Any) -> Any:
@@ -263,10 +263,10 @@ def run_in_child_or_here(work: Callable[[], ModuleLayout]) -> ModuleLayout:
     If, for whatever reason, the child returns no result, this process runs `work` itself, so any error is raised in
     this process.
     """
-    return _try_in_child(work) or work()
+    return _compute_layout_in_forked_child(work) or work()
 
 
-def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
+def _compute_layout_in_forked_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     others = {thread.name for thread in threading.enumerate() if thread is not threading.current_thread()}
     if not hasattr(os, "fork") or others - HARMLESS_THREADS or torch.cuda.is_initialized():
         return None  # a forked child cannot use CUDA, and it would wait forever for locks held by other threads
@@ -276,7 +276,7 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        _write_result_and_exit(writer, work)
+        _run_and_write_result_then_exit(writer, work)
     os.close(writer)
     text = _read_pipe_until_deadline(reader, time.monotonic() + EXPORT_TIMEOUT_SECONDS)
     with suppress(ProcessLookupError):
@@ -286,7 +286,7 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     return load_layout(text[:-1]) if text[-1:] == COMPLETE_MARK else None
 
 
-def _write_result_and_exit(writer: int, work: Callable[[], ModuleLayout]) -> Any:
+def _run_and_write_result_then_exit(writer: int, work: Callable[[], ModuleLayout]) -> Any:
     """Run `work` in the forked child, and write its pickled result to the pipe `writer`.
 
     The child ends with os._exit, which skips the shutdown of Python and libraries."""
@@ -390,7 +390,7 @@ def split_module_into_layers(
 
     def lay_out_locked() -> ModuleLayout:
         with _tracing:
-            return _make_module_layout(module, example, units, output)
+            return _lay_out_units_of_module(module, example, units, output)
 
     launcher = environment().launcher
     with reporting_if_slow(
@@ -399,7 +399,7 @@ def split_module_into_layers(
         return _build_layers(run_in_child_or_here(lay_out_locked), module)
 
 
-def _make_module_layout(
+def _lay_out_units_of_module(
     module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
 ) -> ModuleLayout:
     modules = dict(module.named_modules())
@@ -509,7 +509,7 @@ class _ExportPlan:
         parameters = [n for n in needed if n in self._parameters]
         constants = [n for n in needed if n in self._constants]
         graph = self._make_unit_operation_graph(segment, needed, [*reads, *parameters, *constants], reads)
-        named = [(self._resolve_local_parameter_name(segment.name, n), self._parameters[n]) for n in parameters]
+        named = [(self._get_parameter_name_within_unit(segment.name, n), self._parameters[n]) for n in parameters]
         held = [self._constants[n] for n in constants]
         names = [node.name for node in reads]
         shapes = UnitShapes([describe_tensor(node) for node in reads], describe_tensor(segment.result))
@@ -526,7 +526,7 @@ class _ExportPlan:
                 at[node] = _make_size_node(made, node, reads, at) or made.node_copy(node, at.__getitem__)
         made.output(at[segment.result])
         number = {node: OperationNumber(i) for i, node in enumerate(made.nodes)}
-        return convert_to_operation_graph(
+        return convert_fx_nodes_to_operation_graph(
             list(made.nodes),
             number,
             partial(_get_replacement_or_same_operation, segment.name),
@@ -614,7 +614,7 @@ class _ExportPlan:
                 waiting += user.users
         return False
 
-    def _resolve_local_parameter_name(self, segment: str, node: fx.Node) -> str:
+    def _get_parameter_name_within_unit(self, segment: str, node: fx.Node) -> str:
         """Return the name of a parameter within a unit. If the parameter belongs to another unit, record all of its
         names in `borrowed`."""
         full = self._parameters[node]

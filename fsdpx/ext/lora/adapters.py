@@ -74,7 +74,7 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
     world = trainer.call_runner.world
     path = agree_on_path(world, "load_adapter", folder)
     theirs, _ = _get_peft_names_and_is_transposed(trainer, adapted)
-    run_on_rank0(world, f"load_adapter {path}", lambda: _require_same_adapter(path, adapted, theirs))
+    run_on_rank0(world, f"load_adapter {path}", lambda: _require_adapter_matches_model(path, adapted, theirs))
     rename = {f"{PEFT_PREFIX}{other}": name for name, other in theirs.items()}
     trainer.load_parameters(path / WEIGHTS, strict=False, rename=rename, convert=convert)
 
@@ -178,7 +178,7 @@ def _get_layer_name(name: str) -> str:
     return name.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
 
 
-def _require_same_adapter(path: Path, adapted: dict[str, LoRALinear], names: dict[str, str]) -> None:
+def _require_adapter_matches_model(path: Path, adapted: dict[str, LoRALinear], names: dict[str, str]) -> None:
     found = read_json_object(path / CONFIG)
     for key, value in _make_peft_rank_and_alpha(adapted).items():
         if found.get(key) != value:

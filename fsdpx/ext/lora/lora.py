@@ -216,7 +216,7 @@ def add_lora(
     adapting = _LoRAWalk(rank, alpha, dropout, (targets,) if isinstance(targets, str) else tuple(targets), model)
     new = adapting.adapt_layer(require_layer("add_lora", "model", model), "")
     adapting.require_matched_targets()
-    return new.with_frozen_except(ADAPTER_NAMES) if isinstance(new, Container) else new
+    return new.with_frozen_except_suffixes(ADAPTER_NAMES) if isinstance(new, Container) else new
 
 
 class _LoRAWalk:

@@ -16,14 +16,14 @@ from fsdpx.ext.meshes.graph_building import GraphArguments, raise_first_error
 from fsdpx.ext.meshes.splitting import assign_parts
 
 __all__ = [
-    "agree_on_argument_kinds",
+    "agree_on_optional_arguments",
     "as_integer_array",
     "parse_count",
     "parse_graph",
     "parse_or_raise_on_all_ranks",
     "parse_owned_mask",
-    "parse_whole_graph",
-    "require_same_graph",
+    "parse_replicated_graph_arguments",
+    "require_same_graph_on_all_ranks",
     "to_array",
 ]  # fmt: skip
 
@@ -119,7 +119,7 @@ def parse_graph(
     )
 
 
-def parse_whole_graph(
+def parse_replicated_graph_arguments(
     ranks: int, nodes: Any, edges: Any, parts: Any, method: str, positions: Any, edge_features: Any,
     undirected: bool | None,
 ) -> tuple[GraphArguments, np.ndarray]:  # fmt: skip
@@ -136,7 +136,7 @@ def parse_whole_graph(
     return given, chosen
 
 
-def agree_on_argument_kinds(comm: Any, given: GraphArguments) -> GraphArguments:
+def agree_on_optional_arguments(comm: Any, given: GraphArguments) -> GraphArguments:
     """Check that all ranks pass the same optional arguments, with the same numbers of columns. If they do not, raise
     ConfigError on all ranks. Return this rank's arguments; its empty arrays get as many columns as the arrays of the
     other ranks. Collective."""
@@ -157,7 +157,7 @@ def agree_on_argument_kinds(comm: Any, given: GraphArguments) -> GraphArguments:
     return given
 
 
-def require_same_graph(comm: Any, given: GraphArguments, parts: np.ndarray) -> None:
+def require_same_graph_on_all_ranks(comm: Any, given: GraphArguments, parts: np.ndarray) -> None:
     """Raise ConfigError on all ranks unless every rank passes the same graph and the same `parts`. Collective."""
     arrays = {"edges": given.edges, "parts": parts, "positions": given.positions, "edge_features": given.edge_features}
     sums = {name: 0 if a is None else zlib.crc32(np.ascontiguousarray(a).tobytes()) for name, a in arrays.items()}

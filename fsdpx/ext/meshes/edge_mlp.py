@@ -15,7 +15,12 @@ from fsdpx.ext.meshes.kernels import add_indexed_rows
 from fsdpx.ext.meshes.local_graph import GraphLayer, has_no_data, require_node_features
 from fsdpx.nn.activation import make_activation
 from fsdpx.nn.container import Composite
-from fsdpx.nn.gradient_accumulation import as_rows, claim_gradient, linear_forward, matmul_in_dtype_of_first
+from fsdpx.nn.gradient_accumulation import (
+    as_rows,
+    get_gradient_and_whether_to_add,
+    linear_forward,
+    matmul_in_dtype_of_first,
+)
 from fsdpx.nn.init import uniform
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
 from fsdpx.nn.linear import Linear
@@ -46,12 +51,12 @@ class _SplitWeight:
     def add_gradients(self, env: LayerContext, g: Params, dy: Array, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Add the gradients of weight and bias to `g`. `dy` is the gradient of the layer's result. `pairs` has one pair
         per input x: the gradient of the product of x with its columns of the weight, and x itself."""
-        if (into := claim_gradient(g, "weight")) is not None:
+        if (into := get_gradient_and_whether_to_add(g, "weight")) is not None:
             weight, add = into
             for (slope, x), out in zip(pairs, self.split_weight(weight), strict=True):
                 found = matmul_in_dtype_of_first(env.xp, as_rows(slope).T, as_rows(x))
                 out[...] = out + found if add else found
-        if (into := claim_gradient(g, "bias")) is not None:
+        if (into := get_gradient_and_whether_to_add(g, "bias")) is not None:
             kernels.sum_rows(env.xp, as_rows(dy), *into)
 
 

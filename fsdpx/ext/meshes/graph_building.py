@@ -195,7 +195,7 @@ def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Tabl
     owners = np.empty(numbers.size, np.int64)
     for rows, answer in zip(places, exchange_arrays(comm, answers), strict=True):
         owners[rows] = answer[:, 0]
-    raise_first_error(comm, _explain_wrong_owner(given, owners))
+    raise_first_error(comm, _explain_wrong_owner_of_node(given, owners))
     if given.positions is not None:
         _require_equal_positions(comm, rank, size, given, owners)
     return owners
@@ -229,7 +229,7 @@ def _look_up_node_owners_for_ranks(found: Sequence[Table], shared: bool) -> tupl
     return np.split(answers, np.cumsum([len(table) for table in found])[:-1]), error
 
 
-def _explain_wrong_owner(given: GraphArguments, owners: Table) -> str:
+def _explain_wrong_owner_of_node(given: GraphArguments, owners: Table) -> str:
     """Return an error message about the first row whose owner differs from the owner that the caller expects. Return ""
     if all owners match."""
     if given.owners is None:

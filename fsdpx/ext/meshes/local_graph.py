@@ -87,7 +87,7 @@ class LocalGraph:
     replacement_count: int = 0
 
     @classmethod
-    def from_part_sizes(cls, part: PartSizes, edge_features: int) -> LocalGraph:
+    def from_part_sizes_without_data(cls, part: PartSizes, edge_features: int) -> LocalGraph:
         """Return a graph that has only sizes and no data, for computing shapes."""
         none, starts = np.zeros(0, np.int64), np.cumsum([0, *(rows for _, rows in part.receives)]).tolist()
         sends = tuple((rank, np.broadcast_to(np.int64(0), rows)) for rank, rows in part.sends)
@@ -199,7 +199,7 @@ class LocalGraph:
         return env.xp.take(x, self.get_attribute_on_device(env, name), axis=1)
 
 
-NO_GRAPH = LocalGraph.from_part_sizes(PartSizes(0, 0, 0), 0)
+NO_GRAPH = LocalGraph.from_part_sizes_without_data(PartSizes(0, 0, 0), 0)
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,8 @@ class MeshPartition(FieldPartition):
         """Return random numbers for this rank's nodes or edges. They depend only on global numbers, not on the
         partition."""
         if self.kind == "edges":
-            return random.get_number_rows(shape, self.graph.edge_slots, self.shape[0] * self.graph.slots)
-        return random.get_number_rows(shape, self.graph.numbers[: shape[1]], self.shape[0])
+            return random.get_numbers_for_rows_of_array(shape, self.graph.edge_slots, self.shape[0] * self.graph.slots)
+        return random.get_numbers_for_rows_of_array(shape, self.graph.numbers[: shape[1]], self.shape[0])
 
 
 class GraphLayer(Layer, TakesRows):

@@ -84,7 +84,7 @@ class MeshLevel:
             ranks = range(len(self._sizes))
             rank = next((r for r in ranks if self._sizes[r].edges == kind.graph.nodes), 0)
             coarse, sizes = self.coarse.as_rank(rank).partition, self._sizes[rank]
-        made = LevelLink(LocalGraph.from_part_sizes(sizes, 0), kind, coarse)
+        made = LevelLink(LocalGraph.from_part_sizes_without_data(sizes, 0), kind, coarse)
         self._links = [self._links[0], *self._links[1:][-MAX_DRY_LINKS:], made]
         return made
 

@@ -10,7 +10,7 @@ from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.mesh import MeshAxes
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.multi_output import adapt_loss_to_output_kinds
+from fsdpx.ext.fields.multi_output import adapt_loss_to_output_shardings
 from fsdpx.ext.fields.split_samples import SplitSamples
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition
 from fsdpx.nn.gradient_accumulation import has_integer_dtype
@@ -76,12 +76,12 @@ class NodeSamples(SplitSamples):
         must be equal."""
         return f"{array.dtype} of {list(array.shape[2:])} features"
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
+    def gather_sharding_warning(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
         """Compare the arguments of the ranks that hold the parts of one mesh. Return a warning if they pass different
         scalars, otherwise "". Raise DataError if they pass different samples. Collective."""
         if getattr(inputs[0], "holds_no_data", False):
             return ""
-        return self.all_gather_checks(inputs, targets, samples, None)[1]
+        return self.all_gather_and_check_scalars(inputs, targets, samples, None)[1]
 
     def compute_full_input_shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
         kind = self.input_kinds[index]
@@ -131,7 +131,7 @@ class NodeSamples(SplitSamples):
         return y
 
     def bind_loss(self, loss: Loss) -> Loss:
-        return adapt_loss_to_output_kinds(loss, self.output_kinds)
+        return adapt_loss_to_output_shardings(loss, self.output_kinds)
 
     def get_output_domain(self) -> Domain | tuple[Domain | None, ...]:
         assert isinstance(self.partition, Domain)

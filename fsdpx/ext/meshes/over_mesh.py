@@ -33,7 +33,7 @@ def partition_mesh_model(model: Layer, nodes: Any) -> PartitionedModel:
 
     Outputs may also be node values of a coarser mesh. Raises ConfigError if a layer cannot run on a part (the message
     names the path of the first such layer), or if an output contains neither node values nor scalars."""
-    inputs = _find_input_distributions(model, nodes)
+    inputs = _find_model_input_distributions(model, nodes)
     walk = ShardingWalk(1, None, {}, (require_all_fields_or_all_scalars, _plan_ghost_drops))
     made, outputs = walk.shard_layer(model, "", inputs)
     if any(getattr(kind, "kind", "nodes") != "nodes" for kind in outputs):
@@ -72,7 +72,7 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistributio
     ]
 
 
-def _find_input_distributions(model: Layer, nodes: Any) -> list[Kind]:
+def _find_model_input_distributions(model: Layer, nodes: Any) -> list[Kind]:
     """Return how each input of a model is distributed. `nodes` describes how node values are distributed.
 
     Each value in a model is of one kind: node values, edge values or scalars. The inputs and outputs of a layer are of

@@ -19,17 +19,17 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
-from fsdpx.ext.fields.local_arrays import iterate_layers_with_rollout_nets, require_arrays_fit_local_part
+from fsdpx.ext.fields.local_arrays import iterate_layers_including_rollout_nets, require_arrays_fit_local_part
 from fsdpx.ext.fields.sample_groups import group_ranks_sharing_samples
 from fsdpx.ext.meshes.arguments import (
-    agree_on_argument_kinds,
+    agree_on_optional_arguments,
     as_integer_array,
     parse_count,
     parse_graph,
     parse_or_raise_on_all_ranks,
     parse_owned_mask,
-    parse_whole_graph,
-    require_same_graph,
+    parse_replicated_graph_arguments,
+    require_same_graph_on_all_ranks,
     to_array,
 )
 from fsdpx.ext.meshes.graph_building import (
@@ -48,16 +48,16 @@ from fsdpx.ext.meshes.solver_meshes import (
     get_meshio_points_and_edges,
     list_edges_of_cells,
     read_dmplex,
-    read_dolfinx_space,
+    read_graph_of_dolfinx_space,
 )
-from fsdpx.ext.meshes.splitting import count_part_sizes
+from fsdpx.ext.meshes.splitting import count_nodes_and_edges_per_part
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.shard_specs import FieldPartition, Kind
 
 __all__ = ["Partition"]
 
 WholeGraph = tuple[Any, ...]
-"""The arguments of `parse_whole_graph` that follow the number of ranks."""
+"""The arguments of `parse_replicated_graph_arguments` that follow the number of ranks."""
 
 
 class Partition(Domain):
@@ -194,7 +194,7 @@ class Partition(Domain):
         ------
         ConfigError : if no two cells of the space share a dof
         """
-        return cls._from_solver(V.mesh.comm, lambda: read_dolfinx_space(V, pairs, positions))
+        return cls._from_solver(V.mesh.comm, lambda: read_graph_of_dolfinx_space(V, pairs, positions))
 
     @classmethod
     def from_dmplex(cls, dm: Any, *, nodes: str = "vertices", positions: Any = None) -> Partition:
@@ -291,12 +291,12 @@ class Partition(Domain):
 
     @classmethod
     def _partition_replicated_graph(cls, comm: Any, read: Callable[[], WholeGraph]) -> Partition:
-        """Partition the graph that `read` returns. `read` returns the graph as arguments of `parse_whole_graph`.
-        Collective."""
+        """Partition the graph that `read` returns. `read` returns the graph as arguments of
+        `parse_replicated_graph_arguments`. Collective."""
         comm = _as_communicator(comm)
         rank, size = get_rank_and_size(comm)
-        given, chosen = parse_or_raise_on_all_ranks(comm, lambda: parse_whole_graph(size, *read()))
-        require_same_graph(comm, given, chosen)
+        given, chosen = parse_or_raise_on_all_ranks(comm, lambda: parse_replicated_graph_arguments(size, *read()))
+        require_same_graph_on_all_ranks(comm, given, chosen)
         senders, receivers = given.edges
         wanted = chosen[receivers] == rank
         if given.undirected:
@@ -336,11 +336,13 @@ class Partition(Domain):
         count = parse_count("ranks", ranks, "ranks")
         if count < 1:
             raise ConfigError("Partition.from_graph: ranks=0: give the number of ranks")
-        given, chosen = parse_whole_graph(count, nodes, edges, parts, method, positions, edge_features, undirected)
-        sizes = count_part_sizes(count, chosen, given.edges, bool(undirected))
+        given, chosen = parse_replicated_graph_arguments(
+            count, nodes, edges, parts, method, positions, edge_features, undirected
+        )
+        sizes = count_nodes_and_edges_per_part(count, chosen, given.edges, bool(undirected))
         features = 0 if given.edge_features is None else given.edge_features.shape[1]
         features += 0 if given.positions is None else given.positions.shape[1] + 1
-        return cls._from_part_sizes(sizes, rank % count, features)
+        return cls._from_hypothetical_part_sizes(sizes, rank % count, features)
 
     @classmethod
     def from_sizes(
@@ -370,7 +372,9 @@ class Partition(Domain):
             PartSizes(n, g, e, [((r - 1) % ranks, columns[2][r - 1])], [((r + 1) % ranks, g)])
             for r, (n, e, g) in enumerate(zip(*columns, strict=True))
         ]
-        return cls._from_part_sizes(sizes, rank % ranks, parse_count("edge_features", edge_features, "edge features"))
+        return cls._from_hypothetical_part_sizes(
+            sizes, rank % ranks, parse_count("edge_features", edge_features, "edge features")
+        )
 
     @classmethod
     def _make_partition(cls, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> Partition:
@@ -384,7 +388,7 @@ class Partition(Domain):
         The caller's arrays have only the first `rows` rows of these arguments. If `rows` is None, the arrays have all
         rows."""
         rank, size = get_rank_and_size(comm)
-        given = agree_on_argument_kinds(comm, parse_or_raise_on_all_ranks(comm, parse))
+        given = agree_on_optional_arguments(comm, parse_or_raise_on_all_ranks(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
         self._set_part(built.parts, rank, built.graph)
         self._routes, self._passed_edges = built.routes, -1 if given.undirected else given.edges.shape[1]
@@ -404,7 +408,9 @@ class Partition(Domain):
 
     def _make_joined_graph(self) -> LocalGraph:
         """Return the whole graph as a single process would hold it. Only its sizes are known."""
-        return LocalGraph.from_part_sizes(PartSizes(self.total_nodes, 0, self.total_edges), self.edge_feature_count)
+        return LocalGraph.from_part_sizes_without_data(
+            PartSizes(self.total_nodes, 0, self.total_edges), self.edge_feature_count
+        )
 
     def replace_edges(
         self, edges: Any, *, positions: Any = None, edge_features: Any = None, undirected: bool | None = None
@@ -433,7 +439,7 @@ class Partition(Domain):
             rows, mask = find_rows(numbers, table), np.arange(numbers.size) < own.size
             return parse_graph(numbers, mask, rows, positions, edge_features, undirected)
 
-        given = agree_on_argument_kinds(comm, parse_or_raise_on_all_ranks(comm, parse))
+        given = agree_on_optional_arguments(comm, parse_or_raise_on_all_ranks(comm, parse))
         built = build_local_graph(comm, self.rank, self.dims[0], given)
         self.graph.copy_attributes_from(built.graph)
         self._parts, self.total_edges = built.parts, sum(part.edges for part in built.parts)
@@ -518,11 +524,11 @@ class Partition(Domain):
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> NodeSamples:
         made = self.partition.partition_model(model)
         require_arrays_fit_local_part(made.model, lambda parts: (getattr(parts, "graph", self.graph).nodes,))
-        found = [getattr(layer, "parts", None) for _, layer in iterate_layers_with_rollout_nets(made.model)]
+        found = [getattr(layer, "parts", None) for _, layer in iterate_layers_including_rollout_nets(made.model)]
         graphs = dict.fromkeys([self.graph, *(parts.graph for parts in found if isinstance(parts, MeshPartition))])
         return NodeSamples(self, made.inputs, made.outputs, axes, tuple(graphs))
 
-    def all_gather_sample_sharing_ranks(self, mesh: Mesh, world: Communicator) -> SampleGroups:
+    def all_gather_rank_groups_by_sample(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         if mesh.domain not in ((), self.dims):
             raise ConfigError(f"Mesh(domain={mesh.domain}): the partition has {self.dims[0]} ranks; omit one of them")
         if self._comm is None:  # a dry run assumes that consecutive data ranks hold one mesh together
@@ -548,13 +554,13 @@ class Partition(Domain):
         -------
         Partition
         """
-        return self._from_part_sizes(self._parts, rank % self.dims[0], self.edge_feature_count)
+        return self._from_hypothetical_part_sizes(self._parts, rank % self.dims[0], self.edge_feature_count)
 
     @classmethod
-    def _from_part_sizes(cls, parts: Sequence[PartSizes], rank: int, edge_features: int) -> Partition:
+    def _from_hypothetical_part_sizes(cls, parts: Sequence[PartSizes], rank: int, edge_features: int) -> Partition:
         """Return the partition that the hypothetical rank `rank` would see. Arrays have rows for the owned nodes,
         followed by rows for the ghosts."""
-        made, graph = cls.__new__(cls), LocalGraph.from_part_sizes(parts[rank], edge_features)
+        made, graph = cls.__new__(cls), LocalGraph.from_part_sizes_without_data(parts[rank], edge_features)
         made._set_part(parts, rank, graph)
         made._owned_rows, made._local_rows, made._comm, made._free = np.arange(graph.nodes), graph.row_count, None, None
         return made

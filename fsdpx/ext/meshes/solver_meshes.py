@@ -14,7 +14,7 @@ from fsdpx.ext.meshes.graph_building import exchange_arrays, find_rows
 
 __all__ = [
     "SolverMesh", "exchange_facets_and_list_cell_edges", "get_meshio_points_and_edges", "list_edges_of_cells",
-    "read_dmplex", "read_dolfinx_space",
+    "read_dmplex", "read_graph_of_dolfinx_space",
 ]  # fmt: skip
 
 Table = np.ndarray
@@ -56,7 +56,7 @@ class SolverMesh(NamedTuple):
     facets: Table | None = None
 
 
-def read_dolfinx_space(V: Any, pairs: Sequence[tuple[int, int]] | None, positions: Any) -> SolverMesh:
+def read_graph_of_dolfinx_space(V: Any, pairs: Sequence[tuple[int, int]] | None, positions: Any) -> SolverMesh:
     """Return the graph of the dofs of a dolfinx function space. The arguments are the same as for
     `Partition.from_dolfinx`."""
     dofs, topology = V.dofmap.index_map, V.mesh.topology

@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx.errors import ConfigError
 from fsdpx.ext.meshes.local_graph import PartSizes
 
-__all__ = ["METHODS", "assign_parts", "count_part_sizes"]
+__all__ = ["METHODS", "assign_parts", "count_nodes_and_edges_per_part"]
 
 METHODS = ("coordinates", "metis")
 
@@ -30,7 +30,9 @@ def assign_parts(method: str, parts: int, nodes: int, edges: np.ndarray, positio
     return found
 
 
-def count_part_sizes(ranks: int, parts: np.ndarray, edges: np.ndarray, undirected: bool) -> tuple[PartSizes, ...]:
+def count_nodes_and_edges_per_part(
+    ranks: int, parts: np.ndarray, edges: np.ndarray, undirected: bool
+) -> tuple[PartSizes, ...]:
     """Return the sizes of each rank's part. `parts` contains the rank of each node, and `edges`, (2, edges), the node
     numbers of each edge."""
     nodes = parts.size

@@ -43,7 +43,7 @@ from fsdpx.nn.shard_specs import (
 
 __all__ = [
     "MoE", "RoutingChoice", "ShardedMoE", "add_expert_gradients", "apply_experts", "apply_experts_backward",
-    "compute_balance_gradients", "compute_router_logits_gradient", "require_valid_input", "route_rows",
+    "choose_experts_for_rows", "compute_balance_gradients", "compute_router_logits_gradient", "require_valid_input",
     "tally_expert_choices",
 ]  # fmt: skip
 
@@ -134,7 +134,7 @@ class MoE(Layer):
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         require_valid_input(self, x, self.d_model, self.balance)
         xp, rows = env.xp, as_rows(x)
-        chosen = route_rows(xp, rows, p["router"], self.active)
+        chosen = choose_experts_for_rows(xp, rows, p["router"], self.active)
         routes = self._group_choices_by_expert(xp, chosen.experts)
         if self.part or env.mesh.tensor.rank == 0:
             counts = [len(at) for at in routes]
@@ -203,7 +203,7 @@ def require_valid_input(layer: Layer, x: Array, d_model: int, balance: float) ->
         raise ConfigError(f"{layer!r}: balance does not know by how much float16 scales the loss: use bf16")
 
 
-def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoice:
+def choose_experts_for_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoice:
     """Choose the `active` experts with the largest logits for each row (token). The logits are `rows @ weight.T`."""
     logits = linear_forward(xp, rows, weight, None)
     best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
@@ -335,7 +335,7 @@ class ShardedMoE(Layer):
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         require_valid_input(self, x, self.d_model, self.balance)
         xp, own = env.xp, self._select_rows_of_rank(env, as_rows(x))
-        chosen = route_rows(xp, own, p["router"], self.active)
+        chosen = choose_experts_for_rows(xp, own, p["router"], self.active)
         routing = self._all_gather_row_counts_and_make_routing(env, chosen.experts)
         arrived = self._all_to_all_to_experts(env, routing, own[routing.order // self.active], "rows for experts")
         weights = self._all_to_all_to_experts(

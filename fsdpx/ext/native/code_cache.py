@@ -176,7 +176,7 @@ def _load_machine_code_from_bytes(
 ) -> Callable[..., Any] | None:
     """Load machine code into memory, and return it as a Python builtin function. Return None if a symbol that the code
     needs does not exist."""
-    found = {name: _find_object_or_function_address(name) for _, name in outside}
+    found = {name: _find_python_object_or_c_function_address(name) for _, name in outside}
     if None in found.values():
         return None
     memory = mmap.mmap(-1, len(data), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -196,7 +196,7 @@ def _load_machine_code_from_bytes(
 
 
 @functools.cache
-def _find_object_or_function_address(name: str) -> int | None:
+def _find_python_object_or_c_function_address(name: str) -> int | None:
     """Return the address of a Python object, such as "builtins.int" or "dtype.float32", or of a C function. Return None
     if there is no such function."""
     module, _, rest = name.partition(".")

@@ -31,9 +31,9 @@ __all__ = [
     "RankTrace",
     "TraceGroups",
     "TraceHeader",
+    "convert_program_record_to_events",
     "get_trace_file_name",
-    "list_action_events",
-    "list_trace_events",
+    "list_trace_events_of_rank",
     "list_wait_events",
     "merge_traces",
     "read_traces",
@@ -74,7 +74,7 @@ class TraceGroups:
         return (verb.lane, self.groups[verb.lane], record.number, kind, action.unit, action.mb, time)
 
 
-def list_action_events(record: ProgramRecord, place: TraceGroups) -> list[ActionEvent]:
+def convert_program_record_to_events(record: ProgramRecord, place: TraceGroups) -> list[ActionEvent]:
     """Return one event per action of a recorded program, in program order.
 
     An event begins when the inputs of the action are available. A computation ends when its call returns, and a
@@ -209,7 +209,7 @@ def write_trace(
     _write_gzip_json(
         path,
         {
-            "traceEvents": list_trace_events(header, records, place, after),
+            "traceEvents": list_trace_events_of_rank(header, records, place, after),
             "displayTimeUnit": "ms",
             "fsdpx": asdict(header),
         },
@@ -223,12 +223,12 @@ def write_simulated_trace(path: Path, ranks: Sequence[tuple[TraceHeader, Program
     events = [
         {**event, "pid": event["pid"] + SIMULATED_PID_OFFSET}
         for one in ranks
-        for event in list_trace_events(one[0], [one[1]], one[2])
+        for event in list_trace_events_of_rank(one[0], [one[1]], one[2])
     ]
     _write_gzip_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def list_trace_events(
+def list_trace_events_of_rank(
     header: TraceHeader, records: Sequence[ProgramRecord], place: TraceGroups, after: Iterable[OutsideSpan] = ()
 ) -> list[JSON]:
     """Return the trace events of one rank: slices (of steps, actions, layers, waits and transfers), arrows (for
@@ -238,7 +238,7 @@ def list_trace_events(
         if not record.actions:
             continue
         lanes.add_outside_spans(record.before, record.number)
-        events = list_action_events(record, place)
+        events = convert_program_record_to_events(record, place)
         lanes.add_step(record, max(event.end for event in events))
         for wait in list_wait_events(record, events):
             lanes.add_wait(wait)

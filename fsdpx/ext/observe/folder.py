@@ -21,7 +21,7 @@ from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.base.version import __version__, get_package_version
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.errors import ConfigError, FsdpxError
-from fsdpx.ext.observe.plots import draw_training_curves, explain_if_matplotlib_is_missing
+from fsdpx.ext.observe.plots import draw_training_curves, format_missing_matplotlib_message
 
 __all__ = [
     "RUNS",
@@ -87,7 +87,7 @@ class RunFolder:
         before it wrote either."""
         return bool(self.read_metrics()) or find_newest_checkpoint(self.checkpoint_folder) is not None
 
-    def belongs_to_one_of(self, jobs: Sequence[str]) -> bool:
+    def is_begun_or_resumed_by_any_job(self, jobs: Sequence[str]) -> bool:
         """Return whether one of these jobs began or resumed the run.
 
         Parameters
@@ -213,7 +213,7 @@ class RunFolder:
     def draw_curve(self) -> bool:
         """Plot losses and throughput over steps, and save the plot as curve.png. Returns False if Matplotlib is
         missing. Call this on one rank."""
-        if explain_if_matplotlib_is_missing():
+        if format_missing_matplotlib_message():
             return False
         draw_training_curves(self.read_metrics()).savefig(self.curve_path, dpi=120)
         return True
@@ -258,7 +258,7 @@ def agree_on_run_folder_and_last_arguments(
             [RunFolder(path.parent) for path in RUNS.glob(f"{name}-*/config.json")],
         )
         named = [RunFolder(Path(given))] if given else known
-        if job.restart and (ours := [one for one in named if one.belongs_to_one_of(job.job_names)]):
+        if job.restart and (ours := [one for one in named if one.is_begun_or_resumed_by_any_job(job.job_names)]):
             folder = max(ours, key=lambda one: (one.start_time, one.path))
             return folder, folder.read_arguments()
         if not resume:

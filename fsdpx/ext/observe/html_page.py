@@ -68,7 +68,7 @@ def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
     matrix, spans, steps = [[0.0] * size for _ in ranks], list[RankSpans](), 0
     for n, one in enumerate(ranks):
         transferring = 0.0
-        for key, begin, end, stops in _iterate_waits(one):
+        for key, begin, end, stops in _iterate_waits_of_rank(one):
             late, who = last.get(key, (begin, n))
             came = min(max(late, begin), end)
             if who != n:
@@ -90,7 +90,7 @@ def _iterate_transfer_times(one: RankTrace) -> Iterator[tuple[str, float, float,
             yield (key, *_get_rank0_span(one, event), bool(event["args"]["stops"]))
 
 
-def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
+def _iterate_waits_of_rank(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
     """Yield each wait of a rank, as (key of the transfer, begin, end, whether the rank was blocked inside the
     transfer).
 
@@ -131,7 +131,7 @@ def write_report_page(folder: RunFolder) -> str:
         texts, name = dict(iterate_page_sections(folder, traces)), escape(folder.path.resolve().name)
         drawn = (
             []
-            if plots.explain_if_matplotlib_is_missing()
+            if plots.format_missing_matplotlib_message()
             else [_embed_image(figure) for figure in _iterate_figures(folder, traces)]
         )
     blocks = [f"<h2>{escape(title)}</h2><pre>{escape(text)}</pre>" for title, text in texts.items()]

@@ -21,7 +21,7 @@ __all__ = [
     "draw_scaling",
     "draw_steps",
     "draw_training_curves",
-    "explain_if_matplotlib_is_missing",
+    "format_missing_matplotlib_message",
     "get_color",
     "make_step_figure",
     "save_figure",
@@ -86,10 +86,10 @@ class StepLanes:
     @property
     def peak_bytes(self) -> float:
         """Peak memory over all rows, in bytes."""
-        return max((max(_stack_memory(held)[1][-1][1]) for held in self.held if held), default=0.0)
+        return max((max(_compute_stacked_memory_areas(held)[1][-1][1]) for held in self.held if held), default=0.0)
 
     @property
-    def memory_scale_bytes(self) -> float:
+    def memory_axis_top_bytes(self) -> float:
         """Number of bytes at the top of the memory scale: the larger of the peak and the limit, or just the peak if the
         limit is far above it."""
         return (
@@ -127,7 +127,7 @@ def _is_compute(event: ActionEvent) -> bool:
     return VERBS[event.action.op].lane == "compute" and event.end > event.start
 
 
-def explain_if_matplotlib_is_missing() -> str:
+def format_missing_matplotlib_message() -> str:
     """Return a message that explains why plots cannot be drawn and how to install Matplotlib, or "" if it is installed.
     """
     try:
@@ -144,7 +144,7 @@ def require_writable_picture(option: str, path: str | Path) -> None:
     Checks that Matplotlib is installed, that the file format is supported, and that the folder exists and is writable.
     `option` is the name of the command-line option, for the message."""
     path = expanduser(path)
-    if why := explain_if_matplotlib_is_missing():
+    if why := format_missing_matplotlib_message():
         raise ConfigError(f"{option} {path}: {why}")
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -198,7 +198,7 @@ def make_step_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
 
     Each row shows computations, the transfers below them, and memory by kind. Where a rank waited, an arrow leads from
     the transfer that ended the wait to the end of the wait. Raises ConfigError without Matplotlib."""
-    if why := explain_if_matplotlib_is_missing():
+    if why := format_missing_matplotlib_message():
         raise ConfigError(f"draw: {why}")
     heights = [TITLE + sum(map(panel.compute_row_height, range(len(panel.names)))) for panel in panels]
     legend = LEGEND * (
@@ -206,7 +206,7 @@ def make_step_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
     )
     found = _make_blank_figure(WIDTH, whole := legend + sum(heights) + FOOT)
     found.set_facecolor(get_color("page", theme))
-    last, most = max(panel.end_time for panel in panels), max(panel.memory_scale_bytes for panel in panels)
+    last, most = max(panel.end_time for panel in panels), max(panel.memory_axis_top_bytes for panel in panels)
     at = whole - legend
     for panel, height in zip(panels, heights, strict=True):
         at -= height
@@ -273,7 +273,7 @@ def _iterate_idle_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
             free = max(free, end)
 
 
-def _stack_memory(
+def _compute_stacked_memory_areas(
     held: Mapping[str, Sequence[tuple[float, float]]],
 ) -> tuple[list[float], list[tuple[str, list[float]]]]:
     """Return the data of a stacked area chart of memory: the times at which memory changes, and (kind, stacked bytes)
@@ -397,7 +397,7 @@ class _PanelDrawing:
     def draw_memory(self, held: Mapping[str, Sequence[tuple[float, float]]], bottom: float) -> None:
         """Draw the memory of a row by kind, label the peak, and label the kinds where there is room."""
         scale = BAND / self.most
-        times, stack = _stack_memory(held)
+        times, stack = _compute_stacked_memory_areas(held)
         times, below = [*times, self.panel.end_time], [0.0] * len(times)
         for kind, tops in stack:
             low, high = ([bottom + nbytes * scale for nbytes in (*row, row[-1])] for row in (below, tops))

@@ -202,7 +202,7 @@ class _SlotTensors:
         if slot.kind in ("mean", "scale"):
             yield from self._iterate_numbers(value)
         elif slot.kind in ("act", "dact"):
-            yield from self._iterate_activation(slot, value)
+            yield from self._iterate_activation_with_sample_positions(slot, value)
         elif slot.kind == "full" and isinstance(value, dict):
             for f in place.layout.pages[slot.at or 0].fields:
                 if hasattr(value.get(f.name), "reshape"):
@@ -226,7 +226,7 @@ class _SlotTensors:
         if isinstance(value, GradientScale):
             yield "factor of all gradients", (), ((0, 1),), np.float64(value.factor), True
 
-    def _iterate_activation(self, slot: Slot, value: Any) -> Iterator[Part]:
+    def _iterate_activation_with_sample_positions(self, slot: Slot, value: Any) -> Iterator[Part]:
         """Yield an activation, with the positions of this rank's samples in the global batch."""
         place, batch = self.engine.placement, self.engine.batch
         own = batch[slot.mb or 0] if slot.mb is not None and slot.mb < len(batch) else None

@@ -24,7 +24,12 @@ from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TieGroup
 from fsdpx.core.trainer.call_runner import CallRunner
 from fsdpx.ext.observe.recording import LayerTime, find_timeline_recorder
-from fsdpx.ext.observe.routing import ExpertLoad, format_expert_load, sum_expert_load, summarize_expert_load
+from fsdpx.ext.observe.routing import (
+    ExpertLoad,
+    format_expert_load,
+    make_expert_load_by_layer,
+    sum_expert_load_over_ranks,
+)
 
 __all__ = [
     "Report",
@@ -32,7 +37,7 @@ __all__ = [
     "format_transfer_name",
     "gather_summary",
     "get_sizes_for_traffic_prediction",
-    "make_report",
+    "make_report_of_rank",
 ]
 
 NO_TIMINGS = VerbTimings()
@@ -76,7 +81,7 @@ class ReportSummary:
     @property
     def expert_load(self) -> dict[str, ExpertLoad]:
         """Path of each mixture-of-experts layer -> load of its experts, summed over all ranks."""
-        return sum_expert_load(report.routing for report in self.reports)
+        return sum_expert_load_over_ranks(report.routing for report in self.reports)
 
     def list_timings_of_verb(self, verb: str) -> list[VerbTimings]:
         """Return the timings of one kind of action, such as all-gathers, on each rank.
@@ -92,7 +97,7 @@ class ReportSummary:
         """
         return [report.times.get(verb, NO_TIMINGS) for report in self.reports]
 
-    def compute_bandwidth(self, verb: str) -> float | None:
+    def compute_mean_bandwidth_of_verb(self, verb: str) -> float | None:
         """Return the bandwidth of one kind of transfer, averaged over the ranks and over the time when these transfers
         are pending.
 
@@ -137,7 +142,7 @@ class ReportSummary:
             seconds = [one.seconds for one in spent]
             moved, rate, hidden = (
                 sum(one.nbytes for one in spent),
-                self.compute_bandwidth(verb),
+                self.compute_mean_bandwidth_of_verb(verb),
                 self.compute_hidden_share(verb),
             )
             rows.append(
@@ -412,7 +417,7 @@ def format_transfer_name(axis: str, call: str) -> str:
     return f"{call}, {axis}" if axis == "disk" else f"{call.replace('_', '-')} over {axis}"
 
 
-def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
+def make_report_of_rank(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
     """Return the report of this rank.
 
     `programs` lists (program, number of runs) for each program of a step, or of a round of local steps."""
@@ -428,7 +433,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
         units=len(place.layout.units),
         traffic=counted,
         predicted=predicted,
-        routing=summarize_expert_load(place.axes.counters.tallies),
+        routing=make_expert_load_by_layer(place.axes.counters.tallies),
         per="step" if (every := sum(times for _, times in programs)) == 1 else f"round of {every} steps",
         memory=state.count_bytes_by_kind(),
         disk=state.ledger.count_offloaded_bytes_by_kind(),
@@ -436,7 +441,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
         times=clock.get_timings(),
         overlap={axis: 1.0 - busy / in_flight for axis, (in_flight, busy) in clock.in_flight.items() if in_flight > 0},
         seconds=perf_counter() - clock.start,
-        reduces=list(_iterate_compressed_reduces(engine)),
+        reduces=list(_iterate_compressed_reduce_reports(engine)),
         layers={} if traced is None else dict(traced.layers),
         disk_seconds=state.storage.busy_seconds,
         high_water={
@@ -460,7 +465,7 @@ def _is_whole_model_one_unit(place: Placement) -> bool:
 def gather_summary(host: CallRunner) -> ReportSummary:
     """Gather the reports of all ranks, for `trainer.inspect.gather_summary`. Collective."""
     host.agree_on_call("gather_summary")
-    mine = make_report(host.session.engine, host.session.round_programs).with_footprint()
+    mine = make_report_of_rank(host.session.engine, host.session.round_programs).with_footprint()
     return ReportSummary(tuple(host.world.all_gather_value(mine)))
 
 
@@ -477,7 +482,7 @@ def _format_saved_share(sent: int, plain: int) -> str:
     return f"{100 * (1 - sent / plain):.1f} %" if plain else ""
 
 
-def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
+def _iterate_compressed_reduce_reports(engine: Engine) -> Iterator[ReduceReport]:
     """Yield a report on each gradient reduction that a codec compresses."""
     place, plain = engine.placement, CodecRoute(NoCompression(), NoCompression())
     itemsize = place.formats.gradients.itemsize

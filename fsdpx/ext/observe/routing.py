@@ -15,8 +15,8 @@ __all__ = [
     "ExpertLoadMetrics",
     "format_expert_load",
     "gather_expert_load",
-    "sum_expert_load",
-    "summarize_expert_load",
+    "make_expert_load_by_layer",
+    "sum_expert_load_over_ranks",
 ]
 
 METRICS = ("expert_imbalance", "expert_dropped")
@@ -86,7 +86,7 @@ class ExpertLoad:
         return sum(self.chosen) / len(self.chosen)
 
 
-def summarize_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
+def make_expert_load_by_layer(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
     """Return a dict from layer path to the load of the layer's experts on one rank.
 
     `tallies` maps the path of a layer to its counters: how often each expert was chosen, then how many choices were
@@ -94,7 +94,7 @@ def summarize_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, Exp
     return {path: ExpertLoad(tuple(chosen), (computed,)) for path, (*chosen, computed) in tallies.items()}
 
 
-def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, ExpertLoad]:
+def sum_expert_load_over_ranks(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, ExpertLoad]:
     """Return a dict from layer path to the load of the layer's experts, summed over all ranks."""
     found: dict[str, ExpertLoad] = {}
     for each in ranks:
@@ -142,4 +142,6 @@ def gather_expert_load(host: CallRunner) -> dict[str, ExpertLoad]:
     """Gather the expert loads of all ranks and return their sums, for `trainer.inspect.gather_expert_load`.
     Collective."""
     host.agree_on_call("gather_expert_load")
-    return sum_expert_load(host.world.all_gather_value(summarize_expert_load(host.placement.axes.counters.tallies)))
+    return sum_expert_load_over_ranks(
+        host.world.all_gather_value(make_expert_load_by_layer(host.placement.axes.counters.tallies))
+    )

@@ -35,7 +35,7 @@ class TraceWriter(Observer):
         engine.add_observer(self._recording)
         engine.add_observer(self)
         if self._axes.world.rank == 0:
-            weakref.finalize(self, _print_if_trace_lost, self._recording, self.folder)
+            weakref.finalize(self, _warn_if_trace_is_never_written, self._recording, self.folder)
 
     def write_files(self) -> None:
         """Write the recorded steps of each rank to its own trace file. Raises ConfigError on all ranks if any rank
@@ -102,7 +102,7 @@ class TraceWriter(Observer):
         return next(record for record in records if record.number == common[len(common) // 2])
 
 
-def _print_if_trace_lost(recording: TimelineRecorder, folder: Path) -> None:
+def _warn_if_trace_is_never_written(recording: TimelineRecorder, folder: Path) -> None:
     """Print a warning if the trainer is garbage-collected or the process ends before the recorded steps are written.
 
     At that point it is too late to write them, because a trace file needs the clocks of all ranks."""

@@ -324,7 +324,7 @@ class SpilledValue:
     roots: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
 
-    def restore_value(self, memory: list[Any]) -> Any:
+    def rebuild_value_from_memory(self, memory: list[Any]) -> Any:
         """Return the activation, with its large arrays in the memory blocks `memory`, which were read back from disk.
         """
         return _map_leaves(

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot, Stage, list_action_slots
-from fsdpx.core.program.passes import select_entries_to_prefetch
+from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot, Stage, get_buffer_slots_of_action
+from fsdpx.core.program.passes import append_entries_to_prefetch
 from fsdpx.core.state.storage import StoredSlots
 
 __all__ = [
@@ -51,7 +51,7 @@ def insert_disk_transfers_of_records(actions: Actions, request: ProgramRequest) 
     records = list_records(stage)
     for kind in dict.fromkeys(record.kind for record in records):
         numbers = {record.at: n for n, record in enumerate(records) if record.kind == kind}
-        slots = [list_action_slots(action, stage, request.microbatches) for action in actions]
+        slots = [get_buffer_slots_of_action(action, stage, request.microbatches) for action in actions]
         actions = _RecordCache(kind, numbers, request.ahead).insert_transfer_actions(actions, slots)
     return actions
 
@@ -82,7 +82,7 @@ class _RecordCache:
         """Return the actions with transfers inserted, so that the records that each action needs are in memory when it
         runs."""
         wanted = [self._select_record_slots((*s.takes, *s.reads, *s.adds)) for s in slots]
-        needs = _list_slots_needed_in_memory(
+        needs = _list_slots_needed_in_memory_per_action(
             actions, slots, [[*w, *self._select_record_slots(s.gives)] for w, s in zip(wanted, slots, strict=True)]
         )
         first, self.last = (
@@ -92,13 +92,13 @@ class _RecordCache:
         for i, action in enumerate(actions):
             if needs[i] or i == first:
                 self._insert_evicts_and_fetches_for_window(
-                    i, select_entries_to_prefetch(needs[i], wanted[i + 1 :], self.ahead)
+                    i, append_entries_to_prefetch(needs[i], wanted[i + 1 :], self.ahead)
                 )
             self.result.append(action)
             self.there |= dict.fromkeys(self._select_record_slots((*slots[i].adds, *slots[i].gives)), True)
             for slot in self._select_record_slots(slots[i].takes):
                 self.there.pop(slot, None)
-        self._store_changed_and_evict_slots([slot for slot in self.there if slot.mb is None])
+        self._add_store_or_evict_actions([slot for slot in self.there if slot.mb is None])
         self._add_waits_for_writes(0)
         return self.result
 
@@ -110,7 +110,7 @@ class _RecordCache:
         the records that this action and the next actions need.
         """
         gone = [slot for slot in self.there if slot not in window]
-        self._store_changed_and_evict_slots(
+        self._add_store_or_evict_actions(
             [slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= action_index]
         )
         self._add_waits_for_writes(self.ahead)
@@ -123,7 +123,7 @@ class _RecordCache:
             self.stored.discard(slot)
             self.there[slot] = False
 
-    def _store_changed_and_evict_slots(self, slots: Sequence[Slot]) -> None:
+    def _add_store_or_evict_actions(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             changed = self.there.pop(slot)
             self._add_action("STORE" if changed else "EVICT", slot)
@@ -140,7 +140,7 @@ class _RecordCache:
         self.result.append(Action(op, self.numbers[slot.at], slot.mb))
 
 
-def _list_slots_needed_in_memory(
+def _list_slots_needed_in_memory_per_action(
     actions: Actions, slots: Sequence[ActionSlots], needs: Sequence[Sequence[Slot]]
 ) -> list[list[Slot]]:
     """Return the records that must be in memory while each action runs: the records that the action needs, and the

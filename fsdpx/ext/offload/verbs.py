@@ -51,7 +51,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
 
         def get_value() -> Any:
             if not made:
-                made.append(spilled.restore_value(memory))
+                made.append(spilled.rebuild_value_from_memory(memory))
             return made[0]
 
         run.placement.axes.counters.add_calls("disk", "read", sum(spilled.sizes))

@@ -207,7 +207,7 @@ class FlightRecord:
     def last_action(self) -> FlightAction | None:
         return self.entries[-1] if self.entries else None
 
-    def describe_action(self, now: float) -> str:
+    def describe_latest_action(self, now: float) -> str:
         """Return a description of the current or last action of the rank. `now` is in seconds since 1970."""
         last = self.last_action
         if last is None:

@@ -86,10 +86,10 @@ def format_hang_report(
     for flight in flights.values():
         if flight.rank in silent:
             lines.append(
-                f"  rank {flight.rank} {describe_lost_rank(flight, host)}; it was {flight.describe_action(now)}"
+                f"  rank {flight.rank} {describe_lost_rank(flight, host)}; it was {flight.describe_latest_action(now)}"
             )
         elif not flight.since:
-            lines.append(f"  rank {flight.rank} is {flight.describe_action(now)}; it stands at")
+            lines.append(f"  rank {flight.rank} is {flight.describe_latest_action(now)}; it stands at")
             lines += ["      " + line for line in flight.what.splitlines()[1:] or ["no stack"]]
     missing = [rank for rank in range(ranks) if rank not in flights]
     if missing:
@@ -103,7 +103,7 @@ def _describe_action_and_script_line(flight: FlightRecord, now: float) -> str:
     line = flight.what.partition("\n")[0]
     if line and (flight.last_action is None or flight.last_action.end):
         return line
-    return flight.describe_action(now) + (f", {line}" if line else "")
+    return flight.describe_latest_action(now) + (f", {line}" if line else "")
 
 
 def _describe_wait(flight: FlightRecord) -> str:

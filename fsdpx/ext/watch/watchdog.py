@@ -285,7 +285,7 @@ class Watchdog:
             if waited_seconds >= LATE_SECONDS and not self._can_others_survive()
             else {}
         )
-        hung = self._is_hung(flights, waited_seconds)
+        hung = self._is_this_rank_hung(flights, waited_seconds)
         if gone is None and not calls and not hung:
             self._hung_since = math.inf
             return
@@ -307,7 +307,7 @@ class Watchdog:
         """Return whether the watchdog of another rank has stopped polling."""
         return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._poll_seconds, SILENT_SECONDS)
 
-    def _is_hung(self, flights: dict[int, FlightRecord], waited_seconds: float) -> bool:
+    def _is_this_rank_hung(self, flights: dict[int, FlightRecord], waited_seconds: float) -> bool:
         """Return whether this rank is hung: it has waited for `waited_seconds`, and no rank on this host has made
         progress for the duration of the timeout."""
         if self._report_requested.is_set():
@@ -372,7 +372,7 @@ class Watchdog:
             whole = read_record(self._get_record_path(flight.rank)) or flight
             flush_and_write_stderr(
                 f"fsdpx watchdog: rank {flight.rank} {fate} and all wait for it since {self.timeout:g} s: it counts as "
-                f"dead. It was {whole.describe_action(time.time())}\n"
+                f"dead. It was {whole.describe_latest_action(time.time())}\n"
             )
             self._get_record_path(flight.rank).unlink(missing_ok=True)
             os.kill(flight.process, signal.SIGKILL)

@@ -117,7 +117,7 @@ class ModelReader:
             last = np.zeros(len(self.own_texts), np.int64)
         self.begins = begins
         feed = self.session.make_predict_inputs_from_tokens(tokens, self.own_texts.start, self.cache)
-        (found,) = self.session.all_gather_outputs_of_batch(self.session.run_program("predict", feed), feed)
+        (found,) = self.session.gather_outputs_over_tensor_and_pipeline(self.session.run_program("predict", feed), feed)
         return np.asarray(to_host(found[np.arange(last.size), last]), np.float64)
 
 

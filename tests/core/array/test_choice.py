@@ -17,7 +17,7 @@ from fsdpx.errors import ConfigError
 
 
 def test_compiled_code_has_the_name_of_a_kernel():
-    names = {*choice.load_compiled_kernels()}
+    names = {*choice.import_all_compiled_kernels()}
     assert {"gelu", "store"} < names <= {*KERNELS, "normal"}  # that one is called by `array.random`
 
 

@@ -27,10 +27,10 @@ def ready():
 @pytest.mark.parametrize("dtype", few(["float32", "float64", "bf16"], 3))
 def test_warm_reaches_every_compiled_kernel(dtype):
     """But what numbers and the optimizer call, by name: initial values come first, and `engine.warm` takes a step."""
-    bodies, reached = {body.__code__: name for name, body in choice.load_compiled_kernels().items()}, set()
+    bodies, reached = {body.__code__: name for name, body in choice.import_all_compiled_kernels().items()}, set()
     sys.setprofile(lambda frame, event, argument: reached.add(bodies.get(frame.f_code)))
     try:
-        warm_up_kernels([*choice.load_compiled_kernels(), *OTHER_WARMUPS], parse_dtype(dtype))
+        warm_up_kernels([*choice.import_all_compiled_kernels(), *OTHER_WARMUPS], parse_dtype(dtype))
     finally:
         sys.setprofile(None)
     assert {*bodies.values()} - reached == {"normal", "round_randomly"}
@@ -55,7 +55,7 @@ def test_a_kernel_is_the_same_code_whoever_asked_for_it_first():
         "import sys; from fsdpx.core.array.kernels import choice; choice.get_implementation_name('unknown')\n"
         "print(*(name for name in sys.argv[1:] if choice.get_implementation_name(name) == 'numba'))"
     )
-    names = sorted(n for n in choice.load_compiled_kernels() if choice.FILES[n].startswith("fsdpx.core."))
+    names = sorted(n for n in choice.import_all_compiled_kernels() if choice.FILES[n].startswith("fsdpx.core."))
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == names
 
@@ -88,7 +88,7 @@ def test_a_step_finds_all_kernels_warm(precision):
         + """
 import warnings
 from fsdpx import nn, optim
-from fsdpx.core.engine.warmup import run_warm_up_calls_from_own_start, list_warm_up_calls
+from fsdpx.core.engine.warmup import run_warm_up_calls_in_rotated_order, list_warm_up_calls
 from fsdpx.nn.layer import list_kernels
 warnings.filterwarnings("ignore", "fsdpx: bf16 is computed as float32")  # on processors without instructions for it
 block = nn.TransformerBlock(8, 2, dropout=0.1)
@@ -98,7 +98,7 @@ loss, optimizer = nn.CrossEntropyLoss(), optim.LAMB()
 trainer = model.as_distributed(loss=loss, optimizer=optimizer, clip_norm=1.0, precision=precision, backend="fake")
 dtypes = trainer.inspect.placement.formats.compute, "float32", "float32"
 calls = list_warm_up_calls([*list_kernels(model), *loss.kernel_names], [optimizer], dtypes, True)
-run_warm_up_calls_from_own_start(calls)
+run_warm_up_calls_in_rotated_order(calls)
 before = ready()
 x = np.zeros((3, 4), int)
 trainer.step(x, x)

@@ -15,7 +15,7 @@ from fsdpx.__main__ import main
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.config import Precision, normalize_half_name, parse_byte_count, resolve_precision
 from fsdpx.core.comm.local import make_single_rank_communicator
-from fsdpx.core.compression import make_codec
+from fsdpx.core.compression import make_gradient_codec
 from fsdpx.errors import ConfigError
 
 HALVES = {"float16": np.float16, "fp16": np.float16, "bf16": ml_dtypes.bfloat16, "bfloat16": ml_dtypes.bfloat16}
@@ -58,7 +58,7 @@ def test_a_16_bit_format_has_one_name_everywhere(name: str, tmp_path: Path) -> N
     assert parse_dtype(Precision(param=name, reduce=name).parameter_wire_dtype) == wanted
     assert Precision(param=name) == Precision(param={"fp16": "float16", "bfloat16": "bf16"}.get(name, name))
     assert parse_dtype(resolve_precision(name).parameter_wire_dtype) == wanted
-    assert make_codec(name, "float32", "float32").dtype == wanted
+    assert make_gradient_codec(name, "float32", "float32").dtype == wanted
     made = trainer(precision=Precision(param=name), compression=name)
     assert made.inspect.placement.formats.wire == wanted
     assert Precision(compute=name) == Precision(compute=normalize_half_name(name))

@@ -18,7 +18,12 @@ from reading import count_code_lines
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.base import extensions
-from fsdpx.core.base.extensions import EXTENSIONS, import_extension, import_extension_if_declared, list_extensions
+from fsdpx.core.base.extensions import (
+    EXTENSIONS,
+    import_declared_extension,
+    import_extension_if_declared,
+    list_extensions,
+)
 from fsdpx.core.comm import Communicator, open_world, spawn
 from fsdpx.errors import ConfigError
 
@@ -65,9 +70,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs-of-fsdpx\nVersion: 1\n")
     (info / "entry_points.txt").write_text(POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    extensions._load_entry_points.cache_clear()
+    extensions._read_entry_points_of_kind.cache_clear()
     yield
-    extensions._load_entry_points.cache_clear()
+    extensions._read_entry_points_of_kind.cache_clear()
 
 
 def _trained(codec: str) -> np.ndarray:
@@ -95,7 +100,7 @@ def test_the_codec_of_an_installed_package_is_found_by_its_name() -> None:
 @needs("compression")
 @pytest.mark.usefixtures("installed")
 def test_a_package_does_not_replace_what_is_ours() -> None:
-    assert import_extension("codec", "int8") is fsdpx.Int8
+    assert import_declared_extension("codec", "int8") is fsdpx.Int8
 
 
 @pytest.mark.usefixtures("installed")
@@ -157,7 +162,7 @@ def test_an_extension_that_another_one_needs_is_named(tmp_path: Path, monkeypatc
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown ranks 'elastc': choose one of elastic"):
-        import_extension("ranks", "elastc")
+        import_declared_extension("ranks", "elastc")
 
 
 NAMES = "asynchronous compression coupling elastic fields gloo interop lora meshes moe observe offload watch"

@@ -141,7 +141,7 @@ def own_speed() -> dict[str, Program]:
     pairs = ("push", "frozen"), ("mix", "tied")
     pushed = {f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in pairs}
     return pushed | {
-        f"step-tied-rounds-{n}": compile(replace(step, sync=outer.sync_rules)) for n, outer in found.items()
+        f"step-tied-rounds-{n}": compile(replace(step, sync=outer.communication_rules)) for n, outer in found.items()
     }
 
 

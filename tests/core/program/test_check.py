@@ -28,7 +28,7 @@ from fsdpx.core.program import (
     count_traffic,
     find_lifetimes,
     get_buffer_slot,
-    list_action_slots,
+    get_buffer_slots_of_action,
     make_stages,
     parse_actions,
 )
@@ -180,19 +180,19 @@ def test_every_kind_of_the_table_is_a_kind_of_slot() -> None:
 
 
 def test_a_forward_moves_statistics_and_a_backward_reads_them() -> None:
-    forward, backward = (list_action_slots(Action(op, 1, 0), STAGE, 1) for op in "FB")
+    forward, backward = (get_buffer_slots_of_action(Action(op, 1, 0), STAGE, 1) for op in "FB")
     assert texts(forward.gives) == ["act2.0", "saved1.0"]
     assert texts(forward.adds) == ["stats1"]
     assert texts(backward.reads) == ["full1", "full2", "stats1"]
     assert texts(backward.adds) == ["grad2", "dact1.0"]
-    assert list_action_slots(Action("F", 0, 0), STAGE, 1).adds == ()
-    assert texts(list_action_slots(Action("E", 1, 0), STAGE, 1).reads) == ["full1", "full2", "stats1"]
+    assert get_buffer_slots_of_action(Action("F", 0, 0), STAGE, 1).adds == ()
+    assert texts(get_buffer_slots_of_action(Action("E", 1, 0), STAGE, 1).reads) == ["full1", "full2", "stats1"]
 
 
 def test_a_reduce_touches_the_part_and_the_memory_of_its_codec() -> None:
-    assert texts(list_action_slots(Action("REDUCE", 2), STAGE, 1).adds) == ["part2", "memory2"]
-    assert texts(list_action_slots(Action("REDUCE", 0), STAGE, 1).adds) == ["part0"]
-    assert texts(list_action_slots(Action("UPDATE", 2), STAGE, 1).adds) == ["shard2", "slots2"]
+    assert texts(get_buffer_slots_of_action(Action("REDUCE", 2), STAGE, 1).adds) == ["part2", "memory2"]
+    assert texts(get_buffer_slots_of_action(Action("REDUCE", 0), STAGE, 1).adds) == ["part0"]
+    assert texts(get_buffer_slots_of_action(Action("UPDATE", 2), STAGE, 1).adds) == ["shard2", "slots2"]
 
 
 @pytest.mark.parametrize("kind", ["step", "local", "update", "predict", "backward"])

@@ -11,8 +11,8 @@ from fsdpx.core.program import (
     ActionTimes,
     Program,
     check,
-    check_pipe,
     make_stages,
+    require_pipeline_programs_finish,
     simulate_programs,
 )
 from fsdpx.errors import ProgramError
@@ -23,7 +23,7 @@ PIPES = pipes() | {f"{name}-again": pipe(name, 2, recompute=True) for name in SC
 def prove(found: list[Program]) -> None:
     for program in found:
         check(program)
-    check_pipe(found)
+    require_pipeline_programs_finish(found)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -57,7 +57,7 @@ def test_what_nobody_trains_has_no_backward(name: str, frozen: tuple[int, ...]) 
 
 @pytest.mark.parametrize("name", PIPES)
 def test_deleted_or_repeated_actions_are_rejected(name: str) -> None:
-    """Whatever `check` cannot see on its rank, `check_pipe` sees beside the others."""
+    """Whatever `check` cannot see on its rank, `require_pipeline_programs_finish` sees beside the others."""
     found = PIPES[name]
     for rank, program in enumerate(found):
         actions = program.actions
@@ -66,7 +66,7 @@ def test_deleted_or_repeated_actions_are_rejected(name: str) -> None:
                 mutant = replace(program, actions=made)
                 try:
                     check(mutant)
-                    check_pipe([*found[:rank], mutant, *found[rank + 1 :]])
+                    require_pipeline_programs_finish([*found[:rank], mutant, *found[rank + 1 :]])
                 except ProgramError:
                     continue
                 pytest.fail(f"{name}, rank {rank}: a program with {action} dropped or repeated was accepted")
@@ -95,7 +95,7 @@ def test_a_deadlock_is_shown_with_an_arrow_on_every_rank() -> None:
     late.insert(late.index(Action("MEAN")), message)
     found[0] = replace(first, actions=tuple(late))
     with pytest.raises(ProgramError) as caught:
-        check_pipe(found)
+        require_pipeline_programs_finish(found)
     text = str(caught.value)
     assert text.startswith("the ranks of the pipe wait for each other")
     assert "rank 1 of the pipe, at SEND" in text or "rank 1 of the pipe, at F1.0, waits for SEND0.0 of rank 0" in text
@@ -111,7 +111,7 @@ def test_a_message_on_the_wrong_rank_is_named() -> None:
     other = found[2]
     found[2] = replace(other, actions=(strange, *other.actions))
     with pytest.raises(ProgramError, match=r"SEND\S+, is on rank 2 of the pipe, where it does not belong"):
-        check_pipe(found)
+        require_pipeline_programs_finish(found)
 
 
 def test_a_message_behind_a_meeting_of_all_ranks_is_a_deadlock() -> None:
@@ -122,14 +122,14 @@ def test_a_message_behind_a_meeting_of_all_ranks_is_a_deadlock() -> None:
     mean = rest.index(Action("MEAN"))
     found[0] = replace(found[0], actions=(*rest[: mean + 1], *moved, *rest[mean + 1 :]))
     with pytest.raises(ProgramError, match=r"wait for each other\nrank 0 .* at B0\.0, waits for SEND\d\.0 of rank 1\n"):
-        check_pipe(found)
+        require_pipeline_programs_finish(found)
     late = pipe("1f1b", 1)
     last = next(a for a in reversed(late[3].actions) if a.op == "SEND")
     others = [a for a in late[3].actions if a != last]
     mean = others.index(Action("MEAN"))
     late[3] = replace(late[3], actions=(*others[: mean + 1], last, *others[mean + 1 :]))
     with pytest.raises(ProgramError, match=rf"rank 3 of the pipe, at {last}, waits for rank 0, rank 1, rank 2\n"):
-        check_pipe(late)
+        require_pipeline_programs_finish(late)
     assert simulate_programs(late, ActionTimes({}))
 
 
@@ -137,4 +137,4 @@ def test_all_ranks_meet_in_the_same_verbs() -> None:
     found = pipe("gpipe", 1, commit=True)
     found[2] = replace(found[2], actions=tuple(a for a in found[2].actions if a.op != "COMMIT"))
     with pytest.raises(ProgramError, match="rank 0 of the pipe synchronizes in MEAN COMMIT, rank 2 in MEAN"):
-        check_pipe(found)
+        require_pipeline_programs_finish(found)

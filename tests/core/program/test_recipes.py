@@ -20,12 +20,12 @@ from fsdpx.core.program import (
     Verb,
     VerbTransfer,
     check,
-    check_pipe,
     compile,
     count_traffic,
     find_lifetimes,
-    list_action_slots,
+    get_buffer_slots_of_action,
     make_schedule,
+    require_pipeline_programs_finish,
     simulate_programs,
 )
 from fsdpx.errors import ProgramError
@@ -59,7 +59,7 @@ def test_a_schedule_is_one_function() -> None:
     programs = [compile(replace(request, stage=s, order=made.ranks[s.rank])) for s in twins(made.home)]
     for program in programs:
         check(program)
-    check_pipe(programs)
+    require_pipeline_programs_finish(programs)
     assert [row.count("B") for row in map(str, programs)] == [6] * 4
 
 
@@ -88,7 +88,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Program:
 
 
 def test_a_verb_is_a_row(copying: Program) -> None:
-    assert list_action_slots(COPY_0, copying.stage, 1).gives == (Slot("copy", 0),)
+    assert get_buffer_slots_of_action(COPY_0, copying.stage, 1).gives == (Slot("copy", 0),)
     check(copying)
     for action in (COPY_0, Action("DROP", 0)):
         with pytest.raises(ProgramError, match="copy0"):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.core.array.sums import CHUNK_ELEMENTS
-from fsdpx.core.state.flat_parameters import ElementRange, Page, intersect_ranges, shard_page
+from fsdpx.core.state.flat_parameters import ElementRange, Page, intersect_ranges, split_page_into_shard_ranges
 from fsdpx.core.state.gradients import (
     PairwiseSumStack,
     TreeNode,
@@ -55,7 +55,7 @@ def test_overlap_skips_gaps() -> None:
 @CHECK
 def test_cuts_tile_the_page_without_padding(sizes: list[int], width: int, snap: bool) -> None:
     page = Page.from_shapes(0, [(f"p{i}", (n,)) for i, n in enumerate(sizes)], True)
-    shards = shard_page(page, width, snap)
+    shards = split_page_into_shard_ranges(page, width, snap)
     assert len(shards) == width
     assert shards[0].start == 0
     assert shards[-1].stop == page.size == sum(sizes)

@@ -63,7 +63,7 @@ def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
         within.setattr(
             libraries, "load_shared_library", lambda path: loaded.append(path) or pytest.fail(f"{path} is loaded")
         )
-        here = tuning._make_tuning_key()["libraries"]
+        here = tuning._make_blas_choice_cache_key()["libraries"]
         assert here == blas.describe_library_files()
     assert loaded == []
 
@@ -124,7 +124,7 @@ def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
     assert units(tune=True) == units(tune=False) == 1
     tuning.write_record(
         "blas",
-        tuning._make_tuning_key(),
+        tuning._make_blas_choice_cache_key(),
         {"library": blas.get_selected_library(), "rates": {blas.get_selected_library(): 50.0}},
     )
     monkeypatch.setattr(tuning, "MULTI_RANK_GROUP_BYTES", 8192)

@@ -21,7 +21,7 @@ from present import needs
 from fsdpx import CheckpointConfig, Mesh, data, nn, optim, spawn
 from fsdpx.core.base import environment, messages
 from fsdpx.core.comm import Communicator
-from fsdpx.core.engine.warmup import run_warm_up_calls_from_own_start
+from fsdpx.core.engine.warmup import run_warm_up_calls_in_rotated_order
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.trainer import assemble
 from fsdpx.core.trainer.fit_checkpoints import FitHistory
@@ -355,7 +355,7 @@ def test_what_takes_more_than_a_second_is_said(
         return Tuning("numpy")
 
     monkeypatch.setattr(messages, "log_line", lambda text: (print(text), spoken.set()))
-    monkeypatch.setattr(assemble, "run_warm_up_calls_from_own_start", slowly)
+    monkeypatch.setattr(assemble, "run_warm_up_calls_in_rotated_order", slowly)
     monkeypatch.setattr(assemble, "agree_on_tuning", slowly)
     make(spawn(lambda comm: comm, 1)[0], "mlp")
     lines = [re.sub(r"\d+ s", "some s", line) for line in capsys.readouterr().out.splitlines()]
@@ -413,7 +413,7 @@ def test_ranks_of_a_host_begin_with_different_kernels() -> None:
     for rank, order in enumerate([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0], [3, 4, 0, 1, 2]]):
         counted: list[tuple[int, int]] = []
         made.clear()
-        run_warm_up_calls_from_own_start(
+        run_warm_up_calls_in_rotated_order(
             calls, (rank, 3), lambda done, total, counted=counted: counted.append((done, total))
         )
         assert made == order

@@ -194,7 +194,7 @@ def test_arguments_of_distribute_on_some_ranks_are_named(name: str, value: Any, 
 def test_what_ranks_agree_on_is_of_the_environment() -> None:
     found = environment.read_environment(
         {"FSDPX_CHECK": "yes", "FSDPX_NODE": "0", "FSDPX_TUNE": "again", "FSDPX_TIMEOUT": "7"}
-    ).settings_equal_on_all_ranks
+    ).settings_required_equal_on_all_ranks
     assert found == {
         "FSDPX_CHECK": "1", "FSDPX_NODE": "0", "FSDPX_TUNE": "again", "FSDPX_WATCH": "1", "FSDPX_TIMEOUT": "7.0",
     }  # fmt: skip

@@ -72,7 +72,7 @@ def until_slow(strategy: Any) -> tuple[list[int], int]:
     def run(comm: Communicator) -> tuple[int, int]:
         trainer = make(virtual.wrap_communicator(comm), strategy)
         rows = mine(trainer)
-        while virtual.time_of(comm.rank) < 15:
+        while virtual.get_time_of_rank(comm.rank) < 15:
             trainer.step(X[rows], Y[rows])
         trainer.call_runner.wait_for_last_step()
         exchange: Any = trainer.inspect.placement.sync_policy

@@ -15,7 +15,7 @@ from turns import arrived, steps
 from fsdpx import Int8, PowerSGD, TopK
 from fsdpx.core.array import kernels
 from fsdpx.core.comm import Communicator, spawn
-from fsdpx.core.compression import Cast16, Codec, NoCompression, make_codec
+from fsdpx.core.compression import Cast16, Codec, NoCompression, make_gradient_codec
 from fsdpx.errors import ConfigError
 from fsdpx.ext.compression.powersgd import write_outer_product_into
 from fsdpx.testing import CodecContract
@@ -73,18 +73,18 @@ def test_the_contract_finds_a_codec_that_forgets(whole: bool) -> None:
 
 
 def test_codecs_by_name() -> None:
-    assert isinstance(make_codec(None, "float32", "float32"), NoCompression)
-    assert isinstance(make_codec("plain", "float32", "float32"), NoCompression)
-    assert make_codec("ring", "float32", "float32").algorithm == "ring"
-    assert make_codec("fp16", "float32", "float32").dtype == np.float16
-    assert make_codec(None, "bf16", "float32").dtype == ml_dtypes.bfloat16
-    assert make_codec("topk", "float32", "float32").fraction == 0.01
+    assert isinstance(make_gradient_codec(None, "float32", "float32"), NoCompression)
+    assert isinstance(make_gradient_codec("plain", "float32", "float32"), NoCompression)
+    assert make_gradient_codec("ring", "float32", "float32").algorithm == "ring"
+    assert make_gradient_codec("fp16", "float32", "float32").dtype == np.float16
+    assert make_gradient_codec(None, "bf16", "float32").dtype == ml_dtypes.bfloat16
+    assert make_gradient_codec("topk", "float32", "float32").fraction == 0.01
     mine = Int8(unbiased=True)
-    assert make_codec(mine, "float32", "float32") is mine
+    assert make_gradient_codec(mine, "float32", "float32") is mine
     assert dict(NoCompression().memory_sizes(3)) == {}
     for bad, words in {"zip": "unknown codec 'zip'", 3: "compression=3 is no Codec"}.items():
         with pytest.raises(ConfigError, match=words):
-            make_codec(bad, "float32", "float32")
+            make_gradient_codec(bad, "float32", "float32")
 
 
 @pytest.mark.parametrize("make", [lambda: NoCompression("tree"), lambda: Cast16("float32")])

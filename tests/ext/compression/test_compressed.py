@@ -18,7 +18,7 @@ from fsdpx.core.compression import Codec
 from fsdpx.errors import ConfigError
 from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS
 from fsdpx.ext.compression.int8 import dequantize_into, quantize
-from fsdpx.ext.compression.topk import count_chosen_elements, scatter_largest_into, select_largest_elements
+from fsdpx.ext.compression.topk import count_chosen_elements, scatter_largest_into, select_largest_magnitudes_of_blocks
 
 FEEDBACK: dict[str, Callable[[], Codec]] = {
     "int8": Int8,
@@ -151,7 +151,7 @@ def test_both_forms_of_the_largest_in_blocks_give_the_same_bits(
         k = sum(count_chosen_elements(n, block, share))
         values, places, lost = np.zeros(k, np.float32), np.zeros(k, np.uint16), np.zeros(n, dtype)
         with kernels.use_mode(way):
-            select_largest_elements(np, x, block, share, values, places, lost)
+            select_largest_magnitudes_of_blocks(np, x, block, share, values, places, lost)
             again = lost.copy()
             scatter_largest_into(np, values, places, block, share, again, True)
         assert np.isfinite(lost).all()

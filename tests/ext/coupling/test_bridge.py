@@ -32,7 +32,7 @@ def test_both_sides_receive_the_bits_that_the_other_one_sends(sides: tuple[int, 
     def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> Any:
         numbers, network = [], net().as_distributed(comm=part, precision="float64")
         step = 0
-        while not bridge.agree_on_end() if mode == "latest" else step < STEPS:
+        while not bridge.agree_on_whether_other_side_closed() if mode == "latest" else step < STEPS:
             send_step(bridge, grid, step)
             wait = mode != "latest"
             answer, weights = bridge.receive(wait), bridge.receive_weights(wait)
@@ -134,7 +134,7 @@ def test_either_side_may_end_first(mode: str) -> None:
     def many(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> bool:
         for step in range(20):
             send_step(bridge, grid, step)
-        return mode == "latest" or bridge.agree_on_end()
+        return mode == "latest" or bridge.agree_on_whether_other_side_closed()
 
     def one(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
         if mode != "latest":
@@ -150,7 +150,12 @@ def test_either_side_may_end_first(mode: str) -> None:
         """Closes without receiving anything."""
 
     def until_the_end(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> Any:
-        return bridge.receive(wait=False), [s.number for s in bridge], bridge.receive(), bridge.agree_on_end()
+        return (
+            bridge.receive(wait=False),
+            [s.number for s in bridge],
+            bridge.receive(),
+            bridge.agree_on_whether_other_side_closed(),
+        )
 
     spawn(lambda comm: couple(comm, 2, few, nothing, mode=mode), 3, timeout=30)
     first, *rest = spawn(lambda comm: couple(comm, 2, nothing, until_the_end, mode=mode), 3, timeout=30)[2]

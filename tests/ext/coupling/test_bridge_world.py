@@ -37,7 +37,7 @@ def test_ranks_of_mpi_exchange_fields_and_weights(world: Communicator, mode: str
 def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, mode: str) -> float:
     """Send fields and return the last weight."""
     step, weights, wait = 0, {}, mode != "latest"
-    while not bridge.agree_on_end() if mode == "latest" else step < 6:
+    while not bridge.agree_on_whether_other_side_closed() if mode == "latest" else step < 6:
         send_step(bridge, grid, step)
         answer = bridge.receive(wait)
         if answer is not None:

@@ -23,7 +23,12 @@ from fsdpx.core.checkpoint.scalars import collect_checkpoint_scalars
 from fsdpx.core.comm import Communicator
 from fsdpx.core.state.ledger import list_checkpoint_tensors
 from fsdpx.errors import RankLost
-from fsdpx.ext.elastic.copies import StateCopies, StateGeneration, assign_copy_holder_ranks, form_state_backup_groups
+from fsdpx.ext.elastic.copies import (
+    StateCopies,
+    StateGeneration,
+    assign_copy_holders_to_each_rank,
+    form_state_backup_groups,
+)
 from fsdpx.ext.elastic.reshard import (
     describe_missing_elements,
     describe_shard,
@@ -77,7 +82,7 @@ def copies_of(comm: Communicator, trainer: Trainer, copies: int = 1) -> StateCop
 
 
 def arrive(copies: StateCopies, comm: Communicator) -> None:
-    while not all(comm.all_gather_object(copies.advance_and_test_copies())):
+    while not all(comm.all_gather_object(copies.progress_and_test_transfers())):
         pass
 
 
@@ -195,7 +200,7 @@ def test_running_statistics_are_those_of_the_stage_that_moves_them(name: str) ->
 @pytest.mark.parametrize("name", ["fsdp 4", "tensor 2 shard 2", "pipe 2 tensor 2"])
 def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name: str) -> None:
     left, count = left_by(name, "wide"), FROM[name][2]
-    (buddy,) = assign_copy_holder_ranks(["here"] * count, 1)[0]
+    (buddy,) = assign_copy_holders_to_each_rank(["here"] * count, 1)[0]
     survivors = [parts for rank, parts in enumerate(left.parts) if rank not in (0, buddy)]
     known = {key: np.zeros(spec.size, bool) for key, spec in left.wanted.items()}
     for one in (one for parts in survivors for one in parts):
@@ -314,7 +319,7 @@ def same(found: StateGeneration, then: list[LocalShard]) -> bool:
 def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
     trainer = build(comm, FROM["fsdp 2"], "mlp")
     kept, state = copies_of(comm, trainer), collect_checkpoint_scalars(trainer.inspect.engine.state, None, None)
-    assert kept.advance_and_test_copies()
+    assert kept.progress_and_test_transfers()
     with pytest.raises(AssertionError, match="promote without take"):
         kept.promote_generation()
     kept.start_copying_to_buddies(state, step=7)
@@ -355,7 +360,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
 
     def snapshot(kept: StateCopies, trainer: Trainer, comm: Communicator) -> None:
         kept.start_copying_to_buddies(collect_checkpoint_scalars(trainer.inspect.engine.state, None, None))
-        while not kept.advance_and_test_copies():
+        while not kept.progress_and_test_transfers():
             pass
         comm.barrier().wait()
 
@@ -404,7 +409,7 @@ def chance(placed: list[tuple[int, ...]], losses: int) -> float:
 
 @given(hosts=HOSTS, copies=st.integers(0, 6))
 def test_copies_are_spread_evenly_over_other_ranks(hosts: list[str], copies: int) -> None:
-    placed, ranks = assign_copy_holder_ranks(hosts, copies), range(len(hosts))
+    placed, ranks = assign_copy_holders_to_each_rank(hosts, copies), range(len(hosts))
     wanted = min(copies, len(hosts) - 1)
     for rank in ranks:
         assert len(set(placed[rank])) == wanted
@@ -414,7 +419,7 @@ def test_copies_are_spread_evenly_over_other_ranks(hosts: list[str], copies: int
 
 @given(hosts=HOSTS, copies=st.integers(0, 6))
 def test_groups_are_closed_and_as_small_as_can_be(hosts: list[str], copies: int) -> None:
-    found, placed = form_state_backup_groups(hosts, copies), assign_copy_holder_ranks(hosts, copies)
+    found, placed = form_state_backup_groups(hosts, copies), assign_copy_holders_to_each_rank(hosts, copies)
     assert sorted(rank for group in found for rank in group) == list(range(len(hosts)))
     assert all(len(group) == copies + 1 for group in found[:-1])
     assert len(found) == 1 or len(found[-1]) <= 2 * copies + 1
@@ -433,7 +438,7 @@ def test_a_group_has_two_ranks_of_a_host_only_if_there_is_no_other_way(hosts: li
 @given(hosts=st.integers(2, 6), each=st.integers(1, 5), copies=st.integers(1, 4))
 def test_a_host_may_be_lost_whole(hosts: int, each: int, copies: int) -> None:
     names = [str(k) for k in range(hosts) for _ in range(each)]
-    placed = assign_copy_holder_ranks(names, copies)
+    placed = assign_copy_holders_to_each_rank(names, copies)
     if len(names) % (copies + 1) == 0 and each <= len(names) // (copies + 1):
         for host in set(names):
             assert outlasts(placed, tuple(rank for rank, name in enumerate(names) if name == host))
@@ -442,12 +447,12 @@ def test_a_host_may_be_lost_whole(hosts: int, each: int, copies: int) -> None:
 @pytest.mark.parametrize(("ranks", "losses"), [(8, 2), (8, 3), (8, 4), (16, 2), (16, 3), (16, 4)])
 def test_pairs_survive_as_the_formula_says(ranks: int, losses: int) -> None:
     formula = comb(ranks // 2, losses) * 2**losses / comb(ranks, losses)
-    assert isclose(chance(assign_copy_holder_ranks(["one"] * ranks, 1), losses), formula)
+    assert isclose(chance(assign_copy_holders_to_each_rank(["one"] * ranks, 1), losses), formula)
 
 
 @pytest.mark.parametrize(("ranks", "copies", "losses"), [(8, 1, 2), (16, 1, 3), (9, 2, 3), (15, 2, 4), (12, 3, 4)])
 def test_groups_survive_more_than_a_ring_of_all(ranks: int, copies: int, losses: int) -> None:
     ring = [tuple((rank + k) % ranks for k in range(1, copies + 1)) for rank in range(ranks)]
-    placed = assign_copy_holder_ranks(["one"] * ranks, copies)
+    placed = assign_copy_holders_to_each_rank(["one"] * ranks, copies)
     assert chance(placed, losses) > chance(ring, losses)
     assert chance(placed, copies) == 1.0

@@ -14,7 +14,7 @@ from fsdpx import nn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.halo import MODES, HaloSpec, make_halo_specs
+from fsdpx.ext.fields.halo import MODES, HaloSpec, make_halo_spec_per_dim
 from fsdpx.ext.fields.halo_slabs import RepartitionField, exchange_halo, exchange_halo_backward
 from fsdpx.nn.layer import LayerContext
 from fsdpx.nn.shard_specs import FieldPartition
@@ -339,7 +339,7 @@ def test_a_shift_of_a_whole_field_leaves_it_where_it_is() -> None:
 
 def test_windows_need_what_their_outputs_ask_for() -> None:
     parts, outputs = FieldPartition(((0, 5, 5, 9),)), FieldPartition(((0, 3, 3, 5),))
-    (reach,) = make_halo_specs(parts, [(2, -1, 3)], outputs, ["circular"])
+    (reach,) = make_halo_spec_per_dim(parts, [(2, -1, 3)], outputs, ["circular"])
     assert reach.needs == ((-1, 6), (5, 5), (5, 10))
     found = [(piece.receiver, piece.sender, piece.length) for piece in reach.list_halo_transfers()]
     assert found == [(0, 0, 5), (0, 2, 2), (2, 0, 1), (2, 2, 4)]

@@ -12,7 +12,7 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.ext.fields.rank_grid import find_rank_grid
+from fsdpx.ext.fields.rank_grid import find_rank_grid_of_parts
 
 
 @given(st.data())
@@ -23,7 +23,7 @@ def test_parts_in_any_order_are_the_grid_that_they_were_cut_from(data: st.DataOb
     cuts = cuts_of(sizes, dims, data.draw(st.integers(0, 9))).cuts
     order = data.draw(st.permutations(range(int(np.prod(dims)))))
     parts = [tuple(bounds(cuts, place_of(place, dims))) for place in order]
-    found = find_rank_grid(parts, "zyx"[3 - len(dims) :])
+    found = find_rank_grid_of_parts(parts, "zyx"[3 - len(dims) :])
     assert found.dims == dims
     assert sorted(found.ranks) == sorted(order)
     assert [parts[rank] for rank in found.ranks] == [parts[order.index(place)] for place in range(len(order))]
@@ -43,7 +43,7 @@ def test_parts_that_are_moved_are_no_grid(data: st.DataObject) -> None:
         return  # a smaller field
     parts[rank] = tuple(moved)
     with pytest.raises(ConfigError, match=r"^Grid: (the parts (overlap|leave a gap|do not)|rank \d+ begins at -1)"):
-        find_rank_grid(parts, "zyx"[3 - len(dims) :])
+        find_rank_grid_of_parts(parts, "zyx"[3 - len(dims) :])
 
 
 @pytest.mark.parametrize(

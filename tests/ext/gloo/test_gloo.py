@@ -28,7 +28,7 @@ from fsdpx.core.comm import Communicator, init
 from fsdpx.errors import CommError, CommTimeout, ConfigError, LaunchError
 from fsdpx.examples import models
 from fsdpx.ext.gloo.open_gloo import open_gloo
-from fsdpx.launch.launchers import find_launcher
+from fsdpx.launch.launchers import find_launcher_to_use
 from fsdpx.launch.options import LaunchConfig
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -370,7 +370,7 @@ def test_without_pytorch_the_error_says_what_to_install(monkeypatch: pytest.Monk
         rendezvous.join_rendezvous(settings)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LaunchError, match=r"needs PyTorch, which is not installed: pip install '\.\[gloo\]'"):
-        find_launcher(LaunchConfig(2, backend="gloo"))
+        find_launcher_to_use(LaunchConfig(2, backend="gloo"))
 
 
 @pytest.mark.parametrize(

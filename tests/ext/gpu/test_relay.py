@@ -48,7 +48,7 @@ class Threads(MessageBackend):
 
     def start_call(self, call: Call) -> Handle:
         return (
-            self.start_gpu_transfer(call, self.comm.start_call)
+            self.start_gpu_call_through_host(call, self.comm.start_call)
             if relay.has_gpu_array(call.arrays)
             else self.comm.start_call(call)
         )

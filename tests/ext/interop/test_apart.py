@@ -21,7 +21,7 @@ from fsdpx.ext.interop.module_splitting import (  # noqa: E402
     ModuleLayout,
     TensorValue,
     UnitShapes,
-    _make_module_layout,
+    _lay_out_units_of_module,
     dump_layout,
     load_layout,
     run_in_child_or_here,
@@ -50,7 +50,7 @@ class Net(tnn.Module):
 
 
 def layout() -> ModuleLayout:
-    return _make_module_layout(Net(), [np.ones((3, 4), np.float32)], None, None)
+    return _lay_out_units_of_module(Net(), [np.ones((3, 4), np.float32)], None, None)
 
 
 @pytest.fixture
@@ -182,5 +182,5 @@ def test_operations_that_draw_are_known(operation: Any, drawn: bool) -> None:
         def forward(self, x: Any) -> Any:
             return self.blocks[0](x)
 
-    (unit,) = _make_module_layout(One(), [np.ones((3, 4), np.float32)], None, None).units
+    (unit,) = _lay_out_units_of_module(One(), [np.ones((3, 4), np.float32)], None, None).units
     assert may_draw_random_numbers(unit.graph.to_graph_module()) is drawn

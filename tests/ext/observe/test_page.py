@@ -145,8 +145,8 @@ def test_a_resumed_run_keeps_when_it_began_and_its_jobs(tmp_path: Path, monkeypa
         monkeypatch.setenv("SLURM_JOB_ID", job)
         folder.write_config({"lr": hour}, 1)
     assert (folder.begin_time.astimezone(UTC).hour, folder.start_time.astimezone(UTC).hour) == (8, 9)
-    assert folder.belongs_to_one_of(["Slurm job 7"])
-    assert folder.belongs_to_one_of(["Slurm job 8"])
+    assert folder.is_begun_or_resumed_by_any_job(["Slurm job 7"])
+    assert folder.is_begun_or_resumed_by_any_job(["Slurm job 8"])
     assert folder.read_arguments() == {"lr": 9}
     assert main(["report", str(folder.path)]) == 0
     assert re.search(r"begun +2026-03-01 08:.*\nresumed +2026-03-01 09:", folder.page_path.read_text())
@@ -194,8 +194,8 @@ def test_the_summary_has_the_numbers_of_the_reports() -> None:
     text = str(summary)
     moved = sum(one.nbytes for one in summary.list_timings_of_verb("GATHER"))
     assert moved == sum(report.traffic["shard", "all_gather"].bytes for report in summary.reports) > 0
-    assert summary.compute_bandwidth("GATHER") > 0
-    assert summary.compute_bandwidth("F") is None
+    assert summary.compute_mean_bandwidth_of_verb("GATHER") > 0
+    assert summary.compute_mean_bandwidth_of_verb("F") is None
     assert sum(one.calls for one in summary.list_timings_of_verb("F")) == 3 * 2 * 3
     (line,) = (line for line in text.splitlines() if line.startswith("UPDATE "))
     assert line.split()[1] == "18"

@@ -35,8 +35,8 @@ from fsdpx.ext.observe.chrome import (
     RankTrace,
     TraceGroups,
     TraceHeader,
+    convert_program_record_to_events,
     get_trace_file_name,
-    list_action_events,
     list_wait_events,
     merge_traces,
     read_traces,
@@ -243,7 +243,7 @@ def test_events_are_the_program_and_their_bytes_all_that_moved(comm: Communicato
     place = TraceGroups.from_axes(trainer.inspect.placement.axes)
     moved = 0
     for record in turns:
-        events = list_action_events(record, place)
+        events = convert_program_record_to_events(record, place)
         assert [event.action for event in events] == list(record.program.actions)
         computing = [event for event in events if VERBS[event.action.op].lane == "compute"]
         assert all(before.end <= after.start for before, after in pairwise(computing))
@@ -259,7 +259,7 @@ def test_a_message_is_not_sent_after_it_came() -> None:
     """Its call may return late: the other side has it by then."""
     send = Action("SEND", 0, 0)
     record = ProgramRecord(0, 0, None, [], [ActionSpan(send, 0.5, 1.0, 3.0, 8, 0)], [TransferSpan(send, 2.9, 3.5)])  # type: ignore[arg-type]
-    (event,) = list_action_events(record, TraceGroups(0, {}))
+    (event,) = convert_program_record_to_events(record, TraceGroups(0, {}))
     assert (event.start, event.end) == (1.0, 3.5)
 
 
@@ -388,7 +388,7 @@ def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> N
         for _ in range(2):
             trainer.step(x, np.ones((2, 4), np.float32))
         record = find_timeline_recorder(trainer.inspect.engine).records[-1]
-        events = list_action_events(record, TraceGroups.from_axes(trainer.inspect.placement.axes))
+        events = convert_program_record_to_events(record, TraceGroups.from_axes(trainer.inspect.placement.axes))
         meeting = [e for e in events if VERBS[e.action.op].moves and e.end - e.start > 0.3]
         waits = [wait for wait in list_wait_events(record, events) if wait.end - wait.start > 0.3]
         return {str(wait.action) for wait in waits}, {str(e.action) for e in meeting}, [w.key for w in waits]

@@ -234,7 +234,7 @@ def test_arrays_come_back_as_they_were() -> None:
     value = {"a": [whole[1:].T, (whole, apart)], "b": staying, "c": odd, "d": np.arange(100)[:3], "e": None}
     made: SpilledValue = extract_large_arrays(value, lambda root: root is staying)
     assert [root.nbytes for root in made.roots] == made.sizes == [whole.nbytes, apart.nbytes]
-    found = made.restore_value([np.frombuffer(root.tobytes(), np.uint8).copy() for root in made.roots])
+    found = made.rebuild_value_from_memory([np.frombuffer(root.tobytes(), np.uint8).copy() for root in made.roots])
     view, (again, back) = found["a"]
     assert np.shares_memory(view, again)
     for new, old in ((view, whole[1:].T), (again, whole), (back, apart), (found["d"], np.arange(3))):

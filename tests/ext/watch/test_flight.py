@@ -56,10 +56,14 @@ def test_a_record_says_who_where_and_what_for(tmp_path: Path) -> None:
     written.on_wait("GATHER0 (page 'b')")
     flight = read_all_records(tmp_path)[1]
     assert (flight.rank, flight.ranks, flight.step, flight.program, flight.host) == (1, 3, 7, "step", "host")
-    where = flight.describe_action(wall)
+    where = flight.describe_latest_action(wall)
     assert where.startswith("in action GATHER1 (page 'ä.weight'), needs GATHER0 (page 'b'), for 3.")
     written.on_action_end(None, 0.0, 0.0, now, 0, ())
-    assert read_all_records(tmp_path)[1].describe_action(wall).startswith("outside any action for 0.0 s, after GATHER1")
+    assert (
+        read_all_records(tmp_path)[1]
+        .describe_latest_action(wall)
+        .startswith("outside any action for 0.0 s, after GATHER1")
+    )
     assert "GATHER1 (page 'ä.weight')  needs GATHER0" in format_records(read_all_records(tmp_path))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from trials import STEPS, TRAINER, job, none_left
 
-from fsdpx.core.comm.watched import detach_watchdog, start_watchdog_if_possible
+from fsdpx.core.comm.watched import detach_and_return_watchdog, start_watchdog_if_possible
 from fsdpx.ext.watch.flight_recorder import FlightRecorder
 
 pytestmark = pytest.mark.jobs
@@ -214,14 +214,14 @@ def test_who_dies_before_it_has_let_go_is_buried_later(tmp_path, monkeypatch, st
     assert dog is not None
     record = dog.folder / "rank-00001.flight"
     FlightRecorder(record, 1, 2, "here")
-    assert detach_watchdog(comm) is dog
+    assert detach_and_return_watchdog(comm) is dog
     assert list(dog.folder.iterdir()) == [record]
     dog.remove_dead_records(comm.get_failed_ranks())
     assert record.exists()  # it lives, as far as is known here
     comm.dead = (1,)
     dog.remove_dead_records(comm.get_failed_ranks())
     assert dog.folder.exists() == started_by_run  # `fsdpx run` reads it first
-    assert detach_watchdog(comm) is None
+    assert detach_and_return_watchdog(comm) is None
 
 
 def test_what_befalls_forked_children_does_not_concern_the_job() -> None:

@@ -15,7 +15,7 @@ from fsdpx.core.array.blas.libraries import (
 from fsdpx.core.array.blas.measure import measure_gflops_of_each_library
 from fsdpx.core.array.blas.pools import set_thread_limit, limit_threads
 from fsdpx.core.array.blas.products import linear_forward, gemm, linear_backward, linear_backward_params
-from fsdpx.core.base.extensions import import_extension
+from fsdpx.core.base.extensions import import_declared_extension
 
 __all__ = [
     "describe_library_files", "gemm", "get_gemm_address", "get_product_threads", "get_selected_library",
@@ -27,4 +27,4 @@ __all__ = [
 @cache
 def load_half_matmul() -> Any:
     """Return the extension module that multiplies 16-bit matrices."""
-    return import_extension("half", "matmul")
+    return import_declared_extension("half", "matmul")

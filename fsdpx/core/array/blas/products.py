@@ -19,7 +19,7 @@ from fsdpx.core.array.kernels.half import cast_float_to_dtype, to_float32
 
 __all__ = [
     "add_bias_and_round_total_into", "gemm", "linear_backward", "linear_backward_params", "linear_forward",
-    "split_product_over_threads", "try_multiply_small_bfloat16_into",
+    "list_product_parts_per_thread", "try_multiply_small_bfloat16_into",
 ]  # fmt: skip
 
 Array = np.ndarray
@@ -41,7 +41,7 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
     float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, are passed to BLAS
     without a copy. Other arrays are passed to `numpy.matmul`.
     """
-    if libraries.product_threads > 1 and (cut := split_product_over_threads(out, a, b)):
+    if libraries.product_threads > 1 and (cut := list_product_parts_per_thread(out, a, b)):
         parallel.run_tasks(_multiply_piece_into, [(*piece, accumulate) for piece in cut])
     else:
         _multiply_piece_into(out, a, b, accumulate)
@@ -118,7 +118,7 @@ def _has_gradient_dtype(dtype: Any, weight_grad: GradientTarget | None, bias_gra
 def try_multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
     """Compute `out = a @ b + bias`, or `out += a @ b` if `accumulate` is true, for small bfloat16 matrices and a
     bfloat16 or float32 output. Return False without computing anything if the arguments are not supported."""
-    gemm_address = find_small_bfloat16_gemm_address(a, b)
+    gemm_address = find_float32_gemm_for_small_bfloat16(a, b)
     if not gemm_address or not out.flags.c_contiguous:
         return False
     turned = [not array.flags.c_contiguous for array in (a, b)]
@@ -133,7 +133,7 @@ def try_multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate:
     return bool(COMPILED["try_multiply_small_bfloat16_into"](*given))
 
 
-def find_small_bfloat16_gemm_address(a: Array, b: Array) -> int:
+def find_float32_gemm_for_small_bfloat16(a: Array, b: Array) -> int:
     """Return the address of the float32 gemm function that multiplies small bfloat16 matrices `(m, k)` and `(k, n)`
     after the caller has converted them to float32. Return 0 if the matrices are large or have a dtype other than
     bfloat16."""
@@ -172,7 +172,7 @@ def _is_large(a: Array, b: Array) -> bool:
     return a.shape[0] * a.shape[1] * b.shape[1] >= MIN_PARALLEL_MULTIPLY_ADDS
 
 
-def split_product_over_threads(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
+def list_product_parts_per_thread(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
     """Split a matrix product along the longer dim of `out` into one part (out, a, b) per thread. Return an empty list
     if the product is too small to be split.
 

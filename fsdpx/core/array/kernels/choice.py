@@ -18,7 +18,7 @@ from fsdpx.errors import ConfigError, warn
 
 __all__ = [
     "Mode", "find_compiled_kernel", "find_device_kernel", "get_implementation_name", "has_numba",
-    "load_compiled_kernels", "register_compiled_kernel", "register_kernel", "use_mode",
+    "import_all_compiled_kernels", "register_compiled_kernel", "register_plain_kernel", "use_mode",
 ]  # fmt: skip
 
 Mode = Literal["default", "plain", "numba"]
@@ -53,7 +53,7 @@ def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], An
     return register
 
 
-def register_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "") -> Callable[..., Any]:
+def register_plain_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "") -> Callable[..., Any]:
     """Register the plain implementation of a kernel under `name` and return it. The compiled implementation is looked
     up in the folder `compiled`, in the file `compiled_in` (by default, the file that has the same name as the plain
     implementation's file)."""
@@ -62,7 +62,7 @@ def register_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "")
     return plain
 
 
-def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
+def import_all_compiled_kernels() -> dict[str, Callable[..., Any]]:
     """Import all kernel files, and return the compiled implementations, keyed by kernel name."""
     core_kernels = importlib.import_module("fsdpx.core.array.kernels")
     others = (import_extension_if_declared("kernels", name, optional=True) for name in list_extensions("kernels"))

@@ -92,7 +92,7 @@ def kernel(
             return body(xp, *arguments, **options)
 
         run_kernel.fallback = call_plain  # type: ignore[attr-defined]
-        return choice.register_kernel(name, run_kernel, compiled_in)
+        return choice.register_plain_kernel(name, run_kernel, compiled_in)
 
     return make_kernel
 

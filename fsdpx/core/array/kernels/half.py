@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.kernels.choice import find_compiled_kernel, find_device_kernel, register_kernel
+from fsdpx.core.array.kernels.choice import find_compiled_kernel, find_device_kernel, register_plain_kernel
 from fsdpx.core.array.random import NumberRange
 from fsdpx.core.array.shapes.flop_counter import record_traffic
 
@@ -90,4 +90,4 @@ def _can_use_compiled(half: Any, wide: Any) -> bool:
 
 
 for function in (store, add_widened, round_randomly):
-    register_kernel(function.__name__, function)
+    register_plain_kernel(function.__name__, function)

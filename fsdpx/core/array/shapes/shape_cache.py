@@ -20,7 +20,7 @@ from fsdpx.core.array.shapes.flop_counter import (
     counting_as_one_kernel,
 )
 
-__all__ = ["call_cached", "make_value_template", "rebuild_cached_value"]
+__all__ = ["build_value_from_template", "call_cached", "make_template_to_rebuild_value"]
 
 MAX_RESULTS = 4096
 """Maximum number of cached calls. When it is reached, the whole cache is cleared."""
@@ -42,10 +42,10 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
     if result is not None:
         plan, work = result
         add_counted_work(work)
-        return rebuild_cached_value(plan, [a.root for a in arrays], arrays)
+        return build_value_from_template(plan, [a.root for a in arrays], arrays)
     cached, work = _run_and_count_as_one_kernel(call, arrays, xp, *arguments, **options)
     with suppress(TypeError):
-        plan = make_value_template(cached, [a.root for a in arrays], arrays)
+        plan = make_template_to_rebuild_value(cached, [a.root for a in arrays], arrays)
         if len(_results) >= MAX_RESULTS:
             _results.clear()
         _results[key] = plan, work
@@ -108,10 +108,10 @@ def _is_frozen_dataclass(cls: type) -> bool:
     return parameters is not None and parameters.frozen
 
 
-def make_value_template(
+def make_template_to_rebuild_value(
     value: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = (), constants: tuple[type, ...] = ()
 ) -> Any:
-    """Return a description of `value` that `rebuild_cached_value` uses to build an equal value with new arrays.
+    """Return a description of `value` that `build_value_from_template` uses to build an equal value with new arrays.
 
     An array in `arrays` is described by its index. Any other array is described by its shape, its dtype, and the index
     of the memory that it shares (its root) in `roots`. New roots are appended to `roots`. Numbers, text, and values of
@@ -126,17 +126,21 @@ def make_value_template(
             roots.append(value.root)
         return ShapeArray, value.shape, value.dtype, place, value.root.nbytes
     if isinstance(value, tuple | list):
-        return type(value), [make_value_template(one, roots, arrays, constants) for one in value]
+        return type(value), [make_template_to_rebuild_value(one, roots, arrays, constants) for one in value]
     if isinstance(value, dict):
-        return dict, list(value), [make_value_template(one, roots, arrays, constants) for one in value.values()]
+        return (
+            dict,
+            list(value),
+            [make_template_to_rebuild_value(one, roots, arrays, constants) for one in value.values()],
+        )
     if value is None or isinstance(value, (int, float, str, *constants)):
         return None, value
     raise TypeError(f"{type(value)} is not known")
 
 
-def rebuild_cached_value(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
-    """Build a value from a description returned by `make_value_template`. `roots` lists the memory that the new arrays
-    use. If it does not contain the memory of an array yet, this memory is created and appended."""
+def build_value_from_template(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
+    """Build a value from a description returned by `make_template_to_rebuild_value`. `roots` lists the memory that the
+    new arrays use. If it does not contain the memory of an array yet, this memory is created and appended."""
     kind, value, *more = plan
     if kind is ShapeArray:
         dtype, place, nbytes = more
@@ -148,6 +152,6 @@ def rebuild_cached_value(plan: Any, roots: list[Storage], arrays: Sequence[Shape
     if kind == "argument":
         return arrays[value]
     if kind is dict:
-        return dict(zip(value, [rebuild_cached_value(one, roots, arrays) for one in more[0]], strict=True))
-    parts = [rebuild_cached_value(one, roots, arrays) for one in value]
+        return dict(zip(value, [build_value_from_template(one, roots, arrays) for one in more[0]], strict=True))
+    parts = [build_value_from_template(one, roots, arrays) for one in value]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)

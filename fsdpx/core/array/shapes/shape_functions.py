@@ -92,7 +92,7 @@ def take(x: Array, indices: Array, axis: int | None = None) -> ShapeArray:
 
 
 def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
-    return _make_indexed_shape_array(_get_broadcast_shape_along(x, indices, axis), x, indices)
+    return _make_indexed_shape_array(_broadcast_shapes_for_take_along_axis(x, indices, axis), x, indices)
 
 
 def _make_indexed_shape_array(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
@@ -103,7 +103,7 @@ def _make_indexed_shape_array(dims: tuple[int, ...], x: Array, indices: Array) -
     return result
 
 
-def _get_broadcast_shape_along(x: Array, indices: Array, axis: int) -> tuple[int, ...]:
+def _broadcast_shapes_for_take_along_axis(x: Array, indices: Array, axis: int) -> tuple[int, ...]:
     if x.ndim != indices.ndim:
         raise ValueError(f"take_along_axis: {indices.shape} has other dims than {x.shape}")
     axis = axis % x.ndim
@@ -112,7 +112,7 @@ def _get_broadcast_shape_along(x: Array, indices: Array, axis: int) -> tuple[int
 
 
 def put_along_axis(x: Array, indices: Array, values: Any, axis: int) -> None:
-    dims = np.broadcast_shapes(_get_broadcast_shape_along(x, indices, axis), _get_shape(values))
+    dims = np.broadcast_shapes(_broadcast_shapes_for_take_along_axis(x, indices, axis), _get_shape(values))
     record_traffic(ShapeArray(dims, x.dtype, x.root), values, indices, kernel="copy")
 
 

@@ -52,8 +52,8 @@ from fsdpx.errors import CommError, CommTimeout, ConfigError, RankLost
 
 __all__ = [
     "DEATH_ERROR_CODES", "MAX_MESSAGE_ELEMENTS", "MpiCommunicator", "MpiRequests", "MpiWindow", "MpiWorld",
-    "UlfmCommunicator", "as_wire_buffer", "get_failed_ranks", "get_mpi_op", "is_ulfm_active", "require_ulfm",
-    "skip_finalize_barrier", "translate_mpi_error",
+    "UlfmCommunicator", "as_wire_buffer", "convert_mpi_error_to_comm_error", "get_failed_ranks", "get_mpi_op",
+    "is_ulfm_active", "require_ulfm", "skip_finalize_barrier",
 ]  # fmt: skip
 
 _NAMES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
@@ -129,7 +129,7 @@ class MpiRequests:
             done = self._test()
         except MPI.Exception as error:
             if self._error is None:
-                self._error = translate_mpi_error(error, str(self), self._comm.raw)
+                self._error = convert_mpi_error_to_comm_error(error, str(self), self._comm.raw)
                 self._error.__cause__ = error
             done = not self.active
         if done:
@@ -154,7 +154,7 @@ class MpiRequests:
         return f"{format_call_label(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
 
 
-def translate_mpi_error(error: MPI.Exception, call_text: str, comm: MPI.Intracomm) -> CommError:
+def convert_mpi_error_to_comm_error(error: MPI.Exception, call_text: str, comm: MPI.Intracomm) -> CommError:
     """Return the error to raise after an MPI error: RankLost if `comm` has lost a rank or has been revoked, and
     CommError otherwise. `call_text` is a description of the call.
 
@@ -292,7 +292,7 @@ class MpiCommunicator(MessageBackend):
         try:
             if self.takes_gpus or not has_gpu_array(call.arrays):
                 return self._start_call(call)
-            return self.start_gpu_transfer(call, self._start_call)
+            return self.start_gpu_call_through_host(call, self._start_call)
         except MPI.Exception as error:
             raise self._translate_error(error, call) from error
 
@@ -345,7 +345,10 @@ class MpiCommunicator(MessageBackend):
         (send, recv), (pieces,) = call.arrays, call.partitions
         if send.size > self.limit:
             return self._average_when_done(call, self._start_long_reduce_scatter(call), recv)
-        in_place, at_home = is_in_place(send, recv), is_in_place(recv, pieces.get_piece(send, self.rank))
+        in_place, at_home = (
+            is_in_place(send, recv),
+            is_in_place(recv, pieces.get_piece(send, self.rank)),
+        )
         source, target = (MPI.IN_PLACE, send) if in_place or at_home else (send, recv)
         kind = get_mpi_op(call.op, send.dtype)
         if pieces.even:
@@ -416,7 +419,7 @@ class MpiCommunicator(MessageBackend):
         return HandleWithCallback(handle, partial(np.divide, total, self.size, total)) if average else handle
 
     def _translate_error(self, error: MPI.Exception, call: Call) -> CommError:
-        return translate_mpi_error(error, f"{call.name} on rank {self.rank} of {self.size}", self.raw)
+        return convert_mpi_error_to_comm_error(error, f"{call.name} on rank {self.rank} of {self.size}", self.raw)
 
     def window(self, nbytes: int) -> Window:
         """Return an MPI window for one-sided access. If ranks may die and all ranks are on one host, return a window in
@@ -490,7 +493,7 @@ def _duplicate_communicator(comm: MPI.Intracomm, timeout: float) -> MPI.Intracom
         duplicate, request = comm.Idup()
         complete = spin_until(request.Test, Progress(), timeout)
     except MPI.Exception as error:
-        raise translate_mpi_error(error, f"opening a communicator on {who}", comm) from error
+        raise convert_mpi_error_to_comm_error(error, f"opening a communicator on {who}", comm) from error
     if not complete:
         raise CommTimeout(
             f"opening a communicator on {who}: not all ranks have arrived within {timeout:g} s. All of them call "

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.half import emit_round_to_bfloat16, emit_round_to_float16
+from fsdpx.core.array.kernels.compiled.half import emit_round_to_bfloat16, emit_round_to_float16_precision
 from fsdpx.core.array.kernels.compiled.scalar import X86
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 
@@ -262,5 +262,7 @@ add64, synchronize_and_add64 = _compile_rank_sum_functions("64", return_unconver
 add_bfloat16, synchronize_and_add_bfloat16 = _compile_rank_sum_functions(
     "_bfloat16", emit_round_to_bfloat16, np.float32
 )
-add_float16, synchronize_and_add_float16 = _compile_rank_sum_functions("_float16", emit_round_to_float16, np.float32)
+add_float16, synchronize_and_add_float16 = _compile_rank_sum_functions(
+    "_float16", emit_round_to_float16_precision, np.float32
+)
 """The 16-bit variants add float32 arrays. Values are rounded to the 16-bit dtype before they are added."""

@@ -211,7 +211,7 @@ class NodeCommunicator(Backend):
 
     def _try_start_all_gather(self, call: Call, group: NodeGroup) -> Handle | None:
         send, recv = call.arrays
-        into, source = self.memory.find_address(recv), self.memory.find_address(send)
+        into, source = self.memory.find_window_address_of_array(recv), self.memory.find_window_address_of_array(send)
         if into is not None and into.window in self.memory.common:
             if self.lanes is not None:
                 return GeneratorHandle(self.lanes.all_gather_lane_into_host_buffer(call), self.progress)
@@ -271,7 +271,9 @@ class NodeCommunicator(Backend):
         copy_unless_same(pieces.get_piece(recv, self.rank), send)
 
         def read_pieces() -> None:
-            group.copy_pieces_from_peers(number, [(other, pieces.get_piece(recv, other), 0) for other in group.others])
+            group.copy_array_pieces_from_host_peers(
+                number, [(other, pieces.get_piece(recv, other), 0) for other in group.others]
+            )
 
         return group.start_collective(number, address, call, read_pieces)
 
@@ -328,20 +330,20 @@ class NodeCommunicator(Backend):
 
     def _try_start_broadcast(self, call: Call, group: NodeGroup) -> Handle | None:
         (buf,) = call.arrays
-        address = self.memory.find_address(buf) if self.is_single_host else None
+        address = self.memory.find_window_address_of_array(buf) if self.is_single_host else None
         if address is None:
             return None
         number, root = group.reserve_collective_number(), call.root
 
         def read_root() -> None:
             if self.rank != root:
-                group.copy_pieces_from_peers(number, [(root, buf, 0)])
+                group.copy_array_pieces_from_host_peers(number, [(root, buf, 0)])
 
         return group.start_collective(number, address, call, read_root, held=self.rank == root)
 
     def _try_start_all_to_all(self, call: Call, group: NodeGroup) -> Handle | None:
         (send, recv), (sent, received) = call.arrays, call.partitions
-        address = self.memory.find_address(send) if self.is_single_host else None
+        address = self.memory.find_window_address_of_array(send) if self.is_single_host else None
         if address is None:
             return None
         number = group.reserve_collective_number()
@@ -350,7 +352,7 @@ class NodeCommunicator(Backend):
         def read_pieces() -> None:
             received.get_piece(recv, self.rank)[...] = sent.get_piece(send, self.rank)
             starts = {other: int(group.view_payload(other, number)[self.rank]) for other in group.others}
-            group.copy_pieces_from_peers(
+            group.copy_array_pieces_from_host_peers(
                 number, [(other, received.get_piece(recv, other), starts[other]) for other in group.others]
             )
 
@@ -407,7 +409,7 @@ class NodeCommunicator(Backend):
         small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_reduction_compilable(array.dtype, op))
         if small or not (self.is_single_host or not is_half(array.dtype)):
             return None
-        return self.memory.find_address(array)
+        return self.memory.find_window_address_of_array(array)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self.carrier.all_gather_bytes(data)

@@ -197,7 +197,7 @@ class NodeGroup:
         record for collective number `number`."""
         return self.board.view_payload(index, number).view(np.int64)
 
-    def copy_pieces_from_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
+    def copy_array_pieces_from_host_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
         """For each (index, array, start) in `pieces`, fill `array` from the array that a peer has announced for
         collective number `number`. The peer is the rank with index `index` on the host. The copied elements begin at
         element `start` of the peer's array."""
@@ -232,7 +232,7 @@ class HostLanes:
 
         def read_pieces() -> None:
             ranks = [(index, on_host[index]) for index in group.others for on_host in self.ranks_by_host]
-            group.copy_pieces_from_peers(
+            group.copy_array_pieces_from_host_peers(
                 number, [(index, pieces.get_piece(recv, rank), pieces.displs[rank]) for index, rank in ranks]
             )
 
@@ -292,7 +292,7 @@ class HostLanes:
         self._divide_if_average(call, own_part)
 
         def read_pieces() -> None:
-            group.copy_pieces_from_peers(
+            group.copy_array_pieces_from_host_peers(
                 second, [(index, pieces.get_piece(buf, index), pieces.displs[index]) for index in group.others]
             )
 

@@ -138,14 +138,14 @@ class _SharedFileOpening:
         try:
             value = body()
         except OSError as error:
-            problem = self._explain_error(error)
+            problem = self._format_error_with_remedy(error)
         everyone = self.comm.all_gather_value((value, problem))
         for rank, (_, text) in enumerate(everyone):
             if text:
                 raise ConfigError(text if rank == 0 else f"rank {rank}: {text}")
         return [value for value, _ in everyone]
 
-    def _explain_error(self, error: OSError) -> str:
+    def _format_error_with_remedy(self, error: OSError) -> str:
         remedy = "give it more room (containers: docker run --shm-size=4g)"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = (

@@ -204,7 +204,7 @@ class NodeMemory:
     def unmap_window(self, array: Array) -> None:
         """Free this rank's mapping of the window (shared memory) that contains `array`, without communication. Views of
         the window must no longer be in use."""
-        address = self.find_address(array)
+        address = self.find_window_address_of_array(array)
         assert address is not None, "only what was allocated is released"
         window = self.windows.pop(address.window)
         self.common.discard(address.window)
@@ -221,16 +221,16 @@ class NodeMemory:
         with suppress(IndexError):
             while True:
                 array = self.abandoned.pop()
-                if self.find_address(array) is not None:
+                if self.find_window_address_of_array(array) is not None:
                     self.unmap_window(array)
 
-    def find_address(self, array: Array) -> WindowAddress | None:
+    def find_window_address_of_array(self, array: Array) -> WindowAddress | None:
         """Return the location of an array in shared memory, or None if the array is not in a window. Locations are
         cached for each array object."""
         known = self._cached_addresses.get(id(array))
         if known is not None:
             return known[1]
-        address = self._search_window_address(array)
+        address = self._look_up_window_address_of_array(array)
         if address is not None:  # arrays outside of windows are not cached, because the cache would keep them alive
             if len(self._cached_addresses) >= 4096:
                 self._cached_addresses.clear()
@@ -240,7 +240,7 @@ class NodeMemory:
             )  # the cache keeps the array, so that no other array can get its id
         return address
 
-    def _search_window_address(self, array: Array) -> WindowAddress | None:
+    def _look_up_window_address_of_array(self, array: Array) -> WindowAddress | None:
         if not isinstance(array, np.ndarray):
             return None
         owner = self._owners.get(id(array)) or self._owners.get(id(array.base))

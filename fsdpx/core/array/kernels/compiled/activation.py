@@ -236,7 +236,7 @@ def gated_backward(
     return out[0], out[1]
 
 
-def _make_gelu_recompute_loop(function: Any, derivative: Any) -> Any:
+def _make_gelu_recompute_and_backward_loop(function: Any, derivative: Any) -> Any:
     """Return a compiled loop that, for each element, computes `y = function(x)` and multiplies dy by `derivative(x)` in
     place."""
 
@@ -251,8 +251,8 @@ def _make_gelu_recompute_loop(function: Any, derivative: Any) -> Any:
 
 
 _gelu_recomputed, _gelu_tanh_recomputed = (
-    _make_gelu_recompute_loop(compute_gelu, compute_gelu_derivative),
-    _make_gelu_recompute_loop(compute_gelu_tanh, compute_gelu_tanh_derivative),
+    _make_gelu_recompute_and_backward_loop(compute_gelu, compute_gelu_derivative),
+    _make_gelu_recompute_and_backward_loop(compute_gelu_tanh, compute_gelu_tanh_derivative),
 )
 
 

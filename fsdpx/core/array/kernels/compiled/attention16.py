@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import REORDER, jit, specialize
-from fsdpx.core.array.kernels.compiled.elements import dot_product, find_row_max, round_to_dtype_of
+from fsdpx.core.array.kernels.compiled.elements import dot_product, find_max_of_vector, round_to_dtype_of
 from fsdpx.core.array.kernels.compiled.scalar import exp, use_widest_vectors
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 from fsdpx.core.base import environment
@@ -223,7 +223,7 @@ def _scale_mask_and_find_row_max(x, scale, seen):
     for j in range(x.size):
         x[j] *= scale
     x[seen:] = -np.inf
-    return find_row_max(x)
+    return find_max_of_vector(x)
 
 
 @jit(fastmath=REORDER)

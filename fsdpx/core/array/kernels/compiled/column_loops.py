@@ -27,7 +27,8 @@ def make_column_loop(formula: Formula, writes: bool) -> Any:
     term k over the rows of column j, and writes the sum to `sums[k][j - start]`. The formula may use per-column values:
     value k of column j is `values[k][j - start]`. Results are bitwise equal for any `start` and `stop`."""
     unrolled, wide, narrow, single = (
-        _make_loop_over_vectors(formula, writes, *size) for size in ((WIDE, UNROLLED), (WIDE, 1), (NARROW, 1), (0, 1))
+        _make_loop_over_simd_columns(formula, writes, *size)
+        for size in ((WIDE, UNROLLED), (WIDE, 1), (NARROW, 1), (0, 1))
     )
 
     @register_jitable
@@ -60,7 +61,7 @@ def _get_itemsize(typingctx: Any, values: Any, sums: Any) -> Any:
     return types.int64(values, sums), emit_ir
 
 
-def _make_loop_over_vectors(formula: Formula, writes: bool, nbytes: int, vectors: int) -> Any:
+def _make_loop_over_simd_columns(formula: Formula, writes: bool, nbytes: int, vectors: int) -> Any:
     """Return a loop like the one that `make_column_loop` returns. The loop processes as many columns as fit into
     `vectors` vectors of `nbytes` bytes, beginning at a given column. If `nbytes` is 0, a vector is a single number."""
 
@@ -72,9 +73,9 @@ def _make_loop_over_vectors(formula: Formula, writes: bool, nbytes: int, vectors
             real = context.get_data_type((values.types or sums.types)[0].dtype)
             lanes = max(nbytes // (4 if isinstance(real, ir.FloatType) else 8), 1)
             vector, inside = ir.VectorType(real, lanes), builder.sub(column, start)
-            rows = _list_addresses(context, builder, matrices, arguments[0], column, first)
+            rows = _list_column_addresses_and_strides(context, builder, matrices, arguments[0], column, first)
             of_values, of_sums = (
-                [at for at, *_ in _list_addresses(context, builder, kind, packed, inside)]
+                [at for at, *_ in _list_column_addresses_and_strides(context, builder, kind, packed, inside)]
                 for kind, packed in ((values, arguments[5]), (sums, arguments[6]))
             )
             known = [[_emit_vector_load(builder, real, lanes, at, v) for at in of_values] for v in range(vectors)]
@@ -100,7 +101,7 @@ def _make_loop_over_vectors(formula: Formula, writes: bool, nbytes: int, vectors
     return run_column_loop
 
 
-def _list_addresses(
+def _list_column_addresses_and_strides(
     context: Any, builder: Any, kind: Any, packed: Any, column: Any, row: Any = None
 ) -> list[tuple[Any, Any, Any]]:
     """Return one tuple for each array: the address of the element at `column` (in `row`, if given), the distance

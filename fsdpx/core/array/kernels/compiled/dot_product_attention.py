@@ -25,7 +25,7 @@ from fsdpx.core.array.kernels.compiled.elements import (
     call_plain_kernel,
     dot_product,
     exponentiate_in_place,
-    find_row_max,
+    find_max_of_vector,
     round_to_dtype_of,
     sum_row,
     to_float,
@@ -46,7 +46,7 @@ def _softmax_loop(x, y):
     row = np.full(x.shape[1], accumulation_zero(x))
     for i in range(x.shape[0]):
         widen_into(x[i], row)
-        exponentiate_in_place(row, find_row_max(row))
+        exponentiate_in_place(row, find_max_of_vector(row))
         share = row.dtype.type(1) / sum_row(row)
         for j in range(x.shape[1]):
             y[i, j] = round_to_dtype_of(y, row[j] * share)
@@ -184,7 +184,7 @@ def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, name
                 since, seen = _find_keys_of_row(i, start, low, keys, causal, window)
                 if apart:
                     _mask_other_segments(s[i], names[b, low:high], names[b, start + i], -lse.dtype.type(np.inf))
-                top = find_row_max(s[i, since:seen])
+                top = find_max_of_vector(s[i, since:seen])
                 s[i, :since] = top - hidden
                 s[i, seen:] = top - hidden
                 totals[i] = _exponentiate_and_sum_row(s[i], top)
@@ -213,7 +213,7 @@ def _attention_forward_of_single_queries(q, k, v, o, lse, scratch, factor, first
         of_keys, values = k[b, h // group], v[b, h // group]
         for t in range(keys):
             s[t] = dot_product(row, assume_unit_stride(of_keys[t])) * factor[0]
-        top = find_row_max(s)
+        top = find_max_of_vector(s)
         total = _exponentiate_and_sum_row(s, top)
         lse[b, h, 0] = top + np.log(total)
         out[:] = 0

@@ -17,9 +17,9 @@ from fsdpx.core.array.lazy_numba import intrinsic, ir, overload_function, regist
 from fsdpx.core.array.namespace import parse_dtype
 
 __all__ = [
-    "HALF", "INFINITY_BITS", "REAL", "REST", "SIGN", "WORD", "accumulation_dtype", "accumulation_zero",
-    "as_contiguous", "assume_unit_stride", "call_plain_kernel", "dot_product", "exponentiate_in_place", "find_row_max",
-    "from_bfloat16_bits", "keep_alive", "prefetch_array_size_ahead", "round_to_dtype_of", "sum_row",
+    "HALF", "INFINITY_BITS", "REAL", "REST", "SIGN", "WORD", "accumulation_dtype", "accumulation_zero", "as_contiguous",
+    "assume_unit_stride", "call_plain_kernel", "dot_product", "exponentiate_in_place", "find_max_of_vector",
+    "from_bfloat16_bits", "keep_alive", "prefetch_array_at_byte_offset", "round_to_dtype_of", "sum_row",
     "sum_squared_deviations", "to_bfloat16_bits", "to_float", "view_bits_as_bfloat16", "widen_into",
 ]  # fmt: skip
 
@@ -148,7 +148,7 @@ def keep_alive(*arrays):
 
 
 @register_jitable
-def prefetch_array_size_ahead(x, ahead):
+def prefetch_array_at_byte_offset(x, ahead):
     """Prefetch as many bytes as x has, beginning `ahead` bytes after the start of x.
 
     The hardware stops prefetching at the end of each 4 KiB page, so without this function, a core that reads a single
@@ -175,7 +175,7 @@ def exponentiate_in_place(x, top):
 
 
 @register_jitable
-def find_row_max(x):
+def find_max_of_vector(x):
     """Return the maximum of x, or -inf if x is empty."""
     best = to_ordered_integer(x.dtype.type(-np.inf))
     for j in range(x.size):

@@ -28,7 +28,7 @@ from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 from fsdpx.core.array.parallel import parallel_for_rows
 from fsdpx.core.array.random import MIX, NumberRange
 
-__all__ = ["emit_bit_mixing", "emit_round_to_bfloat16", "emit_round_to_float16", "round_randomly"]
+__all__ = ["emit_bit_mixing", "emit_round_to_bfloat16", "emit_round_to_float16_precision", "round_randomly"]
 
 
 @intrinsic
@@ -88,7 +88,7 @@ def emit_round_to_bfloat16(builder: Any, x: Any) -> Any:
     return builder.bitcast(builder.and_(kept, c(0xFFFF0000)), x.type)
 
 
-def emit_round_to_float16(builder: Any, x: Any) -> Any:
+def emit_round_to_float16_precision(builder: Any, x: Any) -> Any:
     """Emit the instructions that round a float32 vector to float16 and convert the result back to float32."""
     c = partial(_make_constant_vector, x.type.count)
     n = builder.bitcast(x, c(0).type)

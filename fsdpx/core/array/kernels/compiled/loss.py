@@ -14,7 +14,7 @@ from fsdpx.core.array.kernels.compiled.elements import (
     accumulation_dtype,
     as_contiguous,
     exponentiate_in_place,
-    find_row_max,
+    find_max_of_vector,
     round_to_dtype_of,
     to_float,
     view_bits_as_bfloat16,
@@ -35,7 +35,7 @@ FIRST = np.zeros(2, np.int64)
 
 
 @jit
-def _find_index_out_of_range(index, rows):
+def _find_position_of_index_out_of_range(index, rows):
     """Return the position in `index` of the first index that is not in [-rows, rows), or -1 if there is none."""
     for i in range(index.size):
         if not -rows <= index[i] < rows:
@@ -55,7 +55,7 @@ def _scatter_add_rows(start, stop, dy, index, gw):
 @register_compiled_kernel(lambda x, w, s: (np.zeros((2, 3), s.dtype), FIRST, x))
 def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     index, dy = as_contiguous(index, np.int64), np.ascontiguousarray(dy)
-    bad = _find_index_out_of_range(index, gw.shape[0])
+    bad = _find_position_of_index_out_of_range(index, gw.shape[0])
     if bad >= 0:
         raise IndexError(f"embedding_backward: index {index[bad]} at {bad} is out of range for {gw.shape[0]} rows")
     direct = gw.dtype == accumulation_dtype(dy.dtype) and gw.flags.c_contiguous
@@ -95,7 +95,7 @@ def _cross_entropy_loop(logits, target, lse, each, ignored, smoothing):
     for i in range(logits.shape[0]):
         widen_into(logits[i], row)
         mean = _sum_row_in_float64(row) / classes if smoothing != 0.0 else 0.0
-        top = find_row_max(row)
+        top = find_max_of_vector(row)
         if top == -np.inf:  # avoid -inf - (-inf) = NaN if all elements are -inf
             top = lse.dtype.type(0)
         exponentiate_in_place(row, top)

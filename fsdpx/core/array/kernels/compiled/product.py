@@ -18,7 +18,7 @@ from fsdpx.core.array.kernels.compiled.activation import sum_columns_into
 from fsdpx.core.array.kernels.compiled.elements import (
     assume_unit_stride,
     dot_product,
-    prefetch_array_size_ahead,
+    prefetch_array_at_byte_offset,
     round_to_dtype_of,
     to_float,
 )
@@ -78,7 +78,7 @@ def _multiply_few_rows_into(out, a, b):
     """
     for j in range(out.shape[1]):
         column = assume_unit_stride(b[:, j])
-        prefetch_array_size_ahead(column, PREFETCH_BYTES)
+        prefetch_array_at_byte_offset(column, PREFETCH_BYTES)
         for i in range(out.shape[0]):
             out[i, j] = dot_product(assume_unit_stride(a[i]), column)
 

@@ -22,7 +22,7 @@ from fsdpx.ext.fields.kernels.compiled.direct import (
     WIDE_ROWS,
     choose_strip_output_count,
     direct_backward_input,
-    locate_line_in_runs,
+    find_sample_and_run_of_output_line,
     make_direct_convolution_arguments,
     make_strip_convolution_loop,
     make_weight_gradient_loop,
@@ -63,7 +63,7 @@ def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bou
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
     for line in range(from_line, to_line):
-        n, a, i = locate_line_in_runs(line, runs[0, : bounds[0]])
+        n, a, i = find_sample_and_run_of_output_line(line, runs[0, : bounds[0]])
         lo0, n0 = runs[0, a, 2], runs[0, a, 3] - runs[0, a, 2]
         x_line = x + n * x_steps[0] + i * moves[0, 0] + moves[0, 2] + lo0 * moves[0, 1]
         y_line = y + n * y_steps[0] + i * y_steps[1]
@@ -198,7 +198,7 @@ def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: Window
     rest = [get_data_pointer(field), get_data_pointer(slope), *rest, sizes, packed, channels, x.shape[0]]
     parallel_for_range(_add_weight_gradient, 0, planes, *rest)
     window = [slice(first, first + count) for count, first, _ in places.tolist()][5 - dw.ndim :]
-    gradient = _unpack_lanes(packed, channels)[: dw.shape[0]]
+    gradient = _unpack_weights_from_lanes(packed, channels)[: dw.shape[0]]
     dw[:, 0][(slice(None), *window)] += gradient.reshape(dw.shape[0], *sizes[5 - dw.ndim :])
 
 
@@ -221,7 +221,7 @@ def _convolve_full_vectors(
         if count < weights.shape[dim] or step != 1:
             weights = weights.take(range(first, first + count * step, step), dim)
     weights = weights.transpose(0, 2, 3, 4, 1).reshape(len(weights), math.prod(sizes.tolist()) * group)
-    packed, begin = _pack_lanes(weights, y.shape[-1], x.dtype), np.zeros(y.shape[-1], x.dtype)
+    packed, begin = _pack_weights_into_lanes(weights, y.shape[-1], x.dtype), np.zeros(y.shape[-1], x.dtype)
     if bias is not None:
         begin[: bias.size] = bias
     rest = [get_data_pointer(x), get_data_pointer(y), *rest, sizes, packed, begin, add, group]
@@ -273,7 +273,7 @@ def _has_full_rows(x: np.ndarray) -> bool:
     return full and x.strides[-1] == x.itemsize and x.flags.aligned
 
 
-def _pack_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
+def _pack_weights_into_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
     """Pack weights (channels or fewer, offsets) into blocks (offsets, lanes). Each block has WIDE bytes of lanes,
     except that the last block is narrower if few channels remain."""
     lanes = WIDE // dtype.itemsize
@@ -284,8 +284,8 @@ def _pack_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
     return np.concatenate([wide.reshape(-1), rows[full:].T.reshape(-1)])
 
 
-def _unpack_lanes(packed: np.ndarray, channels: int) -> np.ndarray:
-    """Return the weights (channels, offsets) that `_pack_lanes` packed into `packed`."""
+def _unpack_weights_from_lanes(packed: np.ndarray, channels: int) -> np.ndarray:
+    """Return the weights (channels, offsets) that `_pack_weights_into_lanes` packed into `packed`."""
     lanes, offsets = WIDE // packed.itemsize, packed.size // channels
     full = channels // lanes * lanes
     wide = packed[: full * offsets].reshape(full // lanes, offsets, lanes).transpose(0, 2, 1).reshape(full, offsets)

@@ -40,7 +40,7 @@ __all__ = [
     "emit_load",
     "emit_offset",
     "emit_pointer_cast",
-    "locate_line_in_runs",
+    "find_sample_and_run_of_output_line",
     "make_direct_convolution_arguments",
     "make_strip_convolution_loop",
     "make_weight_gradient_loop",
@@ -126,7 +126,7 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
                 fits = builder.icmp_signed("==", counts[2], counts[2].type(width))
                 fits = builder.and_(fits, builder.icmp_signed("==", x_step, x_steps[2]))
                 case = builder.select(fits, builder.add(rows, rows.type(n * max_rows)), case)
-            emit_switch_on_size(builder, case, max_rows * (1 + len(widths)), emit_strip)
+            emit_switch_on_row_count(builder, case, max_rows * (1 + len(widths)), emit_strip)
             return context.get_dummy_value()
 
         three = types.UniTuple(types.int64, 3)
@@ -168,7 +168,7 @@ def make_few_outputs_convolution_loop(outputs: int, max_rows: int) -> Any:
                     to = emit_pointer_cast(builder, like.type, builder.add(to, emit_offset(builder, y_step, b)))
                     builder.store(builder.fadd(number, emit_lane_sum(builder, builder.load(sums[b][o]))), to)
 
-            emit_switch_on_size(builder, rows, max_rows, emit_dots)
+            emit_switch_on_row_count(builder, rows, max_rows, emit_dots)
             return context.get_dummy_value()
 
         three = types.UniTuple(types.int64, 3)
@@ -227,7 +227,7 @@ def make_weight_gradient_loop(nbytes: int, max_rows: int, depthwise: bool = Fals
                 for b in range(row_count):
                     builder.store(builder.load(sums[b]), emit_pointer_cast(builder, vector, rows_at[b]), align=word)
 
-            emit_switch_on_size(builder, rows, max_rows, emit_outer)
+            emit_switch_on_row_count(builder, rows, max_rows, emit_outer)
 
         two = types.UniTuple(types.int64, 2)
         return types.void(like, *[types.int64] * 5, two, two, two), emit_as_noinline_function(emit_ir)
@@ -287,7 +287,7 @@ def emit_address(builder: Any, base: Any, indices: Sequence[Any], steps: Sequenc
     return base
 
 
-def emit_switch_on_size(builder: Any, rows: Any, max_size: int, body: Any) -> None:
+def emit_switch_on_row_count(builder: Any, rows: Any, max_size: int, body: Any) -> None:
     """Emit an LLVM switch on the value `rows`. `body(n)` emits the code of the case n, for each n from 1 to `max_size`,
     so that each case can unroll its loops over rows."""
     end = builder.append_basic_block("sized")
@@ -373,7 +373,7 @@ def _load_scalar(typingctx: Any, like: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
+def _store_scalar_at_address(typingctx: Any, value: Any, address: Any) -> Any:
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store(arguments[0], emit_pointer_cast(builder, arguments[0].type, arguments[1]))
         return context.get_dummy_value()
@@ -405,7 +405,7 @@ def compute_line_by_strips(
         if partial:
             for r in range(rows):
                 for v in range(valid):
-                    _store_scalar(scratch[r, v], ys + r * y_step + v * word)
+                    _store_scalar_at_address(scratch[r, v], ys + r * y_step + v * word)
         at += rows
 
 
@@ -432,7 +432,7 @@ def _compute_line_by_dot_products(
 
 
 @register_jitable
-def locate_line_in_runs(line, runs):
+def find_sample_and_run_of_output_line(line, runs):
     """Return three integers for a line of outputs: its sample, the index of its run, and its output index along the
     first dim. A run is a range of outputs that have the same window offsets inside the field."""
     lines, a = 0, 0
@@ -465,7 +465,7 @@ def _convolve_lines(
     merged = moves[2, 1] == channels * word
     scratch = np.zeros((NARROW_ROWS, WIDE // word), packed.dtype)
     for line in range(from_line, to_line):
-        n, a, i = locate_line_in_runs(line, runs[0, : bounds[0]])
+        n, a, i = find_sample_and_run_of_output_line(line, runs[0, : bounds[0]])
         lo0, n0 = runs[0, a, 2], runs[0, a, 3] - runs[0, a, 2]
         x_line = x + n * x_steps[0] + i * moves[0, 0] + moves[0, 2] + lo0 * moves[0, 1]
         y_line = y + n * y_steps[0] + i * y_steps[1]

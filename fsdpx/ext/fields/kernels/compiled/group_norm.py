@@ -51,7 +51,7 @@ _sum_block_moments = make_column_loop(_emit_moments, False)
 
 
 @jit
-def _compute_column_moments(start, stop, x, out):
+def _compute_column_moments_into(start, stop, x, out):
     """Compute the mean of columns `start` to `stop` of x in out[0], and their sum of squared deviations in out[1]."""
     zero = accumulation_zero(x)
     centre, along, squares = np.full(stop - start, zero), np.full(stop - start, zero), np.full(stop - start, zero)
@@ -75,7 +75,7 @@ def _compute_column_moments(start, stop, x, out):
 @jit
 def _moments_loop(x, out):
     for n in range(x.shape[0]):
-        _compute_column_moments(0, x.shape[2], x[n], out[n])
+        _compute_column_moments_into(0, x.shape[2], x[n], out[n])
 
 
 @jit
@@ -143,13 +143,13 @@ def _normalize_samples_loop(x, y, mean, rstd, groups, eps, weight, bias):
     moments, values = np.empty((2, x.shape[2])), np.empty((3, x.shape[2]), mean.dtype)
     for n in range(x.shape[0]):
         moments[:] = 0
-        _compute_column_moments(0, x.shape[2], x[n], moments)
+        _compute_column_moments_into(0, x.shape[2], x[n], moments)
         _finish_statistics(moments, x.shape[1], groups, eps, weight, bias, mean[n], rstd[n], values)
         affine_loop(x[n], y[n], values[0], values[1], values[2])
 
 
 @jit
-def _finish_gradient_sums(of_columns, rows, groups, weight, mean, rstd, sums, values):
+def _compute_gradient_sums_from_columns(of_columns, rows, groups, weight, mean, rstd, sums, values):
     """Compute the sums that `group_norm_gradient_sums` returns, (2, channels), for one sample. Also compute the values
     that `_backward_loop` takes. `of_columns` are the sums (2, columns) of the sample's columns over its `rows` rows."""
     channels, columns = mean.size, of_columns.shape[1]
@@ -180,7 +180,7 @@ def _backward_input_of_samples_loop(x, dy, dx, mean, rstd, sums, groups, weight)
             for c in range(mean.shape[1]):
                 values[0, at + c], values[1, at + c] = mean[n, c], rstd[n, c]
         add_channel_gradient_sums(0, x.shape[2], x[n], dy[n], values[0], values[1], of_columns)
-        _finish_gradient_sums(of_columns, x.shape[1], groups, weight, mean[n], rstd[n], sums[n], values)
+        _compute_gradient_sums_from_columns(of_columns, x.shape[1], groups, weight, mean[n], rstd[n], sums[n], values)
         _backward_loop(x[n], dy[n], dx[n], values[0], values[1], values[2], values[3])
 
 
@@ -194,7 +194,7 @@ def _normalize_groups_loop(start, stop, x, y, mean, rstd, groups, eps, weight, b
         n, first = group // groups, group % groups * size
         one, whole = slice(first, first + 1), x[n, first : first + size].reshape(size * rows, elements)
         moments[:] = 0
-        _compute_column_moments(0, elements, whole, moments)
+        _compute_column_moments_into(0, elements, whole, moments)
         _finish_statistics(moments, size * rows, 1, eps, weight[one], bias[one], mean[n, one], rstd[n, one], values)
         for c in range(first, first + size):
             mean[n, c], rstd[n, c] = mean[n, first], rstd[n, first]
@@ -217,7 +217,7 @@ def _backward_input_of_groups_loop(start, stop, x, dy, dx, mean, rstd, sums, gro
             add_channel_gradient_sums(0, elements, x[n, c], dy[n, c], same[0], same[1], of_columns)
             of_channels[0, k], of_channels[1, k] = of_columns[0].sum(), of_columns[1].sum()
         own = slice(first, first + size)
-        _finish_gradient_sums(
+        _compute_gradient_sums_from_columns(
             of_channels, rows * elements, 1, weight[own], mean[n, own], rstd[n, own], sums[n, :, own], values
         )
         for k in range(size - 1, -1, -1):
@@ -280,7 +280,7 @@ def channel_means_and_square_deviations(xp: Any, x: np.ndarray) -> np.ndarray:
     rows = field.reshape(shape)
     out = np.zeros((rows.shape[0], 2, rows.shape[2]))
     _run_loop_over_samples_in_threads(
-        _moments_loop, lambda s: parallel.parallel_for_columns(_compute_column_moments, *s), (rows, out)
+        _moments_loop, lambda s: parallel.parallel_for_columns(_compute_column_moments_into, *s), (rows, out)
     )
     moments = out.transpose(1, 0, 2)
     if per_row == 1:
@@ -369,7 +369,7 @@ def group_norm(xp: Any, x: np.ndarray, weight: Any, bias: Any, groups: int, eps:
     def normalize_sample(sample: tuple[np.ndarray, ...]) -> None:
         rows, out, mean, rstd = sample
         moments, values = np.zeros((2, rows.shape[1])), np.empty((3, rows.shape[1]), mean.dtype)
-        parallel.parallel_for_columns(_compute_column_moments, rows, moments)
+        parallel.parallel_for_columns(_compute_column_moments_into, rows, moments)
         _finish_statistics(moments, rows.shape[0], *options, mean, rstd, values)
         parallel.parallel_for_rows(affine_loop, (rows, out), *values)
 
@@ -402,7 +402,7 @@ def group_norm_backward_input(
         of_columns, values = np.zeros((2, rows.shape[1])), np.empty((4, rows.shape[1]), centre.dtype)
         repeated = np.tile(centre, per_row), np.tile(factor, per_row)
         parallel.parallel_for_columns(add_channel_gradient_sums, rows, drows, *repeated, of_columns)
-        _finish_gradient_sums(of_columns, rows.shape[0], *options, centre, factor, into, values)
+        _compute_gradient_sums_from_columns(of_columns, rows.shape[0], *options, centre, factor, into, values)
         parallel.parallel_for_rows(_backward_loop, (rows, drows, out), *values)
 
     _run_loop_over_samples_in_threads(_backward_input_of_samples_loop, differentiate_sample, arrays, *options)

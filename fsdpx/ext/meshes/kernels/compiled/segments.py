@@ -19,7 +19,7 @@ NO_ORDER = np.zeros(0, np.int64)
 
 
 @jit
-def _add_gathered_loop(start, stop, out, a, a_index, b, b_index):
+def _add_gathered_row_pairs_loop(start, stop, out, a, a_index, b, b_index):
     use_widest_vectors()
     for n in range(out.shape[0]):
         for i in range(start, stop):
@@ -118,7 +118,7 @@ def add_indexed_rows(
 ) -> np.ndarray:
     y = as_contiguous(y)
     arrays = y, as_contiguous(a, y.dtype), a_index, as_contiguous(b, y.dtype), b_index
-    _run_loop_in_threads(_add_gathered_loop, y.shape[1], y.size, *arrays)
+    _run_loop_in_threads(_add_gathered_row_pairs_loop, y.shape[1], y.size, *arrays)
     return y
 
 
