@@ -187,7 +187,7 @@ def graphs(x: np.ndarray, edges: np.ndarray, size: str) -> Iterator[Case]:
     order, offsets = np.argsort(senders), np.searchsorted(receivers, np.arange(x.shape[1] + 1))
     most = int(np.diff(offsets).max())
     y = segments.segment_softmax(np, edges, offsets, receivers, most)
-    yield "add_indexed_rows", size, lambda: segments.add_indexed_rows(np, edges, x, senders, x, receivers)
+    yield "add_gathered_row_pairs", size, lambda: segments.add_gathered_row_pairs(np, edges, x, senders, x, receivers)
     yield "segment_sum", size, lambda: segments.segment_sum(np, edges, offsets, None, most)
     yield "segment_sum (in another order)", size, lambda: segments.segment_sum(np, edges, offsets, order, most)
     yield "segment_max", size, lambda: segments.segment_max(np, edges, offsets, most)

@@ -57,7 +57,7 @@ def list_variants() -> Iterator[Variant]:
     for first in range(len(levels)):
         taken = " ".join(levels[first:])
         yield Variant(f"numpy-without-{levels[first]}", {"NPY_DISABLE_CPU_FEATURES": taken})
-    for library in blas.list_available_libraries():
+    for library in blas.list_available_blas_libraries():
         yield Variant(f"blas-{library}", {}, ("--blas", library))
     for threads in ("1", "2"):
         names = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS")

@@ -90,7 +90,9 @@ def make_optimizer(lr: float, steps: int) -> optim.AdamW:
     return optim.AdamW(lr=schedule, betas=(0.9, 0.98), weight_decay=0.1, groups=optim.no_decay)
 
 
-def make_loader_and_batches(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.DataLoader, list[Any]]:
+def make_loader_and_validation_batches(
+    args: argparse.Namespace, comm: Any, prints: bool
+) -> tuple[data.DataLoader, list[Any]]:
     """Return the data loader of the training split, and a list of fixed batches of the validation split.
 
     `comm` is the communicator of the data ranks, `trainer.data_group`; ranks that differ only on the pipeline or
@@ -181,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.trace = str(folder.trace_folder)
     trainer = make_trainer(args)
     inject_faults(trainer, parse_faults(args.chaos), environment.read_environment().restart)
-    loader, validation = make_loader_and_batches(args, trainer.data_group, prints=comm.rank == 0)
+    loader, validation = make_loader_and_validation_batches(args, trainer.data_group, prints=comm.rank == 0)
     if comm.rank == 0:
         placed = trainer.inspect.placement
         count, on = placed.layout.size, f" ({placed.axes.mesh})" if args.mesh else ""

@@ -35,7 +35,7 @@ def fill_halo(u):
         v = np.moveaxis(u, dim, 0)  # view of u with this dim first; the second exchange also fills the corners
         low, high = v[1].copy(), v[-2].copy()
         if dim == 1 and before == MPI.PROC_NULL:
-            low = 2 - low  # so that the mean of the ghost cell and the cell at the wall is 1
+            low = 2 - low  # then the mean of the ghost cell and the cell at the wall is 1
         cart.Sendrecv(v[-2].copy(), after, recvbuf=low, source=before)
         cart.Sendrecv(v[1].copy(), before, recvbuf=high, source=after)
         v[0], v[-1] = low, high

@@ -80,8 +80,10 @@ def info() -> Info:
         ("shared memory", describe_shared_memory()),
     ]
     rows += [("left in /dev/shm", describe_leftover_shared_memory()), ("cache", _describe_cache())]
-    rows += [(f"BLAS {name}", where) for name, where in blas.list_available_libraries().items()]
-    rows += [(f"bf16 by {name}", where) for name, where in blas.load_half_matmul().list_available_libraries().items()]
+    rows += [(f"BLAS {name}", where) for name, where in blas.list_available_blas_libraries().items()]
+    rows += [
+        (f"bf16 by {name}", where) for name, where in blas.load_half_matmul().list_16bit_matmul_libraries().items()
+    ]
     rows += [("BLAS in use", blas.get_selected_library())]
     rows += [
         (f"{config.normalize_half_name(kind)} in use", _describe_half_matmul(kind)) for kind in ("bfloat16", "float16")

@@ -110,7 +110,7 @@ class Elementwise(ABC):
 
     @abstractmethod
     def _update_span(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
-        """Update a span of elements with the same hyperparameters in place.
+        """Update a span of parameters in place. All elements of a span have the same hyperparameters.
 
         `step` is the number of updates of these elements, including this one. `rates` holds `lr`, `weight_decay`, and
         `scale`, the factor by which g is multiplied."""

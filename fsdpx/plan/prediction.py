@@ -99,10 +99,10 @@ class Prediction:
 
     @property
     def layers(self) -> dict[str, LayerPrediction]:
-        """Predicted cost of each layer on one rank, keyed by path: the seconds of its `forward` and `backward` in a
-        step, and the `nbytes` of activations that it keeps for one microbatch. The cost of a layer without parameters
-        is added to the next layer, and the cost of the loss to the last layer. Gathering and reducing pages (flat
-        parameter buffers) is not included."""
+        """Predicted cost of each layer on one rank, keyed by path: how many seconds its `forward` and `backward` take
+        in a step, and how many bytes of activations it keeps for one microbatch (`nbytes`). The cost of a layer without
+        parameters is added to the next layer, and the cost of the loss to the last layer. Gathering and reducing pages
+        (flat parameter buffers) is not included."""
         with memoizing(), disabling_gc():
             return predict_cost_by_layer(self.step, self.machine)
 

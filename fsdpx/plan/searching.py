@@ -534,7 +534,7 @@ class _Search:
         while layers not in known and len(known) < MAX_DEPTHS_TRIED:
             try:
                 known[layers] = self._predict_bytes_at_depth(options, layers)
-            except FsdpxError:  # some options, such as a list of stages, fix the number of blocks
+            except FsdpxError:  # options such as a list of stages allow only one number of blocks
                 break
             fits = max(n for n, memory in known.items() if memory <= self.limit)
             other = min((n for n in known if n > fits), default=max((n for n in known if n < fits), default=fits))

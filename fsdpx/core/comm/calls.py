@@ -272,8 +272,8 @@ class Progress:
 
 
 def get_progress(comm: object) -> Progress:
-    """Return the `Progress` whose transfers are advanced when a communicator waits. If the communicator has none,
-    return a new `Progress` without transfers."""
+    """Return the `Progress` of the communicator `comm`: while `comm` waits, it also tests the transfers listed there.
+    If `comm` has none, return a new `Progress` without transfers."""
     progress = getattr(comm, "progress", None)
     return progress if isinstance(progress, Progress) else Progress()
 

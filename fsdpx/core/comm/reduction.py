@@ -15,8 +15,13 @@ from fsdpx.core.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "explain_undefined_reduction", "get_dtype_kind", "get_ufunc", "is_half", "is_reduced_in_rank_order",
-    "is_reduction_compilable", "reduce_in_rank_order_into",
+    "explain_undefined_reduction",
+    "get_dtype_kind",
+    "get_ufunc",
+    "is_half",
+    "is_reduction_compilable",
+    "needs_rank_order_reduction",
+    "reduce_in_rank_order_into",
 ]  # fmt: skip
 
 _KINDS = {
@@ -48,7 +53,7 @@ def is_half(dtype: np.dtype) -> bool:
     return get_dtype_kind(dtype) == "half"
 
 
-def is_reduced_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
+def needs_rank_order_reduction(op: ReduceOp, dtype: np.dtype) -> bool:
     """Return whether fsdpx itself combines the values of all ranks, in rank order, because a communication library
     might compute a different result.
 

@@ -87,8 +87,8 @@ def _format_cells_of_each_rank(events: Sequence[ActionEvent], letters: dict[int 
 
 
 def format_marked_schedule_step(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
-    """Format the action lists of all ranks near one entry, with a ^ below this entry. A line looks like "rank 1 F1.0
-    B1.0 F1.1".
+    """Format an excerpt of the action lists of all ranks around one entry, with a ^ below this entry. A line looks like
+    "rank 1 F1.0 B1.0 F1.1".
 
     Entries are shown in list order, not by time, so the function also works for schedules that cannot run. `position`
     is the index of the marked entry in the list of rank `rank`. If `position` is the length of this list, the mark

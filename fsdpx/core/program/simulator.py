@@ -271,8 +271,8 @@ class StageCosts:
 
 
 def get_completion_key(action: Action) -> Done:
-    """Return the key that an action of a schedule completes. For B, return the key of I: other stages wait for the
-    input gradient, which both B and I compute."""
+    """Return the key under which the simulator notes that an action of a schedule is complete. A B has the key of an I,
+    because other stages wait only for the input gradient, which both compute."""
     assert action.unit is not None
     assert action.mb is not None
     return ("I" if action.op == "B" else action.op), action.unit, action.mb

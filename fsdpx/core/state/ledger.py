@@ -248,7 +248,7 @@ def _iterate_rows_as_if_not_offloaded(placement: Placement, windows: bool, share
     offloaded."""
     formats, owner = placement.formats, placement.sync_policy.owner
     for page in placement.pages.values():
-        yield from _list_parameter_rows(placement, page, sharers)
+        yield from _list_parameter_rows_of_page(placement, page, sharers)
         if page.page.trainable:
             yield from _list_gradient_rows(placement, page, windows)
             for name in placement.optimizer.slots:
@@ -261,7 +261,7 @@ def _iterate_rows_as_if_not_offloaded(placement: Placement, windows: bool, share
         yield LedgerRow(LedgerKey("statistic", None, name), formats.statistics, ElementRange(0, spec.size), "all")
 
 
-def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
+def _list_parameter_rows_of_page(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
     """Yield two rows for a page (flat parameter buffer): one for its full parameters, and one for this rank's parameter
     shard. If the full parameters are kept between uses and have the same dtype, the shard is a view of them."""
     p = page.page.index

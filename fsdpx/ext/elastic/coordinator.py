@@ -89,8 +89,8 @@ class AgreementRefused(RankLost):
 
 @dataclass(frozen=True)
 class TrainingFailure:
-    """An error on the training ranks, in the form that is sent to idle ranks. `agreed` means that all training ranks
-    raise it together, after an agreement."""
+    """An error on the training ranks, in the form that is sent to idle ranks. `agreed` is true if
+    the training ranks have agreed on the error, so that all of them raise it."""
 
     kind: str
     text: str

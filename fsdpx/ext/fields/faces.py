@@ -140,7 +140,7 @@ def _plan_cells_to_faces(
     widths = compute_cell_widths(spacing, cuts[-1], parts.get_dim_name(dim))
     around = np.pad(widths, 1, "wrap" if "circular" in mode else "edge") if len(widths) else np.zeros(2)
     below, above = (around[i : i + outputs[-1]] for i in (first + 1, first + 2))
-    halo = _make_neighbor_halo(parts, dim, outputs, first, mode)
+    halo = _make_halo_of_cells_beside_faces(parts, dim, outputs, first, mode)
     if derivative:
         slope = 2.0 / (below + above)
         return NeighborMove(outputs, halo, -slope, slope)
@@ -158,11 +158,13 @@ def _plan_faces_to_cells(
     outputs = compute_output_bounds_of_ranks(cuts, cuts, count)
     widths = compute_cell_widths(spacing, count, name)
     upper = 1.0 / widths if derivative else np.full(count, 0.5)
-    halo = _make_neighbor_halo(parts, dim, outputs, -1 if faces == "high" else 0, mode)
+    halo = _make_halo_of_cells_beside_faces(parts, dim, outputs, -1 if faces == "high" else 0, mode)
     return NeighborMove(outputs, halo, -upper if derivative else upper, upper)
 
 
-def _make_neighbor_halo(parts: FieldPartition, dim: int, outputs: Cuts, first: int, mode: SidePair) -> HaloSpec:
+def _make_halo_of_cells_beside_faces(
+    parts: FieldPartition, dim: int, outputs: Cuts, first: int, mode: SidePair
+) -> HaloSpec:
     cuts = parts.cuts[dim]
     needs = tuple(
         (a + first, b + first + 1) if b > a else (start, start)

@@ -531,7 +531,7 @@ class Grid(Domain):
         """
         if isinstance(array_or_index, tuple):
             return self._convert_global_to_local_index(array_or_index)
-        self._require_cell_shape("take_local", array_or_index.shape, self.shape, "the whole field")
+        self._require_array_has_cell_shape("take_local", array_or_index.shape, self.shape, "the whole field")
         return array_or_index[self._make_slices_of_rank_part(self.coords, array_or_index.ndim)]
 
     def _convert_global_to_local_index(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -594,7 +594,7 @@ class Grid(Domain):
         for rank, (own, (shape, dtype)) in enumerate(zip(self._own, everyone, strict=True)):
             if own is not None:
                 hint = "; results of another size than the input are parts of trainer.output_grid"
-                self._require_cell_shape("all_gather", shape, own, f"the part of rank {rank}", hint)
+                self._require_array_has_cell_shape("all_gather", shape, own, f"the part of rank {rank}", hint)
             shapes.append(self._replace_cell_sizes_in_shape(own, everyone[0][0]) if own is not None else shape)
             if (shape, dtype) != (shapes[rank], everyone[0][1]):
                 raise DataError(f"Grid.all_gather: rank 0 has {everyone[0]}, and rank {rank} {(shape, dtype)}")
@@ -746,7 +746,7 @@ class Grid(Domain):
         letters = self._dim_letters if ndim < len(self.layout) else self.layout
         return [ndim - len(letters) + letters.index(letter) for letter in self._dim_letters]
 
-    def _require_cell_shape(
+    def _require_array_has_cell_shape(
         self, method: str, shape: tuple[int, ...], cells: Sequence[int], expected: str, hint: str = ""
     ) -> None:
         """Raise DataError if the cell dims of an array of shape `shape` do not have the sizes `cells`."""

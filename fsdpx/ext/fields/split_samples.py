@@ -124,8 +124,9 @@ class SplitSamples(ABC):
     def compute_part_shapes(
         self, shape: tuple[int, ...], kind: FieldPartition
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes that an output must have for the whole domain and for this rank's part. The output is
-        distributed as `kind`. `shape` is the shape of the output when the model runs on whole samples."""
+        """Return two shapes that an output should have: the shape over all ranks, and the shape of this rank's part.
+        `kind` says how the output is split over the ranks. `shape` is the shape of the output if the model runs on
+        whole samples, which tells the number of samples and channels."""
 
     def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
         found = []

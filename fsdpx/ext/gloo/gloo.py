@@ -41,7 +41,7 @@ from fsdpx.core.comm.message_backend import (
     start_messages_through_host,
 )
 from fsdpx.core.comm.p2p_collectives import Pairs
-from fsdpx.core.comm.reduction import is_reduced_in_rank_order
+from fsdpx.core.comm.reduction import needs_rank_order_reduction
 from fsdpx.errors import CommError, CommTimeout, ConfigError
 from fsdpx.ext.gloo.rendezvous import CHALLENGE_BYTES, SEAL_BYTES, Rendezvous, compute_hmac
 
@@ -387,7 +387,7 @@ _BOOL_OPS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
 def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
     """Return Gloo's reduction for `op`, or None if Gloo does not support the dtype or reduces it differently than
     fsdpx."""
-    if is_reduced_in_rank_order(op, array.dtype):
+    if needs_rank_order_reduction(op, array.dtype):
         return None
     if array.dtype.kind == "b":
         return _BOOL_OPS.get(op, _OPS[op])

@@ -119,8 +119,8 @@ class CudaGraphObserver(Observer):
         return batch, id(program), (state.arena.generation, state.frozen, state.seed)
 
     def _count_complete_run_or_record_again(self) -> None:
-        """Count the previous run if it was complete. If the previous run recorded graphs, discard them and record again
-        in two cases: the run was incomplete, or units must be split differently."""
+        """Count the previous run if it was complete. If the previous run was incomplete, or if units must be split
+        differently, discard the graphs that it recorded, so that the next run records again."""
         now = self._now
         if now is None:
             return

@@ -25,7 +25,7 @@ from fsdpx.ext.half import onednn
 
 __all__ = [
     "get_selected_library",
-    "list_available_libraries",
+    "list_16bit_matmul_libraries",
     "list_half_instructions",
     "multiply_half_into",
     "select_library",
@@ -43,7 +43,7 @@ CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
 requested_library: str | None = None  # set by `select_library`
 
 
-def list_available_libraries() -> dict[str, str]:
+def list_16bit_matmul_libraries() -> dict[str, str]:
     """Return the path and version of each library that can multiply 16-bit matrices, as a dict keyed by name.
     `select_library` accepts these names."""
     here = {WIDENED: "float32 products of widened operands"}
@@ -55,9 +55,9 @@ def select_library(name: str | None) -> None:
     """Select the library that multiplies bfloat16 matrices from now on, or the default if `name` is None. All ranks of
     a job must select the same one."""
     global requested_library
-    if name is not None and name not in list_available_libraries():
+    if name is not None and name not in list_16bit_matmul_libraries():
         raise ConfigError(
-            f"16-bit products by {name!r} are not available: choose one of {', '.join(list_available_libraries())}"
+            f"16-bit products by {name!r} are not available: choose one of {', '.join(list_16bit_matmul_libraries())}"
         )
     requested_library = name
 

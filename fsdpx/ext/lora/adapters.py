@@ -16,7 +16,7 @@ from fsdpx.core.checkpoint.format import dtype_to_code, make_file_header
 from fsdpx.core.checkpoint.read import read_header
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.ext.lora.lora import ADAPTER_NAMES, LoRALinear, find_adapter
+from fsdpx.ext.lora.lora import ADAPTER_NAMES, LoRALinear, get_adapter_of_layer
 from fsdpx.models.pretrained_reader import TensorSource
 from fsdpx.models.tokenizer_files import read_json_object
 from fsdpx.nn.layer import Layer, join_path
@@ -116,7 +116,7 @@ def _find_adapted_layers(trainer: Trainer, call: str) -> dict[str, LoRALinear]:
         path: low
         for node in trainer.inspect.placement.model.nodes
         for path, layer in _iterate_layers(node.path, node.layer)
-        if (low := find_adapter(layer)) is not None
+        if (low := get_adapter_of_layer(layer)) is not None
     }
     if not found:
         raise ConfigError(f"{call}: the model has no adapters: make it with nn.add_lora(model, targets=...)")

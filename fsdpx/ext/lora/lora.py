@@ -29,7 +29,7 @@ from fsdpx.nn.layer import (
 from fsdpx.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear, ShardedLinear
 from fsdpx.nn.shard_specs import ShardingContext
 
-__all__ = ["ADAPTER_NAMES", "ColumnLoRA", "LoRALinear", "RowLoRA", "add_lora", "find_adapter"]
+__all__ = ["ADAPTER_NAMES", "ColumnLoRA", "LoRALinear", "RowLoRA", "add_lora", "get_adapter_of_layer"]
 
 ADAPTER_NAMES = ("lora_A.weight", "lora_B.weight")
 """Names of the trained matrices A and B, as in PEFT."""
@@ -344,7 +344,7 @@ class RowLoRA(_ShardedLoRA, RowParallelLinear):
         self.backward_params(env, g, self._make_kept_values(env, p, x, self._all_gather_gradient(env, dy)))
 
 
-def find_adapter(layer: Layer) -> LoRALinear | None:
+def get_adapter_of_layer(layer: Layer) -> LoRALinear | None:
     """Return the layer itself if it is a `LoRALinear`, or the full `LoRALinear` if the layer is a shard of one. Return
     None if the layer has no adapter."""
     if isinstance(layer, _ShardedLoRA):

@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpx.core.array import kernels
 from fsdpx.ext.meshes.ghosts import start_appending_ghosts, start_appending_ghosts_backward
-from fsdpx.ext.meshes.kernels import add_indexed_rows
+from fsdpx.ext.meshes.kernels import add_gathered_row_pairs
 from fsdpx.ext.meshes.local_graph import GraphLayer, has_no_data, require_node_features
 from fsdpx.nn.activation import make_activation
 from fsdpx.nn.container import Composite
@@ -78,7 +78,7 @@ class EdgeLinear(_SplitWeight, GraphLayer):
     reads = ("nodes", "edges")
     gives = "edges"
     n_inputs = 2
-    kernel_names = ("add_indexed_rows", "linear", "segment_sum", "sum_rows")
+    kernel_names = ("add_gathered_row_pairs", "linear", "segment_sum", "sum_rows")
 
     def __init__(self, node_features: int, edge_features: int, out_features: int) -> None:
         require_positive(self, node_features=node_features, edge_features=edge_features, out_features=out_features)
@@ -115,7 +115,7 @@ class EdgeLinear(_SplitWeight, GraphLayer):
         if has_no_data(env):
             return y
         senders, receivers = (self.graph.get_attribute_on_device(env, name) for name in ("senders", "receivers"))
-        summed: Array = add_indexed_rows(env.xp, y, of_senders, senders, of_receivers, receivers)
+        summed: Array = add_gathered_row_pairs(env.xp, y, of_senders, senders, of_receivers, receivers)
         return summed
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:

@@ -139,11 +139,11 @@ def list_edges_of_cells(cells: Table, pairs: Any) -> Table:
 
 
 def exchange_facets_and_list_cell_edges(comm: Any, size: int, mesh: SolverMesh) -> tuple[Table, Table]:
-    """Return the edges (2, edges) between cells that share a facet, as pairs of row indices, and the global number of
-    each row. Collective.
+    """Connect the cells that share a facet. Return the edges as an array of shape (2, number of edges), which contains
+    row indices of cells, and the global number of the cell in each row. Collective.
 
-    The rows of `mesh` come first, followed by the neighboring cells that this rank lacks. A rank lacks neighboring
-    cells if the solver has no ghost cells. Each edge is returned on only one rank, which owns one of its two cells."""
+    The first rows are those of `mesh`. If the solver has no ghost cells, rows of neighboring cells on other ranks
+    follow. Each edge is returned on only one rank, which owns one of its two cells."""
     assert mesh.facets is not None
     rows, shared = mesh.facets
     home = shared % size

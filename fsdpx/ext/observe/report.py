@@ -552,8 +552,8 @@ def _iterate_tied_gradient_transfers(place: Placement, tie: TieGroup) -> Iterato
 
 def _count_stage_message_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
     """Return the size in bytes of each message between pipeline stages, given the shapes of the last batch. The result
-    is a dict with the keys (edge index, microbatch). An edge is a value, or the gradient of a value, that one stage
-    sends to another."""
+    is keyed by (edge index, microbatch). An edge is a value, or the gradient of a value, that one stage sends to
+    another."""
     found: dict[tuple[int, int | None], int] = {}
     for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):

@@ -264,7 +264,7 @@ class Watchdog:
         return [one for one in [*_running] if one.record.thread == own.thread and one.record.used_at > own.used_at]
 
     def _end_job_if_hung(self, waited_seconds: float, what: str) -> None:
-        """End the job if this rank is waiting in vain. It has waited for `what` for `waited_seconds`."""
+        """End the job if the call `what`, for which this rank has waited `waited_seconds`, can no longer complete."""
         flights = {
             flight.rank: flight
             for place in self._local_record_paths

@@ -522,7 +522,7 @@ def products(x, dy, dtype) -> Cases:
         size = (1 + x.shape[1] / 8) * np.abs(a) @ np.abs(b).T
         return Case(by(library), (a, b), a @ b.T, size, tiny=x.shape[1] * FLUSHED)
 
-    return {"product": [case(name) for name in matmul.list_available_libraries()]}
+    return {"product": [case(name) for name in matmul.list_16bit_matmul_libraries()]}
 
 
 FAMILIES = (

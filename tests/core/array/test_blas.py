@@ -16,7 +16,7 @@ from fsdpx.core.array.kernels.choice import has_numba
 from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError
 
-LIBRARIES = list(blas.list_available_libraries())
+LIBRARIES = list(blas.list_available_blas_libraries())
 SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 63, 64, 65, 130]))
 
 
@@ -196,13 +196,13 @@ def test_shapes_that_do_not_fit_are_refused(library: str) -> None:
 
 @in_full
 def test_choice() -> None:
-    assert "numpy" in blas.list_available_libraries()
-    assert blas.get_selected_library() in blas.list_available_libraries()
+    assert "numpy" in blas.list_available_blas_libraries()
+    assert blas.get_selected_library() in blas.list_available_blas_libraries()
     with pytest.raises(ConfigError, match="choose one of"):
         blas.select_library("atlas")
     before = blas.get_selected_library()
     rates = blas.measure_gflops_of_each_library()
-    assert list(rates) == list(blas.list_available_libraries())
+    assert list(rates) == list(blas.list_available_blas_libraries())
     assert all(rate > 0 for rate in rates.values())
     assert blas.get_selected_library() == before
 
@@ -237,7 +237,7 @@ def threads_of_numpy() -> int:
     return int(next(pool["num_threads"] for pool in threadpool_info() if "numpy" in pool["filepath"]))
 
 
-@pytest.mark.skipif("openblas" not in blas.list_available_libraries(), reason="NumPy's OpenBLAS is not here")
+@pytest.mark.skipif("openblas" not in blas.list_available_blas_libraries(), reason="NumPy's OpenBLAS is not here")
 @pytest.mark.usefixtures("two_cores")
 def test_numpys_library_is_limited_while_fsdpx_computes_and_as_before_then() -> None:
     """Cut products need one thread in the library that multiplies, or their bits change."""
@@ -262,7 +262,7 @@ def test_numpys_library_is_limited_while_fsdpx_computes_and_as_before_then() -> 
             assert threads_of_numpy() == 3
 
 
-@pytest.mark.skipif("openblas" not in blas.list_available_libraries(), reason="NumPy's OpenBLAS is not here")
+@pytest.mark.skipif("openblas" not in blas.list_available_blas_libraries(), reason="NumPy's OpenBLAS is not here")
 @pytest.mark.usefixtures("two_cores")
 def test_threads_that_compute_at_the_same_time_limit_once() -> None:
     blas.select_library("openblas")

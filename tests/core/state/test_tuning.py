@@ -87,7 +87,7 @@ def rates(monkeypatch):
 
     def measure(count):
         taken.append(found.pop(0) if found else 50.0)
-        return dict.fromkeys(blas.list_available_libraries(), taken[-1])
+        return dict.fromkeys(blas.list_available_blas_libraries(), taken[-1])
 
     monkeypatch.setattr(blas, "measure_gflops_of_each_library", measure)
     monkeypatch.setattr(tuning, "_remeasured", set())
@@ -135,8 +135,8 @@ def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
 @pytest.mark.parametrize(("faster", "taken"), [(1.1, False), (1.5, True)])
 def test_another_library_is_taken_only_if_clearly_faster(monkeypatch, faster, taken):
     usual = blas.get_selected_library()
-    other = next(name for name in blas.list_available_libraries() if name != usual)
-    rates = dict.fromkeys(blas.list_available_libraries(), 1.0) | {usual: 50.0, other: 50.0 * faster}
+    other = next(name for name in blas.list_available_blas_libraries() if name != usual)
+    rates = dict.fromkeys(blas.list_available_blas_libraries(), 1.0) | {usual: 50.0, other: 50.0 * faster}
     monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: rates)
     assert (agree_on_tuning(_single(), True, np).blas == other) == taken
     assert (blas.get_selected_library() == other) == taken
@@ -145,22 +145,22 @@ def test_another_library_is_taken_only_if_clearly_faster(monkeypatch, faster, ta
 @in_full
 def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
     """The same bits at any number of ranks, whatever a busy moment makes of a measurement."""
-    if len(blas.list_available_libraries()) < 2:
+    if len(blas.list_available_blas_libraries()) < 2:
         pytest.skip("one library only")
     usual, other = (
         blas.get_selected_library(),
-        next(name for name in blas.list_available_libraries() if name != blas.get_selected_library()),
+        next(name for name in blas.list_available_blas_libraries() if name != blas.get_selected_library()),
     )
     monkeypatch.setattr(
         blas,
         "measure_gflops_of_each_library",
-        lambda count: {**dict.fromkeys(blas.list_available_libraries(), 1.0), other: 2.0},
+        lambda count: {**dict.fromkeys(blas.list_available_blas_libraries(), 1.0), other: 2.0},
     )
     assert agree_on_tuning(_single(), True, np).blas == other
     monkeypatch.setattr(
         blas,
         "measure_gflops_of_each_library",
-        lambda count: {**dict.fromkeys(blas.list_available_libraries(), 1.0), usual: 2.0},
+        lambda count: {**dict.fromkeys(blas.list_available_blas_libraries(), 1.0), usual: 2.0},
     )
     assert agree_on_tuning(_single(), True, np).blas == other
     monkeypatch.setenv("FSDPX_TUNE", "again")
@@ -205,7 +205,7 @@ def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
     monkeypatch.setattr(
         blas,
         "measure_gflops_of_each_library",
-        lambda count: counted.append(1) or dict.fromkeys(blas.list_available_libraries(), 1.0),
+        lambda count: counted.append(1) or dict.fromkeys(blas.list_available_blas_libraries(), 1.0),
     )
     agree_on_tuning(_single(), True, np)
     (file,) = cache.glob("measured-blas-*.json")
@@ -229,7 +229,7 @@ def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(
         "measures and compiles again, .*: set FSDPX_CACHE"
     )
     with pytest.warns(RuntimeWarning, match=said):
-        assert agree_on_tuning(_single(), True, np).blas in blas.list_available_libraries()
+        assert agree_on_tuning(_single(), True, np).blas in blas.list_available_blas_libraries()
     agree_on_tuning(_single(), True, np)
     assert len(rates[1]) >= 2
     assert (tuning.describe_cache_location(), load_blas_measurement()) == ("", None)

@@ -173,7 +173,7 @@ def test_ranks_that_measure_differently_choose_the_same(
     monkeypatch.setattr(
         tuning.blas,
         "measure_gflops_of_each_library",
-        lambda count: dict.fromkeys(tuning.blas.list_available_libraries(), 50.0 + world.rank),
+        lambda count: dict.fromkeys(tuning.blas.list_available_blas_libraries(), 50.0 + world.rank),
     )
     found = tuning.agree_on_tuning(world, True, np)
     assert len(set(map(str, world.all_gather_object(found)))) == 1

@@ -21,7 +21,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.half import matmul, onednn
 
 BF16 = parse_dtype("bf16")
-LIBRARIES = list(matmul.list_available_libraries())
+LIBRARIES = list(matmul.list_16bit_matmul_libraries())
 SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 64, 65, 130]))
 
 
@@ -154,7 +154,7 @@ def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(monkeypatc
     monkeypatch.setattr(onednn, "load_onednn", Library)
     _forget()
     try:
-        assert list(matmul.list_available_libraries()) == here
+        assert list(matmul.list_16bit_matmul_libraries()) == here
         assert matmul.get_selected_library() == here[0]
         if "onednn" not in here:
             with pytest.raises(ConfigError, match=r"products by .onednn. are not available: choose one of widened"):

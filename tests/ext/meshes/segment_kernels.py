@@ -17,7 +17,7 @@ INDEX = np.array([1, 0, 1])
 ROWS, SLOPES, FEW = (np.random.default_rng(i).standard_normal((2, n, 3)) for i, n in enumerate((9, 9, 3)))
 
 CALLS: dict[str, list[tuple[Any, ...]]] = {
-    "add_indexed_rows": [(FEW, ROWS, INDEX, SLOPES, INDEX[::-1].copy())],
+    "add_gathered_row_pairs": [(FEW, ROWS, INDEX, SLOPES, INDEX[::-1].copy())],
     "segment_sum": [(ROWS, OFFSETS, None, MOST), (ROWS, OFFSETS, ORDER, MOST)],
     "segment_max": [(ROWS, OFFSETS, MOST)],
     "segment_softmax": [(ROWS, OFFSETS, SEGMENTS, MOST)],

@@ -32,11 +32,11 @@ def segments(x, dy, dtype) -> Cases:
     taken, other = np.array([1, 0, 1]), np.array([2, 2, 0])
 
     def add_rows(xp, a, b, c):
-        return kernels.add_indexed_rows(xp, a.copy(), b, taken, c, other)
+        return kernels.add_gathered_row_pairs(xp, a.copy(), b, taken, c, other)
 
     added = [rows[:, :3], rows, slope]
     return {
-        "add_indexed_rows": [
+        "add_gathered_row_pairs": [
             Case(
                 add_rows,
                 (rows[:, :3], rows, slope),

@@ -220,7 +220,7 @@ def test_plain_code_gives_what_compiled_code_gives() -> None:
         lambda: kernels.segment_max(np, values, offsets, most),
         lambda: kernels.segment_softmax(np, values, offsets, segments, most),
         lambda: kernels.segment_softmax_backward(np, values, other, offsets, segments, most),
-        lambda: kernels.add_indexed_rows(np, other[:, :7].copy(), values, index, other, index),
+        lambda: kernels.add_gathered_row_pairs(np, other[:, :7].copy(), values, index, other, index),
     ]
     for call in calls:
         compiled = call()

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from fsdpx.core.array.blas.libraries import (
-    list_available_libraries,
+    list_available_blas_libraries,
     select_library,
     get_selected_library,
     get_gemm_address,
@@ -19,7 +19,7 @@ from fsdpx.core.base.extensions import import_declared_extension
 
 __all__ = [
     "describe_library_files", "gemm", "get_gemm_address", "get_product_threads", "get_selected_library",
-    "limit_threads", "linear_backward", "linear_backward_params", "linear_forward", "list_available_libraries",
+    "limit_threads", "linear_backward", "linear_backward_params", "linear_forward", "list_available_blas_libraries",
     "load_half_matmul", "measure_gflops_of_each_library", "select_library", "set_product_threads", "set_thread_limit",
 ]  # fmt: skip
 

@@ -19,7 +19,7 @@ from fsdpx.errors import ConfigError
 __all__ = [
     "ADDRESSES", "LIBRARY_NAMES", "MAX_ROWS_WITHOUT_BLAS", "BlasLibrary", "describe_library_files",
     "find_preferred_library", "get_gemm_address", "get_product_threads", "get_selected_library", "is_intel_processor",
-    "list_available_libraries", "list_candidate_library_files", "load_blas_library", "load_shared_library",
+    "list_available_blas_libraries", "list_candidate_library_files", "load_blas_library", "load_shared_library",
     "select_library", "set_product_threads",
 ]  # fmt: skip
 
@@ -135,7 +135,7 @@ requested_library: str | None = None  # set by `select_library`
 product_threads = 1  # set by `set_product_threads`
 
 
-def list_available_libraries() -> dict[str, str]:
+def list_available_blas_libraries() -> dict[str, str]:
     """Return {name: text} for each library that `select_library` accepts, where the text contains the path and
     version."""
     libraries = [(name, load_blas_library(name)) for name in LIBRARY_NAMES if has_numba()]
@@ -148,7 +148,7 @@ def select_library(name: str | None) -> None:
     select the same library."""
     global requested_library
     if name not in (None, NUMPY) and _find_library(str(name)) is None:
-        raise ConfigError(f"BLAS {name!r} is not available: choose one of {', '.join(list_available_libraries())}")
+        raise ConfigError(f"BLAS {name!r} is not available: choose one of {', '.join(list_available_blas_libraries())}")
     requested_library = name
     ADDRESSES.clear()
 

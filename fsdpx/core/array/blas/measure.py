@@ -26,7 +26,7 @@ def measure_gflops_of_each_library(count: ProgressCallback = lambda done, total:
     calls. The result is the harmonic mean over several matrix shapes, so that high speed on large products does not
     hide low speed on small ones. `count` is called with the number of completed measurements and the total number.
     """
-    names, before = list(libraries.list_available_libraries()), libraries.requested_library
+    names, before = list(libraries.list_available_blas_libraries()), libraries.requested_library
     best = {(name, shape): float("inf") for name in names for shape in SHAPES}
     try:
         for turn in range(ROUNDS):

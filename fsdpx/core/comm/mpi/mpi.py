@@ -46,7 +46,7 @@ from fsdpx.core.comm.message_backend import (
 )
 from fsdpx.core.comm.node.shared_windows import MappedWindow
 from fsdpx.core.comm.p2p_collectives import Pairs
-from fsdpx.core.comm.reduction import is_half, is_reduced_in_rank_order
+from fsdpx.core.comm.reduction import is_half, needs_rank_order_reduction
 from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, CommTimeout, ConfigError, RankLost
 
@@ -300,7 +300,7 @@ class MpiCommunicator(MessageBackend):
         """Start a call with the MPI library. If the library does not provide the operation, or if values must be
         combined in rank order, build the operation from messages."""
         begin, reduces = _NATIVE_CALLS.get(call.verb), CALL_SPECS[call.verb].reduces
-        if begin is None or (reduces and is_reduced_in_rank_order(call.op, call.arrays[0].dtype)):
+        if begin is None or (reduces and needs_rank_order_reduction(call.op, call.arrays[0].dtype)):
             return super().start_call(call)
         if self.takes_gpus:
             synchronize_devices(call.arrays)

@@ -11,11 +11,11 @@ from typing import Any
 
 from fsdpx.core.array.kernels.dispatch import kernel
 
-__all__ = ["add_indexed_rows", "segment_max", "segment_softmax", "segment_softmax_backward", "segment_sum"]
+__all__ = ["add_gathered_row_pairs", "segment_max", "segment_softmax", "segment_softmax_backward", "segment_sum"]
 
 
 @kernel(bits=False)
-def add_indexed_rows(xp: Any, y: Any, a: Any, a_index: Any, b: Any, b_index: Any) -> Any:
+def add_gathered_row_pairs(xp: Any, y: Any, a: Any, a_index: Any, b: Any, b_index: Any) -> Any:
     """Return y[n, i] + a[n, a_index[i]] + b[n, b_index[i]] for each row i. The result may overwrite `y`."""
     return y + (xp.take(a, a_index, axis=1) + xp.take(b, b_index, axis=1))
 

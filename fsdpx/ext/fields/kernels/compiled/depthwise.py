@@ -253,8 +253,8 @@ def _repeat_channels(x: np.ndarray, outputs: int) -> np.ndarray:
 
 
 def _allocate_full_rows(like: np.ndarray) -> np.ndarray:
-    """Return `like` if its channels fill whole vectors. Otherwise, return a new array of the same shape with additional
-    channels."""
+    """Return `like` if its channels fill whole vectors. Otherwise, return a new array for the same cells, whose number
+    of channels is rounded up to whole vectors."""
     channels = round_up_to_lanes(like.shape[-1], like.dtype)
     return like if _has_full_rows(like) else np.empty((*like.shape[:-1], channels), like.dtype)
 

@@ -113,7 +113,7 @@ INDEX, OFFSETS = np.array([0, 2, 1]), np.array([0, 1, 1, 3])
 
 
 @register_compiled_kernel(lambda x, w, s: (_make_example(x), _make_example(x), INDEX, _make_example(x), INDEX))
-def add_indexed_rows(
+def add_gathered_row_pairs(
     xp: Any, y: np.ndarray, a: np.ndarray, a_index: np.ndarray, b: np.ndarray, b_index: np.ndarray
 ) -> np.ndarray:
     y = as_contiguous(y)
