@@ -137,11 +137,11 @@ def test_no_partition_is_chosen(domain: Any) -> None:
 
 def test_what_only_sizes_cannot_do_is_refused() -> None:
     mesh = fsdpx.Partition.from_sizes([25, 15], [80, 70], [4, 9])
-    for call in (mesh.gather, mesh.take_local):
+    for call in (mesh.all_gather, mesh.take_local):
         with pytest.raises(
             ConfigError, match=r"^Partition\(40 nodes and 150 edges over 2 ranks\): only sizes are known"
         ):
-            call(np.ones((25, 1)) if call == mesh.gather else np.ones((40, 1)))
+            call(np.ones((25, 1)) if call == mesh.all_gather else np.ones((40, 1)))
     with pytest.raises(
         ConfigError, match=r"^Partition.from_sizes: pass the numbers of nodes, edges and ghosts of each "
     ):
