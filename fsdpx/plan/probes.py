@@ -144,14 +144,14 @@ def _run_or_count_update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None
 
 CHANNEL_COUNTS = (2, 8, 32)
 """Numbers of input and of output channels of convolutions."""
-CELL, LINE, CUBE, IMAGE = (1,), (3,), (3, 3, 3), (3, 3)
-"""Window shapes of convolutions, with 1, 3, 27 and 9 cells."""
+CELL, LINE, CUBE, IMAGE, TALL = (1,), (3,), (3, 3, 3), (3, 3), (9, 3)
+"""Window shapes of convolutions, with 1, 3, 27, 9 and 27 cells. Winograd's algorithm applies to CUBE and IMAGE."""
 FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
-    LINE: ((4,), (16,), (64,)), CUBE: ((8, 8, 4), (8, 8, 16), (8, 8, 64)), IMAGE: ((8, 8), (64, 64)),
+    LINE: ((4,), (16,), (64,)), TALL: ((64, 4), (64, 16), (64, 64)), IMAGE: ((8, 8), (64, 64)),
     CELL: ((1 << 13,), (1 << 16,)),
 }  # fmt: skip
 """Sizes of fields for each window. Some fields have short rows, where windows often extend beyond the ends, and others
-have long rows. Lines and cubes with equal row length have the same number of windows per row."""
+have long rows. LINE and TALL have the same number of windows per row if rows are equally long."""
 DEPTHWISE_CASES = (LINE, (16,)), (LINE, (64,)), (CUBE, (8, 8, 16)), (CUBE, (8, 8, 64))
 """(Window, field size) of depthwise convolutions, with the same two row lengths for both windows."""
 ELEMENTS = 1 << 18
@@ -168,7 +168,7 @@ def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
     yield from _iterate_attention_calls(xp, kind)
     if kind.itemsize == 2:
         return
-    for window, ends in ((LINE, CHANNEL_COUNTS), (CUBE, CHANNEL_COUNTS), (IMAGE, (16, 64)), (CELL, CHANNEL_COUNTS)):
+    for window, ends in ((LINE, CHANNEL_COUNTS), (TALL, CHANNEL_COUNTS), (IMAGE, (16, 64)), (CELL, CHANNEL_COUNTS)):
         for inner, outer, cells in product(ends, ends, FIELDS[window]):
             numbers = ELEMENTS * (window != CELL)
             yield from _iterate_convolution_calls(xp, kind, inner, outer, window, cells, numbers=numbers)

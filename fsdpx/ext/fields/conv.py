@@ -372,4 +372,7 @@ class Conv2d(Conv, dims=2):
 
 
 class Conv3d(Conv, dims=3):
-    """Convolution over (samples, in_channels, depth, height, width), with the parameters of `Conv`."""
+    """Convolution over (samples, in_channels, depth, height, width), with the parameters of `Conv`.
+
+    On CPUs, convolutions with windows of any depth that are 3 x 3 along height and width use Winograd's algorithm under
+    the same conditions as `Conv2d`."""

@@ -56,8 +56,8 @@ def all_of(x: Any, weight: Any, bias: Any, dy: Any, window: WindowStrides) -> li
 
 
 def setting(dtype: str, shape: tuple[int, ...], window: WindowStrides) -> tuple[np.ndarray, ...]:
-    rng, (n, inner, height, width, outer) = np.random.default_rng(0), shape
-    x, weight = rng.normal(size=(n, inner, height, width)), rng.normal(size=(outer, inner, *window.kernel))
+    rng, (n, inner, *cells, outer) = np.random.default_rng(0), shape
+    x, weight = rng.normal(size=(n, inner, *cells)), rng.normal(size=(outer, inner, *window.kernel))
     dy = rng.normal(size=(n, outer, *sizes(x, window)))
     scale = 1.0 / np.sqrt(inner * np.prod(window.kernel))
     return tuple(a.astype(dtype) for a in (x, weight * scale, rng.normal(size=outer), dy))
@@ -76,6 +76,31 @@ def test_convolutions_equal_the_plain_ones(window: WindowStrides, shape: tuple[i
             assert far(one, other) < TOLERANCE[dtype]
 
 
+CUBES = [
+    ((3, 3, 3), (1, 1, 1)), ((3, 3, 3), (0, 2, 2)), ((1, 3, 3), (0, 1, 1)), ((1, 3, 3), (1, 0, 0)),
+    ((5, 3, 3), (1, 1, 1)), ((2, 3, 3), (1, 1, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", few(TOLERANCE, 2))
+@pytest.mark.parametrize(
+    "shape", [(2, 16, 5, 12, 18, 32), (1, 32, 9, 9, 19, 16), (3, 16, 2, 8, 16, 16), (0, 16, 4, 12, 12, 16)], ids=str
+)
+@pytest.mark.parametrize("kernel", CUBES, ids=str)
+def test_convolutions_of_three_dims_equal_the_plain_ones(kernel: Any, shape: tuple[int, ...], dtype: str) -> None:
+    """Winograd's way along the last two dims, and sums along the first, also where windows are deeper than fields."""
+    window = sliding(kernel[0], (1, 1, 1), kernel[1])
+    if window.kernel[0] > shape[2] + 2 * kernel[1][0]:
+        return
+    x, weight, *others = setting(dtype, shape, window)
+    assert not len(x) or convolution.suits_winograd(x.shape, weight.shape, window, sizes(x, window))
+    with use_mode("plain"):
+        want = all_of(*(a.astype(np.float64) for a in (x, weight, *others)), window)
+    for one, other in zip(all_of(x, weight, *others, window), want, strict=True):
+        assert one.dtype == dtype
+        assert far(one, other) < 2 * TOLERANCE[dtype]
+
+
 def test_winograd_is_taken_where_it_pays() -> None:
     def suits(shape: tuple[int, ...], weight: tuple[int, ...], stride: int = 1, first: int = -1) -> bool:
         strides, sizes = (
@@ -91,6 +116,11 @@ def test_winograd_is_taken_where_it_pays() -> None:
     assert not suits((1, 512, 8, 16), (512, 512, 3, 3))  # few tiles for many weights
     assert not suits((2, 16, 32, 32), (16, 16, 3, 3), stride=2)
     assert not suits((2, 16, 32, 32), (16, 16, 3, 3), first=0)  # cells at one side only
+    cube, cells = sliding((3, 3, 3), (1, 1, 1), (1, 1, 1)), (8, 16, 16)
+    assert convolution.suits_winograd((1, 16, *cells), (16, 16, 3, 3, 3), cube, cells)
+    assert not convolution.suits_winograd((1, 16, *cells), (16, 16, 3, 3, 3), cube._replace(stride=(2, 1, 1)), cells)
+    assert not convolution.suits_winograd((1, 16, *cells), (16, 16, 3, 3, 3), cube._replace(dilation=(2, 1, 1)), cells)
+    assert not convolution.suits_winograd((1, 16, 16, 4, 2), (16, 16, 3, 3, 3), cube, (16, 4, 2))  # empty tiles
 
 
 def test_errors_of_winograd_in_float32_are_within_what_the_documentation_says() -> None:
@@ -133,9 +163,10 @@ def test_small_groups_have_the_bits_of_a_convolution_without_groups(size: int, m
     np.testing.assert_array_equal(np.delete(y, range(size, 2 * size), 1), np.delete(found[0], range(size, 2 * size), 1))
 
 
-@pytest.mark.parametrize("shape", [(9, 16, 32, 32, 32), (4, 64, 16, 16, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(9, 16, 32, 32, 32), (4, 64, 16, 16, 64), (3, 32, 7, 20, 24, 16)], ids=str)
 def test_bits_of_winograd_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...]) -> None:
-    window, before = sliding((3, 3), (1, 1), (1, 1)), parallel.get_threads()
+    dims = len(shape) - 3
+    window, before = sliding((3,) * dims, (1,) * dims, (1,) * dims), parallel.get_threads()
     arrays = setting("float32", shape, window)
     found = []
     try:

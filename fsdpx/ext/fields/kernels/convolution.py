@@ -77,15 +77,19 @@ together, as one convolution in which most weights are 0."""
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowStrides, sizes: Sequence[int]) -> bool:
-    """Return whether Winograd's algorithm applies to images and weights of these shapes, and is likely to be faster."""
-    same = strides.first[0] == strides.first[-1] and -2 <= strides.first[0] <= 0
-    if strides[:3] != ((3, 3), (1, 1), (1, 1)) or not same or strides.groups != 1:
+    """Return whether Winograd's algorithm applies to fields and weights of these shapes, and is likely to be faster. If
+    fields have three dims, the algorithm applies to the last two, and products are also summed along the first."""
+    edge, ones = strides.first[-1], (1,) * len(sizes)
+    if strides.kernel[-2:] != (3, 3) or strides[1:3] != (ones, ones) or strides.groups != 1:
         return False
-    if any(size != n - 2 - 2 * strides.first[0] for size, n in zip(sizes, shape[2:], strict=True)):
+    if strides.first[-2] != edge or not -2 <= edge <= 0:
         return False
-    tiles = count_winograd_tiles(sizes[0]) * count_winograd_tiles(sizes[1])
-    filled = math.prod(sizes) >= MIN_FILLED_SHARE * tiles * TILE * TILE
-    return filled and shape[0] * tiles >= MIN_TILES and weight[0] % LANES == 0 and weight[1] % LANES == 0
+    if any(size != n - 2 - 2 * edge for size, n in zip(sizes[-2:], shape[-2:], strict=True)):
+        return False
+    tiles = count_winograd_tiles(sizes[-2]) * count_winograd_tiles(sizes[-1])
+    filled = math.prod(sizes[-2:]) >= MIN_FILLED_SHARE * tiles * TILE * TILE
+    many = shape[0] * math.prod(sizes[:-2]) * tiles >= MIN_TILES
+    return filled and many and weight[0] % LANES == 0 and weight[1] % LANES == 0
 
 
 def count_winograd_tiles(size: int) -> int:

@@ -1,7 +1,8 @@
 """Compiled convolutions. The algorithm depends on the window.
 
 One-cell windows with many weights use BLAS. 3 x 3 windows with stride 1 and many channels use Winograd's F(4 x 4, 3 x
-3), which needs a quarter of the multiplications (Lavin and Gray 2016). All other windows use direct convolution.
+3), which needs a quarter of the multiplications (Lavin and Gray 2016), and so do windows of three dims that are 3 x 3
+along the last two; their products are also summed along the first dim. All other windows use direct convolution.
 
 In Winograd's algorithm, a tile of 4 x 4 results is a bilinear function of the 6 x 6 pixels d under it and the window w:
 A [(G w G^T) * (B d B^T)] A^T with constant matrices A, B and G. When summed over channels, each of the 36 elementwise
@@ -41,6 +42,7 @@ from fsdpx.ext.fields.kernels.compiled.direct import (
     emit_load,
     emit_offset,
     emit_pointer_cast,
+    reshape_to_three_dims,
 )  # fmt: skip
 from fsdpx.ext.fields.kernels.convolution import (
     GROUP_OUTPUTS,
@@ -202,6 +204,8 @@ TILE_BLOCK = 1 << 21
 over it: transform, multiply, transform back."""
 TILES_PER_STEP = 64
 """Minimum number of tiles in a block. Weights are read once per block, so large blocks reduce the number of reads."""
+TILES_OF_SLICE = 8
+"""Number of tiles of a slice in a block of several slices."""
 LONG = 256
 """Maximum number of products that are summed at once. The limit exists because rounding errors grow with the length of
 a sum."""
@@ -219,84 +223,175 @@ _to_weight = make_winograd_output_loop(_transpose_matrix(G), TILE, "to_weight")
 
 
 @jit
-def _multiply_transposed_planes_into(first, last, gemm_address, out, a, b, m, n, k, accumulate):
-    """Compute `a[t].T @ b[t]` with BLAS for each plane t from `first` to `last`. Write the result to out[t], or add it
-    to out[t] if `accumulate`."""
+def _multiply_transposed_planes_into(first, last, gemm_address, out, a, b, skip, m, n, k, accumulate):
+    """Compute `a[t].T @ b[t]` with BLAS for each plane t from `first` to `last`, without the first `skip` elements of
+    b[t]. Write the result to out[t], or add it to out[t] if `accumulate`."""
     one = out.dtype.type(1)
     beta = one if accumulate else out.dtype.type(0)
     for t in range(first, last):
-        ap, bp, cp = a[t].ctypes.data, b[t].ctypes.data, out[t].ctypes.data
+        ap, bp, cp = a[t].ctypes.data, b[t].ctypes.data + skip * b.itemsize, out[t].ctypes.data
         call_cblas(gemm_address, TURNED, PLAIN, m, n, k, one, ap, m, bp, n, beta, cp, n)
 
 
-@jit
-def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down, right):
-    """Compute the outputs of the tiles `first` to `last` with Winograd's algorithm.
+@lru_cache(1 << 10)
+def _plan_slices(
+    window: int, samples: int, cells: tuple[int, ...], sizes: tuple[int, ...], first: tuple[int, ...]
+) -> tuple[np.ndarray, int]:
+    """Return how tiles lie in fields of three dims, which are processed as slices of two dims: the number of tiles of a
+    slice, the numbers of input and of output slices of a sample, the first input slice under the window of output slice
+    0, the number of tiles along the height and the width of a slice, and the first pixel of the first patch. Also
+    return the number of tiles in the first slices of all samples.
 
-    `u` holds the transformed weights in rows of LANES outputs each. `block` is the distance from one row to the row for
-    the next LANES outputs, and `row` is the distance to the row for the next channel. `start`, (outputs,), is the
-    bias."""
-    use_widest_vectors()
-    like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]
-    v = np.empty((PLANES, TILES_PER_STEP * inner + LANES), y.dtype)
-    m = np.empty((PLANES, TILES_PER_STEP * outer + LANES), y.dtype)
-    scratch, lanes = np.zeros((1, LANES), y.dtype), WIDE // word
-    for a in range(first, last, TILES_PER_STEP):
-        b = min(a + TILES_PER_STEP, last)
-        _of_input(a, b, x, v, a, edge, down, right)
-        for t in range(PLANES):
-            cells, rows, weights = v[t].ctypes.data, m[t].ctypes.data, u[t].ctypes.data
-            for o in range(0, outer, lanes):
-                begin = start.ctypes.data + o * word if t == ONES else scratch.ctypes.data
-                w = weights + (o // LANES * block + o % LANES) * word
-                for c in range(0, inner, LONG):
-                    places, steps = (1, 1, min(LONG, inner - c)), (0, 0, row * word)
-                    compute_line_by_strips(like, True, b - a, cells + c * word, inner * word, rows + o * word,
-                                           outer * word, begin, c > 0, lanes, scratch, w + c * row * word, places,
-                                           (0, 0, word), steps, 1)  # fmt: skip
-        _to_output(a, b, y, m, a, 0, down, right)
+    Fields of two dims, and slices that are convolved one by one, count as a single slice with the tiles of all of them.
+    `window` is the number of slices of the window."""
+    down, right = count_winograd_tiles(sizes[-2]), count_winograd_tiles(sizes[-1])
+    inputs, outputs, near = (cells[0], sizes[0], first[0]) if len(sizes) > 2 else (1, 1, 0)
+    tiles = down * right
+    if window == 1 and near == 0 and inputs == outputs:
+        samples, tiles, inputs, outputs = 1, samples * outputs * tiles, 1, 1
+    return np.array([tiles, inputs, outputs, near, down, right, first[-1]]), samples * tiles
 
 
-def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, backward: bool = False) -> np.ndarray:
-    """Return the convolution of x (samples, height, width, in) with weight (out, in, 3, 3), computed with Winograd's
-    algorithm.
+def _make_loop_over_slices(loop: Any, of_inputs: bool, name: str) -> Any:
+    """Return a compiled function that calls `loop` for the rows `first` to `last` of planes. Row k * many + i holds the
+    tile `column` + i of slice number `start` + k. Tiles are counted over the first slices of all samples. Rows of
+    slices that do not exist are set to 0."""
 
-    If `backward`, compute the gradient of the input instead: x is the gradient of the output, and `padding` is 2 minus
-    the padding of the convolution."""
-    (n, height, width, inner), outer = x.shape, weight.shape[1 if backward else 0]
-    y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
-    down, right = count_winograd_tiles(y.shape[1]), count_winograd_tiles(y.shape[2])
-    blocks = as_contiguous(weight).reshape(-1, LANES, *((3, 3) if backward else (inner, 9)))
-    rows, u = to_channels_last(blocks).reshape(-1, 3, 3, LANES), _allocate_planes(x, outer * inner)
+    def run_over_slices(first, last, image, planes, column, many, start, slices):
+        use_widest_vectors()
+        tiles, count, channels = slices[0], slices[1 if of_inputs else 2], image.shape[3]
+        edge = slices[6] if of_inputs else 0
+        while first < last:
+            k = first // many
+            stop = min((k + 1) * many, last)
+            if 0 <= start + k < count:
+                base = (column // tiles * count + start + k) * tiles + column % tiles - k * many
+                loop(base + first, base + stop, image, planes, base, edge, slices[4], slices[5])
+            else:
+                planes[:, first * channels : stop * channels] = 0
+            first = stop
+
+    return jit(run_over_slices, name=name)
+
+
+_inputs_to_planes = _make_loop_over_slices(_of_input, True, "inputs_to_planes")
+_gradients_to_planes = _make_loop_over_slices(_of_gradient, False, "gradients_to_planes")
+_planes_to_outputs = _make_loop_over_slices(_to_output, False, "planes_to_outputs")
+
+
+def _make_winograd_loop(flat: bool, name: str) -> Any:
+    """Return a compiled function that computes the outputs of the tiles `first` to `last` in all slices with Winograd's
+    algorithm. Tiles are counted over the first slices of all samples, and at most `most` of them are processed
+    together.
+
+    `u` holds the transformed weights of each slice of the window, in rows of LANES outputs each. `block` is the
+    distance from one row to the row for the next LANES outputs, and `row` is the distance to the row for the next
+    channel. `begin`, (outputs,), is the bias. If `flat`, the window has one slice, which the compiler then knows."""
+
+    def convolve_tiles(first, last, x, y, u, block, row, begin, slices, most):
+        use_widest_vectors()
+        like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]
+        window, tiles, outputs, near = 1 if flat else u.shape[0], slices[0], slices[2], slices[3]
+        deep = min(max(TILES_PER_STEP // most, 1), outputs)
+        v = np.empty((PLANES, (deep + window - 1) * most * inner + LANES), y.dtype)
+        m = np.empty((PLANES, deep * most * outer + LANES), y.dtype)
+        scratch, lanes, long = np.zeros((1, LANES), y.dtype), WIDE // word, max(LONG // window, 1)
+        while first < last:
+            many = min(most, last - first, tiles - first % tiles)
+            for z in range(0, outputs, deep):
+                depth = min(deep, outputs - z)
+                _inputs_to_planes(0, (depth + window - 1) * many, x, v, first, many, z + near, slices)
+                for t in range(PLANES):
+                    cells, rows, weights = v[t].ctypes.data, m[t].ctypes.data, u[0, t].ctypes.data
+                    for o in range(0, outer, lanes):
+                        start = begin.ctypes.data + o * word if t == ONES else scratch.ctypes.data
+                        w = weights + (o // LANES * block + o % LANES) * word
+                        for c in range(0, inner, long):
+                            places, steps = (1, window, min(long, inner - c)), (0, u.strides[0], row * word)
+                            compute_line_by_strips(like, True, depth * many, cells + c * word, inner * word,
+                                                   rows + o * word, outer * word, start, c > 0, lanes, scratch,
+                                                   w + c * row * word, places, (0, many * inner * word, word), steps,
+                                                   1)  # fmt: skip
+                _planes_to_outputs(0, depth * many, y, m, first, many, z, slices)
+            first += many
+
+    return jit(convolve_tiles, name=name)
+
+
+_convolve_tiles, _convolve_tiles_of_slices = (
+    _make_winograd_loop(True, "convolve_tiles"),
+    _make_winograd_loop(False, "convolve_tiles_of_slices"),
+)
+
+
+def convolve_winograd(
+    x: np.ndarray, weight: np.ndarray, bias: Any, first: Sequence[int], sizes: Sequence[int], backward: bool = False
+) -> np.ndarray:
+    """Return the convolution of x (samples, *cells, in) with weight (out, in, *kernel), computed with Winograd's
+    algorithm. `first` is the first cell under the window of output 0 along each dim, and `sizes` is the number of
+    outputs along each dim.
+
+    If `backward`, compute the gradient of the input instead: x is the gradient of the output, `sizes` is the number of
+    cells of the input, and `first` belongs to a window that moves over x."""
+    kernel, inner, outer = reshape_to_three_dims(weight), x.shape[-1], weight.shape[1 if backward else 0]
+    window, y = kernel.shape[2], np.empty((x.shape[0], *sizes, outer), x.dtype)
+    u = np.empty((window, PLANES, outer * inner + LANES), x.dtype)
+    for k in range(window):
+        part = as_contiguous(kernel[:, :, window - 1 - k if backward else k])
+        blocks = part.reshape(-1, LANES, *((3, 3) if backward else (inner, 9)))
+        rows = to_channels_last(blocks).reshape(-1, 3, 3, LANES)
+        parallel_for_range(_of_reversed if backward else _of_weight, 0, rows.shape[0], rows, u[k], 0, 0, 1, 1)
     block, row = (LANES, outer) if backward else (LANES * inner, LANES)
-    parallel_for_range(_of_reversed if backward else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
-    start = np.zeros(outer, x.dtype) if bias is None else as_contiguous(bias, x.dtype)
-    parallel_for_range(_convolve_winograd_tiles, 0, n * down * right, x, y, u, block, row, start, -padding, down, right)
+    begin = np.zeros(outer, x.dtype) if bias is None else as_contiguous(bias, x.dtype)
+    slices, columns = _plan_slices(window, x.shape[0], x.shape[1:-1], tuple(sizes), tuple(first))
+    images, results = (a.reshape(-1, *a.shape[-3:]) for a in (x, y))
+    most = _count_tiles_per_step(slices, TILES_PER_STEP)
+    loop = _convolve_tiles if window == 1 else _convolve_tiles_of_slices
+    parallel_for_range(loop, 0, columns, images, results, u, block, row, begin, slices, most)
     return y
 
 
-def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
-    """Return the gradient of the weight, computed with Winograd's algorithm, as (out, 3, 3, in)."""
-    inner, outer = x.shape[3], dy.shape[3]
-    down, right = count_winograd_tiles(dy.shape[1]), count_winograd_tiles(dy.shape[2])
-    du, dw = _allocate_planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)
-    for start, stop in _split_tiles_into_blocks(x.shape[0] * down * right, inner + outer, x.itemsize):
-        dm, v = _allocate_planes(x, (stop - start) * outer), _allocate_planes(x, (stop - start) * inner)
-        parallel_for_range(_of_gradient, start, stop, dy, dm, start, 0, down, right)
-        parallel_for_range(_of_input, start, stop, x, v, start, -padding, down, right)
-        parallel_for_range(
-            _multiply_transposed_planes_into, 0, PLANES, gemm_address, du, dm, v, outer, inner, stop - start, start > 0
-        )
-    if x.shape[0]:
-        parallel_for_range(_to_weight, 0, outer, dw, du, 0, 0, 1, 1)
-    return dw
+def winograd_backward_weight(
+    gemm_address: int, x: np.ndarray, dy: np.ndarray, first: Sequence[int], window: int
+) -> np.ndarray:
+    """Return the gradient of the weight, computed with Winograd's algorithm, as (out, window, 3, 3, in). `window` is
+    the number of slices of the window, 1 for fields of two dims, and `first` is as in `convolve_winograd`."""
+    inner, outer = x.shape[-1], dy.shape[-1]
+    slices, columns = _plan_slices(window, x.shape[0], x.shape[1:-1], dy.shape[1:-1], tuple(first))
+    images, slopes = (a.reshape(-1, *a.shape[-3:]) for a in (x, dy))
+    du = [_allocate_planes(x, outer * inner) for _ in range(window)]
+    dw = np.zeros((window, outer, 3, 3, inner), x.dtype)
+    rows = max(TILE_BLOCK // (PLANES * (inner + outer) * x.itemsize), TILES_PER_STEP)
+    most, add = _count_tiles_per_step(slices, rows), False
+    deep = max(rows // most, 1)
+    for column, many, z, depth in _iterate_blocks(slices, columns, most, deep):
+        tall = depth + window - 1
+        dm, v = _allocate_planes(x, depth * many * outer), _allocate_planes(x, tall * many * inner)
+        parallel_for_range(_gradients_to_planes, 0, depth * many, slopes, dm, column, many, z, slices)
+        parallel_for_range(_inputs_to_planes, 0, tall * many, images, v, column, many, z + int(slices[3]), slices)
+        for k in range(window):
+            sizes = k * many * inner, outer, inner, depth * many
+            parallel_for_range(_multiply_transposed_planes_into, 0, PLANES, gemm_address, du[k], dm, v, *sizes, add)
+        add = True
+    for k in range(window if add else 0):
+        parallel_for_range(_to_weight, 0, outer, dw[k], du[k], 0, 0, 1, 1)
+    return np.moveaxis(dw, 0, 1)
 
 
-def _split_tiles_into_blocks(tiles: int, channels: int, itemsize: int) -> list[tuple[int, int]]:
-    """Split `tiles` tiles into ranges (first, end) whose planes fit into the cache. The ranges do not depend on the
-    number of threads."""
-    count = max(TILE_BLOCK // (PLANES * channels * itemsize), TILES_PER_STEP)
-    return [(a, min(a + count, tiles)) for a in range(0, tiles, count)]
+def _count_tiles_per_step(slices: np.ndarray, rows: int) -> int:
+    """Return how many tiles of a slice are processed together if planes have about `rows` rows. If there are several
+    slices, few of their tiles are, because the window then reads more slices of inputs than there are outputs."""
+    return min(rows if slices[2] == 1 else TILES_OF_SLICE, int(slices[0]))
+
+
+def _iterate_blocks(slices: np.ndarray, columns: int, most: int, deep: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (first tile, number of tiles, first output slice, number of output slices) for each block whose planes fit
+    into the cache. The blocks do not depend on the number of threads."""
+    tiles, outputs = int(slices[0]), int(slices[2])
+    for sample in range(0, columns, max(tiles, 1)):
+        for column in range(sample, sample + tiles, most):
+            for z in range(0, outputs, deep):
+                yield column, min(most, sample + tiles - column), z, min(deep, outputs - z)
 
 
 def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
@@ -363,7 +458,7 @@ def correlate(
     has_gemm = out is None and bool(blas.get_gemm_address(x.dtype))
     algorithm = _choose_algorithm(strides, weight.shape, x.shape, tuple(sizes), has_gemm)
     if algorithm == "winograd":
-        return view_channels_first(convolve_winograd(to_channels_last(x), weight, bias, -strides.first[0]))
+        return view_channels_first(convolve_winograd(to_channels_last(x), weight, bias, strides.first, sizes))
     image = _as_channels_last(x)
     y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else view_channels_last(out)
     if algorithm == "gemm":
@@ -400,7 +495,8 @@ def correlate_backward_input(
     has_gemm = bias is None and bool(blas.get_gemm_address(dy.dtype))
     algorithm = _choose_algorithm(strides, weight.shape, tuple(shape), dy.shape[2:], has_gemm)
     if algorithm == "winograd":
-        return view_channels_first(convolve_winograd(to_channels_last(dy), weight, None, 2 + strides.first[0], True))
+        first = [1 - k - at for k, at in zip(strides.kernel, strides.first, strict=True)]
+        return view_channels_first(convolve_winograd(to_channels_last(dy), weight, None, first, shape[2:], True))
     slope, dx = _as_channels_last(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
     if algorithm == "gemm":
         blas.gemm(_flatten_rows(dx), _flatten_rows(as_contiguous(slope)), _as_matrix(weight))
@@ -443,9 +539,9 @@ def correlate_backward_params(
     gemm_address, shape = blas.get_gemm_address(x.dtype), weight[0].shape
     algorithm = _choose_algorithm(strides, shape, x.shape, dy.shape[2:], bool(gemm_address))
     if algorithm == "winograd":
-        write_or_add_as_channels_first(
-            weight, winograd_backward_weight(gemm_address, to_channels_last(x), as_contiguous(slope), -strides.first[0])
-        )
+        field, window = to_channels_last(x), shape[2] if len(shape) > 4 else 1
+        dw = winograd_backward_weight(gemm_address, field, as_contiguous(slope), strides.first, window)
+        write_or_add_as_channels_first(weight, np.ascontiguousarray(dw.reshape(shape[0], *shape[2:], shape[1])))
         return
     image, (out, add) = _as_channels_last(x), weight
     here = out.dtype == x.dtype and out.flags.c_contiguous and out.flags.aligned
