@@ -102,11 +102,8 @@ class DistributedSampler:
             raise ConfigError(f"DistributedSampler(rank={rank}, size={size}): ranks count from 0 to size - 1")
         self.shuffle, self.seed, self.drop_last = bool(shuffle), _require_int_at_least("seed", seed, 0), bool(drop_last)
         self.batch = self.size if batch is None else _require_int_at_least("batch", batch, 1)
-        self.reproducible_chunks = (
-            None
-            if reproducible_chunks is None
-            else _require_int_at_least("reproducible_chunks", reproducible_chunks, 1)
-        )
+        chunks = reproducible_chunks
+        self.reproducible_chunks = None if chunks is None else _require_int_at_least("reproducible_chunks", chunks, 1)
         if self.reproducible_chunks and self.batch % self.reproducible_chunks:
             raise ConfigError(
                 f"DistributedSampler: a global batch of {self.batch} cannot be divided into {self.reproducible_chunks} "

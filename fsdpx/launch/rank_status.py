@@ -141,17 +141,11 @@ def read_rank_statuses(folder: Path) -> dict[int, RankStatus]:
     notes = {}
     for path in sorted(folder.glob("rank-*.json")):
         try:
-            data = safe_files.read_if_trusted(path)
-            note = (
-                None
-                if data is None
-                else RankStatus(**safe_files.require_json_fields(safe_files.parse_json(data), _FIELD_TYPES))
-            )
+            if (data := safe_files.read_if_trusted(path)) is not None:
+                note = RankStatus(**safe_files.require_json_fields(safe_files.parse_json(data), _FIELD_TYPES))
+                notes[note.rank] = note
         except ValueError as error:
             safe_files.warn_file_ignored(error, path)
-            continue
-        if note is not None:
-            notes[note.rank] = note
     return notes
 
 

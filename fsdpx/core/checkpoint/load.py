@@ -328,9 +328,8 @@ def load_parameters(
     given = (_open_dict_source if isinstance(source, Mapping) else open_file_source)(world, call, source, options)
     where = given.where
     run_on_all_ranks(world, where, lambda: require_device_holds_data(state))
-    origin, report = run_on_all_ranks(world, where, lambda: _match_names(state.placement, given.tensors, rename or {}))[
-        0
-    ]
+    matches = run_on_all_ranks(world, where, lambda: _match_names(state.placement, given.tensors, rename or {}))
+    origin, report = matches[0]
     if strict:
         _require_complete_match(state, report, where, call)
     wanted = get_dtypes_and_shapes(state)

@@ -44,9 +44,8 @@ def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.
     for d, one in enumerate(each):
         n = one.size if grid is None else grid.shape[d]
         if one.ndim > 1 or (one.ndim == 1 and one.size != n) or (one.ndim == 0 and grid is None):
-            wanted = (
-                "an array with the width of each cell" if grid is None else f"one width, or one for each of {n} cells"
-            )
+            several = f"one width, or one for each of {n} cells"
+            wanted = several if grid is not None else "an array with the width of each cell"
             raise ConfigError(f"compute_cell_volumes: widths[{d}] has shape {one.shape}: give {wanted}")
         if (one < 0).any():
             raise ConfigError(f"compute_cell_volumes: widths[{d}] has numbers below 0")

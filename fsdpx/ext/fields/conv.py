@@ -91,11 +91,8 @@ class ConvWindow:
         An output belongs to the rank that owns the first cell under its window, not counting padding."""
         made = []
         for cuts, s, a, b, span in zip(parts.cuts, self.stride, self.low, self.high, self.spans, strict=True):
-            made.append(
-                compute_output_bounds_of_ranks(
-                    cuts, [-(-cut // s) for cut in cuts], self._count_outputs(cuts[-1], s, a, b, span)
-                )
-            )
+            total = self._count_outputs(cuts[-1], s, a, b, span)
+            made.append(compute_output_bounds_of_ranks(cuts, [-(-cut // s) for cut in cuts], total))
         return parts.with_cuts(tuple(made))
 
     def _count_outputs(self, n: int, stride: int, low: int, high: int, span: int) -> int:
@@ -132,12 +129,8 @@ class ConvWindow:
 
         Zeros that the compute kernel itself adds are not part of the halo. Raises ShapeError if the field is too small
         for the padding."""
-        rows = zip(self.stride, self.low, self.spans, strict=True)
-        found = list(
-            make_halo_spec_per_dim(
-                parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes
-            )
-        )
+        windows = [(s, -a, span) for s, a, span in zip(self.stride, self.low, self.spans, strict=True)]
+        found = list(make_halo_spec_per_dim(parts, windows, self.partition_outputs(parts), self.modes))
         for i, (cuts, mode) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             unpadded = len(cuts) == 2 and not parts.ghosts and self.low[i] == self.high[i] == 0
             if unpadded or self._is_padding_added_by_kernel(parts, cuts, mode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -380,13 +381,21 @@ class FieldDataset:
 
     Raises
     ------
-    ConfigError : on all ranks if `fields` and `forcing` do not have one entry for each grid of `Grid.with_inputs`
-    DataError : on all ranks if a file cannot be read, or if a dataset is missing, does not hold real numbers, or does
-        not match the grid's number of cells. The message names the file
+    ConfigError : on all ranks if `fields` and `forcing` do not have one entry for each grid of `Grid.with_inputs`, or
+        if both name the same dataset
+    DataError : on all ranks if a file cannot be read, if a dataset is missing, does not hold real numbers, or does
+        not match the grid's number of cells, or if the fields of several grids are in different groups of a file, or
+        differ in their numbers of trajectories or steps. The message names the file
     """
 
     _reads_states = True
     """Whether the dataset reads states, and not only forcing."""
+    sources: Any
+    """List of the files, or groups of files, that hold trajectories; a tuple of lists if there are several fields."""
+    shape: Any
+    """Number of cells of the full field along each dim; a tuple of shapes if there are several fields."""
+    layout: Any
+    """Letters of the dims of an array; a tuple of layouts if there are several fields."""
 
     def __init__(
         self,
@@ -407,24 +416,27 @@ class FieldDataset:
             if not hasattr(value, "__index__") or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"FieldDataset({key}={value!r}): a whole number, 1 or more, is needed")
         self.inputs, self.targets, self.stride, self.every = map(int, (inputs, targets, stride, every))
-        self.forcing: tuple[Any, ...] = (forcing,) if isinstance(forcing, str) else tuple(forcing)
+        self.forcing = _to_entries(forcing)
         self.scalars = (scalars,) if isinstance(scalars, str) else tuple(scalars)
         self.grid: GridLike | None = NodeRows(grid) if isinstance(grid, MeshLike) else grid
         self.dtype = to_numpy_dtype("FieldDataset", dtype)
         if self.dtype.kind not in "fV":
             raise ConfigError(f"FieldDataset(dtype={dtype!r}): samples are real numbers, such as float32")
         self._open = OpenFiles(open_fields)
-        wanted: Any = (fields,) if isinstance(fields, str) else None if fields is None else tuple(fields)
-        if both := [name for name in self.forcing if name in (wanted or ())]:
-            raise ConfigError(f"FieldDataset: fields and forcing both name {_format_names(both)}")
+        wanted: Any = None if fields is None else _to_entries(fields)
+        problem: FsdpxError | None = None
+        if both := [name for name in _flatten_entries(self.forcing) if name in _flatten_entries(wanted or ())]:
+            problem = ConfigError(
+                f"FieldDataset: fields and forcing both name {_format_names(both)}: leave each name in one of them"
+            )
         paths = [expanduser(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
         self._each: tuple[FieldDataset, ...] = ()
         if grids := getattr(grid, "input_grids", ()):
-            self._open_for_each_grid(paths, grids, wanted or (), dims)
+            self._open_for_each_grid(paths, grids, wanted or (), dims, problem)
             return
-        problem: FsdpxError | None = None
         try:
-            self._open_sources(paths, wanted, dims)
+            if problem is None:
+                self._open_sources(paths, wanted, dims)
         except (ConfigError, DataError) as error:
             problem = error
         if self.grid is None:
@@ -450,11 +462,13 @@ class FieldDataset:
                 raise DataError(f"FieldDataset: rank 0 has {everyone[0][2]}, rank {rank} has {found}")
 
     def _open_for_each_grid(
-        self, paths: Sequence[Path], grids: Sequence[Any], fields: Sequence[Any], dims: str | None
-    ) -> None:
-        """Open a dataset for each grid: those of the fields of the state, then those of forcing. Collective."""
-        given, problem = f"fields={tuple(fields)!r} and forcing={self.forcing!r}", None
-        if len(grids) != len(fields) + len(self.forcing) or not fields:
+        self, paths: Sequence[Path], grids: Sequence[Any], fields: tuple[Any, ...], dims: str | None,
+        problem: FsdpxError | None,
+    ) -> None:  # fmt: skip
+        """Open a dataset for each grid: those of the fields of the state, then those of forcing. If `problem` is not
+        None on any rank, raise it on all ranks. Collective."""
+        given = f"fields={fields!r} and forcing={self.forcing!r}"
+        if problem is None and (len(grids) != len(fields) + len(self.forcing) or not fields):
             problem = ConfigError(
                 f"FieldDataset: the grid has the grids of {len(grids)} inputs: give fields and forcing one entry for "
                 f"each of them, got {given}"
@@ -463,17 +477,17 @@ class FieldDataset:
         options: Any = {"inputs": self.inputs, "targets": self.targets, "stride": self.stride, "every": self.every}
         options |= {"dims": dims, "dtype": self.dtype}
         for number, (grid, names) in enumerate(zip(grids, fields, strict=False)):
-            one = FieldDataset(paths, grid, names, scalars=() if number else self.scalars, **options)
-            self._each += (one,)
+            self._each += (FieldDataset(paths, grid, names, scalars=() if number else self.scalars, **options),)
         for grid, names in zip(grids[len(fields) :], self.forcing, strict=True):
             self._each += (_ForcingDataset(paths, grid, forcing=names, **options),)
-        for one, names in zip(self._each, (*fields, *self.forcing), strict=True):
-            counts = [[(source.count, source.windows) for source in each.sources] for each in (self._each[0], one)]
-            if counts[0] != counts[1]:
-                raise DataError(
-                    f"FieldDataset: {fields[0]!r} has {len(self)} samples, and {names!r} {len(one)}: all of them need "
-                    "as many trajectories and steps"
-                )
+        try:
+            for one, names in zip(self._each, (*fields, *self.forcing), strict=True):
+                _require_same_trajectories((fields[0], names), self._each[0].sources, one.sources)
+        except DataError as error:
+            problem = error
+        self._require_agreement(grids[0], problem, given)
+        for key in ("sources", "shape", "layout"):
+            setattr(self, key, unwrap_single([getattr(one, key) for one in self._fields]))
 
     def _open_sources(self, paths: Sequence[Path], fields: tuple[str, ...] | None, dims: str | None) -> None:
         if not paths:
@@ -485,7 +499,7 @@ class FieldDataset:
             )
         letters = None if self.grid is None else self.grid.layout.replace("c", "")
         shape = None if self.grid is None else self.grid.parts.shape
-        self.sources: list[TrajectoryFile] = []
+        self.sources = []
         for path in paths:
             with naming_file_in_errors(path):
                 root = self._open(path)
@@ -500,11 +514,8 @@ class FieldDataset:
                     sizes = find_dim_sizes(path, (*variables, *given), cells, known)
                     names = "" if is_single_array(root) else _format_names(v.name for v in (*variables, *given))
                     shape = tuple(sizes[letter] for letter in letters)
-                    numbers = (
-                        read_scalars_of_trajectories(path, root, group, arrays, self.scalars, sizes["n"])
-                        if self.scalars
-                        else ()
-                    )
+                    given_scalars = path, root, group, arrays, self.scalars, sizes["n"]
+                    numbers = read_scalars_of_trajectories(*given_scalars) if self.scalars else ()
                     source = TrajectoryFile(path, group, variables, names, sizes["n"], given, scalars=numbers)
                     self.sources.append(self._copy_source_with_window_count(source, sizes["t"]))
         assert letters is not None
@@ -565,24 +576,21 @@ class FieldDataset:
     @property
     def channels(self) -> Any:
         """Number of channels of a state; a tuple if there are several fields."""
-        if self._fields:
-            return unwrap_single([one.channels for one in self._fields])
-        return sum(v.channel_count for v in self.sources[0].variables if "t" in v.dims)
+        each = [one.sources[0].variables for one in self._fields or (self,)]
+        return unwrap_single([sum(v.channel_count for v in one if "t" in v.dims) for one in each])
 
     @property
     def constants(self) -> Any:
         """Number of channels in `x` that come from fields without a time dim. These channels follow the states. A tuple
         if there are several fields."""
-        if self._fields:
-            return unwrap_single([one.constants for one in self._fields])
-        return sum(v.channel_count for v in self.sources[0].variables) - self.channels
+        each = [one.sources[0].variables for one in self._fields or (self,)]
+        return unwrap_single([sum(v.channel_count for v in one if "t" not in v.dims) for one in each])
 
     @property
     def forcing_channels(self) -> Any:
         """Number of forcing channels in one step; a tuple if there are several forcings, each on its own grid."""
-        if self._fields:
-            return unwrap_single([one.forcing_channels for one in self._each[len(self._fields) :]])
-        return sum(v.channel_count for v in self.sources[0].forcing)
+        each = [one.sources[0].forcing for one in (self._each[len(self._fields) :] if self._each else (self,))]
+        return unwrap_single([sum(v.channel_count for v in one) for one in each])
 
     def __len__(self) -> int:
         return len(self._fields[0]) if self._fields else self._ends[-1]
@@ -664,9 +672,8 @@ class FieldDataset:
         at, fixed = 0, self.inputs * self.channels
         for variable in source.variables:
             if "t" not in variable.dims:
-                x[fixed : fixed + variable.channel_count] = self._read_field(source, variable, trajectory, slice(None))[
-                    0
-                ]
+                (values,) = self._read_field(source, variable, trajectory, slice(None))
+                x[fixed : fixed + variable.channel_count] = values
                 fixed += variable.channel_count
                 continue
             states = self._iterate_states(source, variable, trajectory, window * self.every, self.inputs + self.targets)
@@ -705,9 +712,8 @@ class FieldDataset:
         bounds, runs = self._bounds, []
         known |= {} if self._node_rows is None else {"i": _merge_close_rows_into_slices(self._node_rows)}
         for letter, n in zip(variable.dims, variable.shape, strict=True):
-            runs.append(
-                known.get(letter) or ([slice(n)] if n == 1 else _split_periodic_range(*bounds.get(letter, (0, n)), n))
-            )
+            whole = [slice(n)] if n == 1 else _split_periodic_range(*bounds.get(letter, (0, n)), n)
+            runs.append(known.get(letter) or whole)
         what = f"{variable.name!r} of trajectory {trajectory}, steps {steps.start} to {steps.stop}"
         with naming_file_in_errors(source.file, f"{what}, cannot be read: "):
             block = _read_slice_combinations(open_array(source.file, self._open(source.file), variable.path), (), runs)
@@ -715,9 +721,8 @@ class FieldDataset:
             block = variable.storage.decode(block)
         letters = variable.dims.replace("n", "")
         if self._node_rows is not None and "i" in letters:
-            block = np.take(
-                block, _find_rows_in_concatenated_slices(self._node_rows, known["i"]), axis=letters.index("i")
-            )
+            rows = _find_rows_in_concatenated_slices(self._node_rows, known["i"])
+            block = np.take(block, rows, axis=letters.index("i"))
         order = [d for wanted in ("t", "c", *self._letters) for d, letter in enumerate(letters) if letter == wanted]
         block = block.transpose(order)
         cells = block.shape[block.ndim - len(self._letters) :]
@@ -729,6 +734,37 @@ class _ForcingDataset(FieldDataset):
     empty."""
 
     _reads_states = False
+
+
+def _to_entries(names: Any) -> tuple[Any, ...]:
+    """Return the argument `fields` or `forcing` as a tuple. Lists in it become tuples, so that descriptions of equal
+    entries are equal on all ranks."""
+    given = (names,) if isinstance(names, str) else names
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in given)
+
+
+def _flatten_entries(entries: Sequence[Any]) -> list[Any]:
+    """Return all names in `entries`, each of which is a name or a tuple of names."""
+    return [name for entry in entries for name in _as_tuple(entry)]
+
+
+def _require_same_trajectories(
+    names: tuple[Any, Any], sources: Sequence[TrajectoryFile], others: Sequence[TrajectoryFile]
+) -> None:
+    """Raise DataError unless the two fields `names` were found in the same groups of each file, with as many
+    trajectories and windows. If a file has one group of each field, these groups may differ."""
+    groups = [{(source.file, source.group) for source in each} for each in (sources, others)]
+    counts = Counter(file for each in groups for file, _ in each)
+    if unpaired := [place for place in groups[0] ^ groups[1] if counts[place[0]] > 2]:
+        file, group = min(unpaired)
+        has, lacks = names if (file, group) in groups[0] else names[::-1]
+        group = repr(group or "/")
+        raise make_data_error(file, f"group {group} has {has!r}, but not {lacks!r}: store both in it, or delete it")
+    for one, other in zip(sources, others, strict=True):
+        if (one.count, one.windows) != (other.count, other.windows):
+            found = f"{names[0]!r} has {one.count} trajectories of {one.windows} windows, and {names[1]!r} "
+            found += f"{other.count} of {other.windows}: store as many trajectories and steps of each field"
+            raise make_data_error(one.file, f"in group {one.group!r}, " * bool(one.group) + found)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

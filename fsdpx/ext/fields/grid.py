@@ -722,9 +722,8 @@ class Grid(Domain):
 
     def _has_cells(self, array: Any, cells: Sequence[int]) -> bool:
         """Return whether the cell dims of an array in the grid's layout have the sizes `cells`."""
-        return array.ndim >= len(self.layout) and self._replace_cell_sizes_in_shape(cells, array.shape) == tuple(
-            array.shape
-        )
+        shape = tuple(array.shape)
+        return len(shape) >= len(self.layout) and self._replace_cell_sizes_in_shape(cells, shape) == shape
 
     def _make_slices_of_rank_part(self, coords: Sequence[int], ndim: int) -> tuple[slice, ...]:
         """Return the index that selects the part of the rank at `coords` from a full array with `ndim` dims."""

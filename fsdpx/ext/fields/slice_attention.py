@@ -171,9 +171,8 @@ class SliceAttention(FieldLayer):
         dtotals = -xp.sum(dtokens * tokens, axis=-1, keepdims=True)
         dsums = xp.concatenate([dtokens, dtotals], axis=-1) / totals
         ones = xp.ones_like(values[..., :1])
-        dweights = xp.matmul(
-            xp.concatenate([values, ones, slopes], axis=-1), xp.concatenate([dsums, found], axis=-1).swapaxes(-1, -2)
-        )
+        factor = xp.concatenate([dsums, found], axis=-1).swapaxes(-1, -2)
+        dweights = xp.matmul(xp.concatenate([values, ones, slopes], axis=-1), factor)
         dlogits = self._map_rows(kernels.softmax_backward, env, weights, dweights)
         dx = xp.matmul(dlogits, self._divide_slice_projection_by_temperature(env, p, tokens.dtype)[0])
         dvalues = xp.matmul(weights, dsums[..., : self.d_head])

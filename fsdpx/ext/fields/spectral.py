@@ -113,13 +113,10 @@ class SpectralConv(FieldLayer):
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         mine, tables = saved
         xp = env.xp
-        slopes = self._reduce_scatter_modes(
-            env, _transform_to_modes(xp, kernels.to_float32(xp, dy), [t[1].T for t in tables])
-        )
-        dmodes = _stack_gradient_rows(xp, slopes)
-        parts = batched_matmul_keeping_dtype(
-            xp, dmodes, self._select_weights_of_own_modes(env, p["weight"]).swapaxes(1, 2)
-        )
+        slopes = _transform_to_modes(xp, kernels.to_float32(xp, dy), [t[1].T for t in tables])
+        dmodes = _stack_gradient_rows(xp, self._reduce_scatter_modes(env, slopes))
+        weights = self._select_weights_of_own_modes(env, p["weight"])
+        parts = batched_matmul_keeping_dtype(xp, dmodes, weights.swapaxes(1, 2))
         found = xp.stack(xp.split(parts, 2, axis=1), axis=-1)
         dx = _transform_to_cells(xp, self._all_gather_modes(env, found), [to.T for to, _ in tables])
         return kernels.cast_float_to_dtype(xp, dx, dy.dtype), (mine, dmodes, dy)

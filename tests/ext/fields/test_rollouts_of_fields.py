@@ -440,10 +440,75 @@ def test_files_give_what_a_rollout_of_fields_takes(tmp_path: Path, dims: tuple[i
     alone = FieldDataset(tmp_path / "run.h5", one.with_inputs(faces, one), ("u",), forcing=(("wind", "p"),), **options)
     (u, wind, _), y = alone[0]
     assert (u.shape, wind.shape, y.shape, alone.constants) == ((2, 7, 10), (6, 7, 9), (3, 7, 10), 0)
+    assert (alone.shape, alone.layout, len(alone.sources)) == ((7, 10), "cyx", 1)
+    several = make(one)[1]
+    assert (several.shape, several.layout) == (((7, 10), (8, 9), (7, 9)), ("cyx",) * 3)
+    assert [[source.names for source in each] for each in several.sources] == [["'u'"], ["'v'"], ["'p', 'depth'"]]
     with pytest.raises(ConfigError, match=r"has the grids of 4 inputs: give fields and forcing one entry for each of"):
         make(one, forcing=())
     with h5py.File(tmp_path / "run.h5", "a") as file:
         del file["wind"]
         file["wind"] = rng.random((2, 7, ny, nx))
-    with pytest.raises(DataError, match=r"'u' has 10 samples, and 'wind' 6: all of them need as many trajectories and"):
+    with pytest.raises(DataError, match=r"'u' has 2 trajectories of 5 windows, and 'wind' 2 of 3: store as many"):
         make(one)
+
+
+@pytest.mark.parametrize(
+    ("groups", "wind_steps", "message"),
+    [
+        (("012", "012", "012"), 4, None),
+        (("0", "1", "2"), 4, None),  # each field has a group of its own
+        (("01", "12", "01"), 4, "group 'run 0' has 'u', but not 'p': store both"),
+        (("01", "01", "12"), 4, "group 'run 0' has 'u', but not 'wind': store both"),
+        (("0", "01", "0"), 4, "group 'run 1' has 'p', but not 'u': store both"),
+        (("01", "01", "01"), 5, "in group 'run 0', 'u' has 1 trajectories of 3 windows, and 'wind' 1 of 4: store as"),
+    ],
+)
+def test_fields_of_several_grids_are_paired_by_the_groups_of_a_file(
+    tmp_path: Path, groups: Sequence[str], wind_steps: int, message: str | None
+) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "runs.h5", "w") as file:
+        for name, steps, stored in zip(("u", "p", "wind"), (4, 4, wind_steps), groups, strict=True):
+            for group in stored:
+                file[f"run {group}/{name}"] = np.full((steps, 8, 8 + (name == "u")), float(group))
+
+    def run(comm: Communicator) -> Any:
+        cells = fsdpx.Grid(comm, (8 // comm.size, 8), dims=(comm.size, 1), layout="cyx")
+        domain = cells.with_inputs(cells.faces("x"), cells, cells)
+        try:
+            samples = FieldDataset(tmp_path / "runs.h5", domain, ("u", "p"), forcing="wind", dims="tyx")
+        except DataError as error:
+            return str(error)
+        return [[float(a.flat[0]) for a in samples[i][0]] for i in range(len(samples))]
+
+    for found in spawn(run, 2):
+        if message is None:
+            assert found == [list(map(float, run)) for run in zip(*groups, strict=True) for _ in range(3)]
+        else:
+            assert f"runs.h5: {message}" in found
+
+
+@pytest.mark.parametrize("own_grids", [True, False])
+def test_ranks_agree_on_the_names_of_fields_and_forcing(tmp_path: Path, own_grids: bool) -> None:
+    """All ranks raise the same error if one of them names a dataset twice; lists and tuples are equal."""
+    np.savez(tmp_path / "run.npz", **{name: np.ones((1, 4, 4, 4)) for name in ("u", "p", "wind")})
+    fields = ("u", ("p", "wind")) if own_grids else ("u", "wind")
+
+    def run(comm: Communicator, kind: Any, *forcing: Any) -> Any:
+        cells = fsdpx.Grid(comm, (4 // comm.size, 4), dims=(comm.size, 1), layout="cyx")
+        names = kind(kind(name) if isinstance(name, tuple) else name for name in fields)
+        domain = cells.with_inputs(*[cells] * (2 + len(forcing))) if own_grids else cells
+        try:
+            return len(FieldDataset(tmp_path / "run.npz", domain, names, forcing=forcing))
+        except ConfigError as error:
+            return str(error)
+
+    assert spawn(lambda comm: run(comm, (list, tuple)[comm.rank]), 2) == [3, 3]
+    texts = spawn(lambda comm: run(comm, tuple, ("wind" if comm.rank else "p") if own_grids else "wind"), 2)
+    assert all("rank 0: FieldDataset: fields and forcing both name" in text for text in texts)
+    texts = spawn(lambda comm: run(comm, tuple, *(("wind",) if comm.rank else ())), 2)
+    assert all("rank 1: FieldDataset: fields and forcing both name 'wind'" in text for text in texts)
+    if not own_grids:
+        with pytest.raises(ConfigError, match="both name 'wind'"):
+            FieldDataset(tmp_path / "run.npz", None, ("u", "wind"), forcing="wind", dims="ntyx")
