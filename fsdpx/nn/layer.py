@@ -233,6 +233,9 @@ class LayerContext:
         trainer
     dtype : the dtype in which the model computes; layers whose inputs are "exact" need it (see `Layer.takes`). If None,
         the model computes in the dtype of the inputs
+    ignores_memory_order : whether bits must not depend on the memory order of arrays. The trainer sets it in pipelines
+        and with `reproducible_chunks`, because arrays from other stages are C-contiguous. Layers then get C-contiguous
+        arrays, except layers with the kernel "channels_last", which must give the same bits for any order
     """
 
     xp: Any
@@ -245,6 +248,7 @@ class LayerContext:
     cache: KeyValueCache | None = None
     constants: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     dtype: Any = None
+    ignores_memory_order: bool = False
     _below: dict[str, LayerContext] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )  # cached contexts of the child layers, by name

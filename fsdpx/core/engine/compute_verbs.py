@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.engine.not_finite import require_finite
@@ -29,6 +31,10 @@ __all__ = [
 Arrays = Sequence[Mapping[str, Any]]
 Grads = Sequence[Mapping[str, Any]]
 UnitContexts = list[LayerContext]
+ANY_ORDER_KERNELS = frozenset(
+    "channels_last relu gelu silu sigmoid tanh_backward max_pool avg_pool multiply_along_dim".split()
+)
+"""Kernels of layers whose compiled code gives the same bits for any memory order of fields."""
 NO_VALUE = object()
 """Placeholder for a node that gets no parameter gradient, in a list with one value per node."""
 
@@ -54,7 +60,7 @@ def run_unit_forward(
         inputs = node.inputs
         x = values[inputs[0]] if len(inputs) == 1 else tuple(values[v] for v in inputs)
         try:
-            y, kept = node.layer.forward(env, p, x)
+            y, kept = node.layer.forward(env, p, _fix_memory_order(env, node.layer.kernel_names, x))
         except Exception as error:
             _annotate_layer_error(error, "forward", node)
             raise
@@ -91,7 +97,7 @@ def run_unit_backward(
         leaf = all(v in constant for v in node.inputs)
         run = node.layer.backward_leaf if leaf else node.layer.backward
         try:
-            dx = run(envs[i], params[i], grads[i], held, dy)
+            dx = run(envs[i], params[i], grads[i], held, _fix_memory_order(envs[i], node.layer.kernel_names, dy))
         except Exception as error:
             _annotate_layer_error(error, "backward", node)
             raise
@@ -118,7 +124,8 @@ def run_unit_backward_input(
         if dy is None:
             continue
         try:
-            dx, late = require_result_is_pair(node.layer.backward_input(envs[i], params[i], held, dy))
+            ordered = _fix_memory_order(envs[i], node.layer.kernel_names, dy)
+            dx, late = require_result_is_pair(node.layer.backward_input(envs[i], params[i], held, ordered))
             kept[i] = late if unit.trains[i] else NO_VALUE
         except Exception as error:
             _annotate_layer_error(error, "backward", node)
@@ -139,6 +146,19 @@ def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept:
         except Exception as error:
             _annotate_layer_error(error, "the parameter gradients", node)
             raise
+
+
+def _fix_memory_order(env: LayerContext, names: Iterable[str] | None, values: Any) -> Any:
+    """Return an array, or a tuple of arrays, as the layer whose kernels are called `names` takes it: C-contiguous if
+    results may depend on the memory order, but must not."""
+    if not env.ignores_memory_order or getattr(env.xp, "holds_no_data", False):
+        return values
+    is_compiled = env.xp is np and kernels.get_implementation_name("relu") == "numba"
+    if is_compiled and not ANY_ORDER_KERNELS.isdisjoint(names or ()):
+        return values
+    if isinstance(values, tuple):
+        return tuple(_fix_memory_order(env, names, one) for one in values)
+    return values if values is None or values.ndim < 2 else env.xp.ascontiguousarray(values)
 
 
 UNIT_FUNCTIONS = UnitFunctions(run_unit_forward, run_unit_backward, run_unit_backward_input, run_unit_backward_params)
@@ -370,7 +390,7 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
     if not have:  # no layer is trained, so no gradient is needed
         return compute_loss_only(run, action, taken, read, added)
     env = run.get_layer_contexts_of_microbatch(batch)[0]
-    y = taken[0] if len(taken) == 1 else taken
+    y = _fix_memory_order(env, (), taken[0] if len(taken) == 1 else taken)  # NumPy adds in this order
     compute = getattr(type(find), "forward_and_backward", Loss.forward_and_backward)
     total, share, dy = compute(find, env, y, batch.target, run.scaler.value)
     each = (dy,) if len(taken) == 1 else tuple(dy)
@@ -397,9 +417,9 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
     batch = run.get_microbatch(action)
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
-    y = taken[0] if len(taken) == 1 else taken
-    env, target = run.get_layer_contexts_of_microbatch(batch)[0], match_memory_order(batch.target, y)
-    total, share, _ = run.placement.loss.forward(env, y, target)
+    env = run.get_layer_contexts_of_microbatch(batch)[0]
+    y = _fix_memory_order(env, (), taken[0] if len(taken) == 1 else taken)  # NumPy adds in this order
+    total, share, _ = run.placement.loss.forward(env, y, match_memory_order(batch.target, y))
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 
 

@@ -292,7 +292,10 @@ class LayerContextCache:
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment
         cores, dtype = place.options.recompute.cores, place.formats.compute
-        self._root = LayerContext(place.xp, place.axes, state.random, recompute=cores, dtype=dtype)
+        anywhere = place.axes.pipe.size > 1 or place.options.reproducible_chunks is not None
+        self._root = LayerContext(
+            place.xp, place.axes, state.random, recompute=cores, dtype=dtype, ignores_memory_order=anywhere
+        )
         self._units, self._made = (
             place.layout.units,
             dict[tuple[bool, bool], tuple[LayerContext, list[list[LayerContext]]]](),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.kernels.memory_order import put_channels_last
+from fsdpx.core.array.kernels.memory_order import channels_last, put_channels_last
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.ext.fields import kernels
 from fsdpx.ext.fields.cell_reductions import all_gather_and_merge_moments, all_reduce_moments, all_reduce_over_parts
@@ -86,6 +86,8 @@ class GroupNorm(Layer, HoldsLocalArray):
         alone = env.mesh.parts.size == 1 and env.xp is np and self.weights is None
         if not (alone and has_rows_of_channels(x)):
             x = put_channels_last(env.xp, x)
+        elif env.ignores_memory_order:  # the loops for channels first add in another order
+            x = channels_last(np, x)
         count = float(self.num_channels // self.num_groups * math.prod(x.shape[2:]))
         if env.mesh.parts.size == 1 and count == 1 and self._refuses_single_values(env, x):
             raise DataError(

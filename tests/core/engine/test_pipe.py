@@ -14,6 +14,7 @@ from present import needs
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
+from fsdpx.core.array import kernels
 from fsdpx.core.comm import Communicator
 from fsdpx.core.state.step_inputs import ValueShapes
 from fsdpx.errors import ConfigError
@@ -92,6 +93,57 @@ def test_one_hash_with_chunks(case: str) -> None:
 
         hashes[f"{mesh} {strategy} {schedule}"] = set(fsdpx.spawn(run, mesh.size))
     assert len(set.union(*hashes.values())) == 1, hashes
+
+
+CUTS_OF_FIELDS = [
+    ({"reproducible_chunks": 4}, [None, [1, 6], [4, 3], ["0", "1", "4", "5"]]),
+    ({"microbatches": 2}, [[1, 6], [2, 5], ["0", "1", "4", "5"]]),
+]
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.GroupNorm(4, 16), lambda: nn.InstanceNorm(16, affine=True)])
+@pytest.mark.parametrize(("options", "cuts"), CUTS_OF_FIELDS)
+def test_one_hash_for_every_cut_of_a_model_of_fields(options: Any, cuts: list[Any], norm: Any) -> None:
+    """A convolution gives its result with channels last in memory, and a message brings it with channels first."""
+    x, y = (np.random.default_rng(c).standard_normal((8, c, 8, 8)).astype(np.float32) for c in (3, 4))
+
+    def run(comm: Communicator, cut: Any) -> Bits:
+        layers = [nn.Conv2d(3, 16, 3, padding=1), norm(), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), norm(), nn.ReLU()]
+        model = nn.Sequential(*layers, nn.Conv2d(16, 4, 3, padding=1))
+        more = {} if cut is None else {"mesh": PIPE, "stages": cut}
+        trainer = model.as_distributed(
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float32", **options, **more
+        )
+        for _ in range(2):
+            trainer.step(x, y)
+        return bits(trainer)
+
+    found = {str(cut): fsdpx.spawn(run, 1 if cut is None else 2, cut)[0] for cut in cuts}
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.parametrize("mode", ["default", "plain"])
+@pytest.mark.parametrize(
+    ("last", "loss"),
+    [
+        ("Tanh()", "RelativeL2()"), ("Tanh()", "L1Loss(np.ones((16, 16)))"), ("GlobalMean()", "MSELoss()"),
+        ("PointwiseConv(16, 4)", "VRMSE()"), ("Conv2d(16, 4, 3)", "MSELoss()"),
+    ],
+)  # fmt: skip
+def test_a_cut_changes_no_bit_though_numpy_adds_in_the_order_of_memory(last: str, loss: str, mode: Any) -> None:
+    def run(comm: Communicator, more: Any) -> tuple[Bits, list[float]]:
+        model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), eval(f"nn.{last}"))
+        options = {"reproducible_chunks": 4, "precision": "float64", "comm": comm, **more}
+        trainer = model.as_distributed(loss=eval(f"nn.{loss}"), optimizer=optim.SGD(lr=0.1), **options)
+        rng = np.random.default_rng(0)
+        x = rng.standard_normal((8, 3, 16, 16))
+        y = rng.standard_normal(trainer.predict(x).shape)
+        return bits(trainer), [*(trainer.step(x, y) for _ in range(3)), trainer.evaluate(x, y)]
+
+    with kernels.use_mode(mode):
+        want = fsdpx.spawn(run, 1, {})[0]
+        for first in (1, 2):
+            assert fsdpx.spawn(run, 2, {"mesh": PIPE, "stages": [first, 3 - first]})[0] == want
 
 
 @in_full

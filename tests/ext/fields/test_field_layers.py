@@ -1,11 +1,16 @@
 """Layers of fields: what they refuse, 16 bits, where they begin and how they are shown."""
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
+from amount import few
 from layer_cases import check_16_bits, check_refusal
-from setting import env, normal
+from setting import env, gradients, normal, parameters
 
 from fsdpx import nn
+from fsdpx.core.array.kernels.memory_order import channels_last as to_channels_last
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.errors import ConfigError, ShapeError
 
@@ -73,3 +78,33 @@ def test_a_layer_that_does_not_fit_is_named(layer, shape, message):
 
 def test_a_convolution_shows_the_arguments_that_were_given():
     assert repr(nn.Conv2d(3, 8, 3, padding=1)) == "Conv2d(3, 8, 3, padding=1)"
+
+
+channels_last = partial(to_channels_last, np)
+ANY_ORDER = [
+    nn.GroupNorm(4, 16), nn.InstanceNorm(16), nn.GroupNorm(4, 16, weights=np.arange(256.0).reshape(16, 16)),
+    nn.ChannelLayerNorm(16), nn.BatchNorm(16), nn.Conv2d(16, 8, 3, padding=1), nn.Conv2d(16, 16, 3, groups=16),
+    nn.Conv2d(16, 8, 1), nn.Conv2d(16, 9, 5, stride=2), nn.Conv2d(16, 8, 3, padding=1, padding_mode="circular"),
+    nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AvgPool2d(3, stride=2), nn.ConvTranspose2d(16, 8, 2, stride=2),
+    nn.ConvTranspose2d(16, 8, 3), nn.Upsample(scale_factor=2), nn.Upsample(scale_factor=2, mode="bilinear"),
+    nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Sigmoid(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", few(["float32", "float64", "float16"], 2))
+@pytest.mark.parametrize("layer", ANY_ORDER, ids=repr)
+def test_no_bit_depends_on_the_memory_order_where_it_is_ignored(layer, dtype):
+    """A stage of a pipeline may get with channels first what the layer before gives with channels last."""
+    x, dys, context = normal(4, 16, 16, 16).astype(dtype), [], replace(env(), ignores_memory_order=True)
+
+    def run(turn_x, turn_dy):
+        p = parameters(layer, dtype)
+        y, saved = layer.forward(context, p, turn_x(x))
+        dys.append(normal(*y.shape).astype(dtype))
+        g = gradients(layer, p)
+        return [y, layer.backward(context, p, g, saved, turn_dy(dys[0])), *g.values()]
+
+    want = run(np.asarray, np.asarray)
+    for orders in ((np.asarray, channels_last), (channels_last, np.asarray), (channels_last, channels_last)):
+        for got, wanted in zip(run(*orders), want, strict=True):
+            np.testing.assert_array_equal(got, wanted, strict=True)
