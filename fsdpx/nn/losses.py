@@ -239,7 +239,7 @@ class CellWeights:
     def __init__(self, owner: str, weights: Any) -> None:
         self.owner = owner
         try:
-            self.array = np.asarray(weights, np.float64)
+            self.array = np.array(weights, np.float64)  # a copy, because sums of the weights are cached
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{owner}: weights must be numbers >= 0, or bools: {error}") from error
         if not (np.isfinite(self.array) & (self.array >= 0)).all():

@@ -54,10 +54,10 @@ def require_arrays_fit_local_part(model: Layer, find_cells: Callable[[FieldParti
 
 
 def convert_to_numeric_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
-    """Return `values` as an array. Raise ConfigError, which gives `name`, if they are not numbers or do not form a
-    rectangular array."""
+    """Return a copy of `values` as an array. Raise ConfigError, which gives `name`, if they are not numbers or do not
+    form a rectangular array."""
     try:
-        return np.asarray(values, dtype)
+        return np.array(values, dtype)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: {error}") from error
 

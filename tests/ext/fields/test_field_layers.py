@@ -108,3 +108,20 @@ def test_no_bit_depends_on_the_memory_order_where_it_is_ignored(layer, dtype):
     for orders in ((np.asarray, channels_last), (channels_last, np.asarray), (channels_last, channels_last)):
         for got, wanted in zip(run(*orders), want, strict=True):
             np.testing.assert_array_equal(got, wanted, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda a: nn.GroupNorm(2, 4, weights=a), np.float64), (lambda a: nn.GlobalMean(weights=a), np.float64),
+        (nn.Mask, np.bool_), (nn.StaticChannels, np.float64),
+    ],
+)  # fmt: skip
+def test_a_layer_keeps_a_copy_of_the_array_it_is_given(make, dtype):
+    """Sums and casts of these arrays are cached."""
+    given = np.arange(16).reshape(4, 4).astype(dtype)
+    layer, context, x = make(given), env(), normal(2, 4, 4, 4)
+    want = layer.forward(context, parameters(layer), x)[0]
+    given[...] = given[::-1].copy() + 1
+    for one in (context, env()):
+        np.testing.assert_array_equal(layer.forward(one, parameters(layer), x)[0], want)
