@@ -108,6 +108,17 @@ def test_the_contract_finds_different_results_of_both_passes_together():
         contract.test_both_passes_together_give_the_same_results()
 
 
+def test_the_contract_lets_both_passes_together_round_differently():
+    class Rounded(nn.MSELoss):
+        def forward_and_backward(self, env, y, target, seed):
+            total, weight, dy = super().forward_and_backward(env, y, target, seed)
+            return total * (1 + 2**-52), weight, dy * (1 + 2**-51)
+
+    contract = TestContract()
+    contract.loss, contract.y, contract.aim = Rounded(), normal(6, 5), normal(6, 5, seed=1)
+    contract.test_both_passes_together_give_the_same_results()
+
+
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(2, 32, 32, 32), (3, 8, 64, 64), (1, 4, 5, 7), (2, 3, 16384), (0, 4, 3), (2, 1, 9)])
 def test_squared_errors_in_one_pass_have_the_same_bits(shape, kind):
