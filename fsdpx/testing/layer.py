@@ -380,9 +380,8 @@ class LossContract(GradientContract):
     def test_both_passes_together_give_the_same_results(self) -> None:
         y, target = self._make_test_case()
         env, loss = self._make_layer_context(np), self.make()
-        compute = getattr(loss, "forward_and_backward", None)
-        if compute is not None:
-            total, weight, dy = compute(env, unwrap_single(y), target, 0.5)
+        if hasattr(loss, "forward_and_backward"):
+            total, weight, dy = loss.forward_and_backward(env, unwrap_single(y), target, 0.5)
             ulps = 16 * float(np.finfo(y[0].dtype).eps)
             np.testing.assert_allclose((float(total), float(weight)), self._forward(y, target)[:2], rtol=ulps)
             for found, want in zip(_as_tuple(dy), self._backward(y, target, 0.5), strict=True):
