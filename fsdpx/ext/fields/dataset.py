@@ -426,9 +426,7 @@ class FieldDataset:
         wanted: Any = None if fields is None else _to_entries(fields)
         problem: FsdpxError | None = None
         if both := [name for name in _flatten_entries(self.forcing) if name in _flatten_entries(wanted or ())]:
-            problem = ConfigError(
-                f"FieldDataset: fields and forcing both name {_format_names(both)}: leave each name in one of them"
-            )
+            problem = ConfigError(f"FieldDataset: fields and forcing both name {_format_names(both)}: leave out one")
         paths = [expanduser(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
         self._each: tuple[FieldDataset, ...] = ()
         if grids := getattr(grid, "input_grids", ()):

@@ -173,9 +173,8 @@ class _DerivativeLayer(FieldLayer):
         rank, factor = get_rank_along(env, cuts, d), term.sign
         if isinstance(h, CellPositions):
             try:
-                taps = _find_stretched_taps(
-                    halo, rank, bool(periodic), scheme, h, self.get_partition(x).get_dim_name(d)
-                )
+                name = self.get_partition(x).get_dim_name(d)
+                taps = _find_stretched_taps(halo, rank, bool(periodic), scheme, h, name)
             except ShapeError as error:
                 raise ShapeError(f"{self!r}: {error}") from None
         else:

@@ -1,5 +1,5 @@
-"""Check for lost ghost cells: a layer drops the ghost cells of an input, and a later convolution pads the field where
-these cells were."""
+"""Check for lost ghost cells: a layer drops the ghost cells of an input, and this layer or a later one pads the field
+where these cells were."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.conv import WindowLayer
+from fsdpx.ext.fields.resample import ConvTranspose
 from fsdpx.nn.container import Container, list_input_names
 from fsdpx.nn.layer import Layer, join_path
 from fsdpx.nn.shard_specs import FieldPartition, Kind
@@ -65,10 +66,10 @@ def can_take_ghosts(layer: Layer) -> bool:
 
 def require_ghosts_are_not_ignored(model: Layer, kinds: Sequence[Kind]) -> None:
     """Raise ConfigError if the ghost cells of a model input beyond an end of the field would be ignored. This is so if
-    three conditions hold: a layer drops the ghost cells, a later convolution pads the field at this end, and no
-    convolution reads the ghost cells. A layer drops ghost cells if it takes none, or if it combines the input with a
-    field that has other ghost cells or none. `kinds` says how the inputs of the model are distributed over the
-    ranks."""
+    three conditions hold: a layer drops the ghost cells; this layer or a later one pads the field at this end, and is a
+    convolution, a transposed convolution or a pool; and no convolution reads the ghost cells. A layer drops ghost cells
+    if it takes none, or if it combines the input with a field that has other ghost cells or none. `kinds` says how the
+    inputs of the model are distributed over the ranks."""
     read, padded = set[_GhostEnd](), dict[_GhostEnd, str]()
     values = [_Value(kind, _find_ghost_ends(i, kind)) for i, kind in enumerate(kinds)]
     if not any(value.sources for value in values):
@@ -79,7 +80,8 @@ def require_ghosts_are_not_ignored(model: Layer, kinds: Sequence[Kind]) -> None:
         same = "give all fields that are combined the same ghost cells, or " * ("combines it" in padded[end])
         raise ConfigError(
             f"the ghost cells of input {names[end.number]!r} would be ignored: {padded[end]}: {same}apply a "
-            "convolution to this input first, or make the grid without ghosts"
+            "convolution with padding to this input first, because it reads ghost cells instead of padding (for "
+            "patches, kernel_size=stride + 2 and padding=1), or make the grid without ghosts"
         )
 
 
@@ -121,10 +123,13 @@ def _propagate_ghosts_through_layer(
         about = f"{text} combines it with a field of other ghost cells or none"
         values = fields = [value.without_ghosts(about) for value in values]
     result = _merge_values_of_same_kind(fields) if fields else _Value()
-    if isinstance(layer, WindowLayer) and can_take_ghosts(layer):
-        pads = layer.window.low, layer.window.high
+    if isinstance(layer, WindowLayer | ConvTranspose):
+        pads = _count_cells_read_beyond_ends(layer)
         reached = {end for end in (*result.sources, *result.dropped) if sum(pads[end.side][end.dim : end.dim + 1]) > 0}
-        read |= result.sources & reached
+        if can_take_ghosts(layer):
+            read |= result.sources & reached
+        else:
+            result = result.without_ghosts(f"{text} drops them")
         for end in reached & result.dropped.keys():
             if not (end.periodic and "circular" in layer.window.modes[end.dim]):
                 about = f"{result.dropped[end]}, and {text} pads the result along {end.name}"
@@ -132,6 +137,16 @@ def _propagate_ghosts_through_layer(
     elif can_take_ghosts(layer):
         return [result] * layer.n_outputs
     return [result.without_ghosts(f"{text} drops them")] * layer.n_outputs
+
+
+def _count_cells_read_beyond_ends(layer: WindowLayer | ConvTranspose) -> Sequence[Sequence[int]]:
+    """Return, for the lower and the upper end of each dim, the number of cells beyond it that the outputs depend on, or
+    would depend on if the layer did not replace these cells by padding. A number of 0 or less stands for none."""
+    window = layer.window
+    if isinstance(layer, WindowLayer):
+        return window.low, window.high
+    low = [n - s - pad for n, s, pad in zip(window.spans, window.stride, window.low, strict=True)]
+    return low, [n + more for n, more in zip(low, layer.more, strict=True)]
 
 
 def _merge_values_of_same_kind(values: Sequence[_Value]) -> _Value:

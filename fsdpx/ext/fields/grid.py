@@ -356,9 +356,8 @@ class Grid(Domain):
         for grid in self._inputs:
             if self._replace_cell_sizes_in_shape(grid.shape, shape) == tuple(shape):
                 return grid.local_array_shape(shape, ghosts)
-        return self._replace_cell_sizes_in_shape(
-            _count_cells_with_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape
-        )
+        cells = _count_cells_with_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape
+        return self._replace_cell_sizes_in_shape(cells, shape)
 
     def compute_local_shapes(
         self, model: Layer, inputs: Sequence[tuple[int, ...]], target: tuple[int, ...]
@@ -436,9 +435,8 @@ class Grid(Domain):
         return made.model, made.outputs
 
     def _partition_model(self, model: Layer) -> PartitionedModel:
-        return partition_model_of_fields(
-            model, self.input_partitions, list_cell_and_face_partitions((self._cells or self).parts)
-        )
+        outputs = list_cell_and_face_partitions((self._cells or self).parts)
+        return partition_model_of_fields(model, self.input_partitions, outputs)
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> FieldSamples:
         """Return an object that describes how the inputs and outputs of `model` are distributed over the ranks of a
@@ -899,9 +897,8 @@ class FieldSamples(SplitSamples):
         return adapt_loss_to_output_shardings(loss, self.output_kinds)
 
     def get_output_domain(self) -> Grid | tuple[Grid | None, ...]:
-        found = tuple(
-            self.grid.with_partition(kind) if isinstance(kind, FieldPartition) else None for kind in self.output_kinds
-        )
+        kinds = self.output_kinds
+        found = tuple(self.grid.with_partition(kind) if isinstance(kind, FieldPartition) else None for kind in kinds)
         if found == (None,):
             raise ConfigError("output_grid: the model's outputs are scalars, which every rank holds in full")
         return found if len(found) > 1 else found[0]  # type: ignore[return-value]

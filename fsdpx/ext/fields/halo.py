@@ -99,9 +99,8 @@ class HaloSpec:
     @property
     def is_local(self) -> bool:
         """True if each rank needs exactly the cells that it owns, so that nothing is exchanged."""
-        return not self.ghosts and all(
-            need == (a, b) for need, a, b in zip(self.needs, self.cuts, self.cuts[1:], strict=False)
-        )
+        parts = zip(self.needs, self.cuts, self.cuts[1:], strict=False)
+        return not self.ghosts and all(need == (a, b) for need, a, b in parts)
 
     @property
     def is_covered_by_ghosts(self) -> bool:

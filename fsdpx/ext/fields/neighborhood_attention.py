@@ -92,9 +92,8 @@ class WindowAttention(FieldLayer):
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         halos, windows = self._plan_halos_and_windows(env, dy)
         slopes = split_channels_into_heads(env.xp, dy, self.n_heads)
-        dq, dk, dv = kernels.neighborhood_attention_backward(
-            env.xp, *saved[0], slopes, *windows, 1.0 / sqrt(self.d_head)
-        )
+        scale = 1.0 / sqrt(self.d_head)
+        dq, dk, dv = kernels.neighborhood_attention_backward(env.xp, *saved[0], slopes, *windows, scale)
         dq, dk, dv = (merge_heads_into_channels(env.xp, d, d.shape[2:-1]) for d in (dq, dk, dv))
         dkv = exchange_halo_backward(env, env.xp.concatenate([dk, dv], axis=1), halos)
         return env.xp.concatenate([dq, dkv], axis=1), ()
@@ -155,9 +154,8 @@ def _plan_halos_and_starts(
     halos, starts = [], []
     for d, (cuts, size, periodic) in enumerate(zip(parts.cuts, window, periods, strict=True)):
         find_start = partial(_find_window_start, cells=cuts[-1], size=size, periodic=periodic)
-        needs = tuple(
-            (find_start(a), find_start(b - 1) + size) if b > a else (a, a) for a, b in zip(cuts, cuts[1:], strict=False)
-        )
+        edges = zip(cuts, cuts[1:], strict=False)
+        needs = tuple((find_start(a), find_start(b - 1) + size) if b > a else (a, a) for a, b in edges)
         halos.append(HaloSpec(d + 2, cuts, needs, "circular" if periodic else "zeros"))
         own = range(cuts[place[d]], cuts[place[d] + 1])
         starts.append(tuple(find_start(cell) - needs[place[d]][0] for cell in own))

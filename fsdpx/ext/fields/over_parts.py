@@ -164,9 +164,8 @@ def _make_scalar_input_flags(layer: Layer, count: int, wanted: Sequence[bool]) -
         reads = dict(zip(layer.outputs, wanted, strict=True))
         for step in reversed(layer.steps):
             given = [reads.get(name, False) for name in step.gives]
-            for source, scalar in zip(
-                step.sources, _make_scalar_input_flags(step.layer, len(step.sources), given), strict=True
-            ):
+            flags = _make_scalar_input_flags(step.layer, len(step.sources), given)
+            for source, scalar in zip(step.sources, flags, strict=True):
                 reads[source] = reads.get(source, False) or scalar
         return [reads.get(name, False) for name in layer.inputs]
     if isinstance(layer, TakesScalars):

@@ -45,9 +45,8 @@ class Pool(WindowLayer):
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
         self.ceil_mode = bool(ceil_mode)
         step = kernel_size if stride is None else stride
-        self.window = ConvWindow.from_arguments(
-            self, self.dims, kernel_size, step, padding, dilation, "zeros", self.ceil_mode
-        )
+        sizes = kernel_size, step, padding, dilation
+        self.window = ConvWindow.from_arguments(self, self.dims, *sizes, "zeros", self.ceil_mode)
         if any(2 * p > k for p, k in zip(self.window.low, self.window.kernel, strict=True)):
             name = type(self).__name__
             raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")

@@ -306,9 +306,7 @@ def _make_interpolation_table(
         first = np.floor(x).astype(int)
         t = x - first
         taps = np.clip(first + np.arange(-1, 3)[:, None], 0, n - 1)
-        return taps, np.stack(
-            [_evaluate_cubic(t + 1), _evaluate_cubic(t), _evaluate_cubic(1 - t), _evaluate_cubic(2 - t)]
-        )
+        return taps, np.stack([_evaluate_cubic(distance) for distance in (t + 1, t, 1 - t, 2 - t)])
     x = np.maximum(x, 0.0)
     first = np.minimum(np.floor(x).astype(int), n - 1)
     share = x - first

@@ -82,9 +82,8 @@ class SpectrumRMSE(FieldLoss):
         mass, found = sums[..., 0], xp.sqrt(sums[..., 1:])
         inverse = 1.0 / xp.where(mass > 0, mass, 1.0)
         found = found * xp.sqrt(inverse / max(math.prod(parts.shape), 1))[..., None]
-        value, slopes = self._compute_error_and_derivative(
-            xp, found[..., : shells.total], found[..., shells.total :], shells
-        )
+        spectra = found[..., : shells.total], found[..., shells.total :]
+        value, slopes = self._compute_error_and_derivative(xp, *spectra, shells)
         total, weight = self._compute_loss_share(env, value, mass)
         factors = slopes * inverse[..., None]
         return total, weight, (modes[:, :channels], factors, shells, root, parts, y.dtype)

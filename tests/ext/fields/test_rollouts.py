@@ -336,7 +336,7 @@ def test_files_give_what_a_rollout_takes(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'land' of forcing has no time dim: leave it among the fields"):
         make(one, fields="u", forcing="land")
     for text in spawn(lambda comm: refused(comm, lambda c: make(None, fields=("u", "sun"))), 2):
-        assert "FieldDataset: fields and forcing both name 'sun': leave" in text
+        assert "FieldDataset: fields and forcing both name 'sun': leave out one" in text
 
 
 def test_files_give_scalars_of_trajectories(tmp_path: Path) -> None:

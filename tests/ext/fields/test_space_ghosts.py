@@ -500,6 +500,54 @@ def test_ghost_cells_that_a_layer_drops_before_a_convolution_pads(layer: nn.Laye
 
 
 @pytest.mark.parametrize(
+    ("layer", "ends"),
+    [
+        (nn.MaxPool2d(3, 1, 1), "both"),
+        (nn.AvgPool2d((3, 1), 1, (1, 0)), "both"),
+        (nn.MaxPool2d(3, 1), "none"),  # it pads nothing
+        (nn.ConvTranspose2d(1, 1, 3, padding=1), "both"),
+        (nn.ConvTranspose2d(1, 1, 4, stride=2, padding=1), "both"),
+        (nn.ConvTranspose2d(1, 1, 3), "both"),  # the outputs at the ends read zeros beyond them
+        (nn.ConvTranspose2d(1, 1, 2, stride=2), "none"),  # its windows do not overlap
+        (nn.ConvTranspose2d(1, 1, 3, stride=2, padding=1), "none"),
+        (nn.ConvTranspose2d(1, 1, 3, stride=2, padding=1, output_padding=1), "upper"),
+    ],
+    ids=repr,
+)
+def test_ghost_cells_that_pools_and_transposed_convolutions_would_replace(layer: nn.Layer, ends: str) -> None:
+    """The ghost cells are ignored exactly if the result depends on cells beyond the ends."""
+    x = np.zeros((1, 1, 10, 6))
+    x[:, :, [0, -1]] = 9.0  # the cells beyond the ends
+    whole = layer.as_distributed(precision="float64", seed=1)
+    inside, outside = whole.predict(x[:, :, 1:-1]), whole.predict(x)
+    shift = (outside.shape[2] - inside.shape[2]) // 2
+    changed = (outside[:, :, shift : shift + inside.shape[2]] != inside).any((0, 1, 3))
+    assert [changed[:1].any(), changed[-1:].any()] == {"none": [0, 0], "both": [1, 1], "upper": [0, 1]}[ends]
+    for side in (0, 1):
+        widths = ((1, 0), (0, 1))[side]
+        domain = fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=(widths, (0, 0)), layout="cyx")
+        for model in (layer, nn.Sequential(nn.Conv2d(1, 1, 1), layer)):
+            if ends == "both" or (ends == "upper" and side == 1):
+                with pytest.raises(ConfigError, match=r"would be ignored: .* drops them.*pads the result along dim y"):
+                    model.as_distributed(domain=domain)
+            else:
+                model.as_distributed(domain=domain)
+        nn.Sequential(CONV, layer).as_distributed(domain=domain)
+
+
+def test_patches_with_wider_kernels_read_ghost_cells() -> None:
+    domain, x = fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=1, layout="cyx"), np.zeros((1, 10, 8))
+    with pytest.raises(ConfigError, match=r"for patches, kernel_size=stride \+ 2 and padding=1"):
+        nn.Sequential(nn.Conv2d(1, 1, 2, stride=2), CONV).as_distributed(domain=domain)
+    net = nn.Sequential(nn.Conv2d(1, 1, 4, stride=2, padding=1), CONV)
+    trainer = net.as_distributed(domain=domain)
+    y = trainer.predict(x)
+    x[:, 0] = 3.0
+    assert y.shape[1:] == (4, 3)
+    assert (trainer.predict(x) != y).any()
+
+
+@pytest.mark.parametrize(
     ("kernel", "padding", "dim"), [((1, 3), (0, 1), "y"), ((3, 1), (1, 0), "x"), ((2, 3), ((1, 0), (1, 1)), "y")]
 )
 def test_each_end_of_the_field_counts(kernel: tuple[int, int], padding: Any, dim: str) -> None:
