@@ -229,6 +229,8 @@ def _backward_input_of_groups_loop(start, stop, x, dy, dx, mean, rstd, sums, gro
 
 def _run_loop_over_groups(loop: Callable[..., Any], shape: tuple[int, ...], groups: int, *arguments: Any) -> None:
     """Call `loop` for all groups of a field of `shape`, split over threads if the field is large."""
+    # fields of fewer groups than threads do not take the loops over samples, which split rows, because these add in
+    # another order, so bits would depend on the number of threads
     count = shape[0] * groups
     if math.prod(shape) < parallel.MIN_PARALLEL_SIZE:
         loop(0, count, *arguments)
