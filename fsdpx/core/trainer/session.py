@@ -287,7 +287,8 @@ class Session:
         layout = place.sample_layout
         try:
             batches.require_batch_usable_on_device(place, x, y)
-            checked.inputs = batches.prepare_inputs(place, x)
+            # the caller may change the arrays that it passed to `forward` before it calls `backward`
+            checked.inputs = tuple([a.copy("K") if kind == "forward" else a for a in batches.prepare_inputs(place, x)])
             checked.batched = layout.has_complete_samples or batches.has_sample_dim(place, x)
             checked.rows = int(checked.inputs[0].shape[0])
             if kind in (*TRAINS, "evaluate"):

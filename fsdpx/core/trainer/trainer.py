@@ -174,8 +174,8 @@ class Trainer:
 
     @route_through_call_runner(KEEPS_FOR_LATER)
     def forward(self, x: Any, training: bool = True) -> np.ndarray:
-        """Return the model's output for this rank's samples, and keep the data that one call of `backward` needs.
-        Collective.
+        """Return the model's output for this rank's samples, and keep the data that one call of `backward` needs. The
+        caller may change x and the output before it calls `backward`. Collective.
 
         Parameters
         ----------
@@ -199,9 +199,10 @@ class Trainer:
             x, None, "forward", training
         )
         full_outputs = session.gather_outputs_over_tensor_and_pipeline(session.run_program("forward", feed), feed)
-        outputs = unwrap_single(session.to_caller_arrays(full_outputs, feed))
-        self._output_shapes = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
-        return outputs
+        outputs = session.to_caller_arrays(full_outputs, feed)
+        self._output_shapes = [tuple(o.shape) for o in outputs]
+        # layers may keep their results for `backward`, so the caller gets copies, which it may change
+        return unwrap_single(tuple([o.copy("K") for o in outputs]))
 
     @route_through_call_runner(KEEPS_FOR_LATER)
     def backward(self, dy: Any) -> np.ndarray:

@@ -401,3 +401,20 @@ def test_under_mpi(kind: str) -> None:
     comm, x = open_world("node"), IMAGES.astype(kind)
     make = NUMBERS["Residual"]
     same(results(comm, make(), x), results(comm, make(), x.astype("float32")))
+
+
+@pytest.mark.parametrize("layers", [[nn.GELU, nn.Linear], [nn.LayerNorm, nn.Tanh]])
+def test_callers_may_reuse_their_arrays_between_the_passes(layers):
+    """Layers keep inputs and results for the backward pass."""
+
+    def run(change):
+        sizes = {nn.Linear: (6, 6), nn.LayerNorm: (6,)}
+        model = nn.Sequential(*(layer(*sizes.get(layer, ())) for layer in layers))
+        trainer, x = fsdpx.distribute(model, seed=0, precision="float32"), np.arange(24, dtype="f").reshape(4, 6) / 24
+        y = trainer.forward(x)
+        if change:
+            x[...], y[...] = 0.5, 0.25
+        return [trainer.backward(np.ones_like(y)), *trainer.gradients().values()]
+
+    for got, want in zip(run(True), run(False), strict=True):
+        np.testing.assert_array_equal(got, want)
