@@ -3,8 +3,10 @@
     python bench/field_layers.py [--only GroupNorm] [--rounds 5] [--quick]
 
 A model is a layer, several times in a row where its result has the shape of its input, after a convolution of one cell
-if it has no parameters. Both libraries train it by SGD on a squared error, and predict with it, in turns. The ratio is
-PyTorch's processor time over that of fsdpx, the median over rounds: 2 means that fsdpx takes half the time.
+if it has no parameters. Both libraries train it by SGD on a squared error, and predict with it, in turns. The last rows
+are losses of fields: a model of one convolution of one cell is trained by them, and they are evaluated instead of
+predicting. The ratio is PyTorch's processor time over that of fsdpx, the median over rounds: 2 means that fsdpx takes
+half the time.
 """
 
 import os
@@ -27,7 +29,8 @@ __all__ = ["ROWS", "measure_layers", "tables"]
 
 class Row(NamedTuple):
     """A layer in both libraries. repeat: how often the model contains it. trains: whether it has parameters. layout:
-    layout of the arrays if it is not PyTorch's; fsdpx then gets one sample on a grid, and PyTorch a view."""
+    layout of the arrays if it is not PyTorch's; fsdpx then gets one sample on a grid, and PyTorch a view. loss: the
+    loss. members: number of ensemble members in the channels of the output."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,6 +38,8 @@ class Row(NamedTuple):
     make: Callable[[Any], Any]
     trains: bool = True
     layout: str = ""
+    loss: Callable[[Any], Any] = lambda nn: nn.MSELoss()
+    members: int = 1
 
 
 def get_norm(nn: Any, name: str) -> Any:
@@ -79,8 +84,26 @@ def make_attention(nn: Any, name: str, ours: tuple[Any, ...], theirs: tuple[Any,
     """Return a layer of attention, for which PyTorch users write a module."""
     if hasattr(nn, name):
         return getattr(nn, name)(*ours)
+    return getattr(import_from_tests("torch_attention"), name)(*theirs)
+
+
+def import_from_tests(name: str) -> Any:
+    """Return a file with layers or losses as PyTorch users write them."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ext" / "fields"))
-    return getattr(import_module("torch_attention"), name)(*theirs)
+    return import_module(name)
+
+
+def make_loss_row(name: str, torch_name: str = "", members: int = 1) -> Row:
+    """Return a row for a loss. `torch_name` is that of a function in torch_losses.py, or of one that makes it, or ""
+    for a loss that PyTorch has by the same name."""
+
+    def make(nn: Any) -> Any:
+        if not torch_name or hasattr(nn, name):
+            return getattr(nn, name)(*([members] if members > 1 else []))
+        found = getattr(import_from_tests("torch_losses"), torch_name)
+        return found() if torch_name.startswith("make_") else found
+
+    return Row(name, IMAGES, 0, lambda nn: nn.Identity(), False, loss=make, members=members)
 
 
 def make_unet(nn: Any) -> Any:
@@ -180,6 +203,13 @@ ROWS = (
     Row("Upsample nearest", IMAGES, 1, lambda nn: nn.Upsample(scale_factor=2), False),
     Row("Upsample bilinear", IMAGES, 1, lambda nn: nn.Upsample(scale_factor=2, mode="bilinear"), False),
     Row("Upsample trilinear", CUBES, 1, lambda nn: nn.Upsample(scale_factor=2, mode="trilinear"), False),
+    *map(make_loss_row, ("MSELoss", "L1Loss", "HuberLoss", "SmoothL1Loss")),
+    make_loss_row("RelativeL2", "relative_l2"),
+    make_loss_row("RMSE", "rmse"),
+    make_loss_row("VRMSE", "vrmse"),
+    make_loss_row("RelativeH1", "relative_h1"),
+    make_loss_row("SpectrumRMSE", "make_spectrum_rmse"),
+    make_loss_row("CRPS", "crps", members=8),
 )
 
 
@@ -212,8 +242,8 @@ def make_ours(row: Row) -> tuple[Callable[[], Any], Callable[[], Any]]:
     if row.layout:
         x, y = (np.ascontiguousarray(a[0].T) for a in (x, y))
         options["domain"] = Grid(MPI.COMM_SELF, x.shape[:-1], layout=row.layout)
-    trainer = distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=1e-3), strategy="ddp", seed=0, **options)
-    return lambda: trainer.step(x, y), lambda: trainer.predict(x)
+    trainer = distribute(model, loss=row.loss(nn), optimizer=optim.SGD(lr=1e-3), strategy="ddp", seed=0, **options)
+    return lambda: trainer.step(x, y), lambda: trainer.predict(x) if row.repeat else trainer.evaluate(x, y)
 
 
 def make_theirs(row: Row) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -225,15 +255,18 @@ def make_theirs(row: Row) -> tuple[Callable[[], Any], Callable[[], Any]]:
     if row.layout:
         x, y = (np.ascontiguousarray(a[0].T).T[None] for a in (x, y))
     x, y = map(torch.from_numpy, (x, y))
+    loss = row.loss(torch.nn)
 
     def step() -> None:
-        torch.nn.functional.mse_loss(model(x), y).backward()
+        loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     def predict() -> None:
         with torch.inference_mode():
-            model(x)
+            y_found = model(x)
+            if not row.repeat:
+                loss(y_found, y)
 
     return step, predict
 
@@ -252,7 +285,7 @@ def make_data(row: Row) -> tuple[np.ndarray, np.ndarray]:
     x = rng.standard_normal(row.shape, np.float32)
     with torch.inference_mode():
         shape = torch.nn.Sequential(row.make(torch.nn))(torch.from_numpy(x)).shape
-    return x, rng.standard_normal(tuple(shape), np.float32)
+    return x, rng.standard_normal((shape[0], shape[1] // row.members, *shape[2:]), np.float32)
 
 
 def time_calls(call: Callable[[], Any], seconds: float) -> float:
@@ -271,7 +304,8 @@ def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
     for entry in found["layers"]:
         times = (entry["step ms"], entry["step ratio"], entry["predict ms"], entry["predict ratio"])
         shape = "x".join(map(str, entry["shape"]))
-        rows.append([f"{entry['repeat']} {entry['layer']}", shape, *(f"{value:.2f}" for value in times)])
+        name = f"{entry['repeat']} {entry['layer']}" if entry["repeat"] else entry["layer"]
+        rows.append([name, shape, *(f"{value:.2f}" for value in times)])
     return [("layers", lines(head, rows))]
 
 

@@ -478,3 +478,22 @@ def test_a_loss_is_a_metric_of_any_model() -> None:
     for loss, metrics in spawn(run, 2):
         assert metrics["same"] == pytest.approx(loss, rel=1e-12)
         assert metrics["smooth"] > loss
+
+
+@pytest.mark.parametrize("name", ["relative_l2", "rmse", "vrmse", "relative_h1", "spectrum", "crps"])
+@pytest.mark.parametrize("cells", [(12,), (9, 12), (6, 5, 8)], ids=str)
+def test_losses_and_gradients_are_those_of_pytorch(name: str, cells: tuple[int, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    import torch_losses
+
+    ours = {"relative_l2": nn.RelativeL2(), "rmse": nn.RMSE(), "vrmse": nn.VRMSE(), "relative_h1": nn.RelativeH1()}
+    ours |= {"spectrum": nn.SpectrumRMSE(), "crps": nn.CRPS(3)}
+    theirs = torch_losses.make_spectrum_rmse() if name == "spectrum" else getattr(torch_losses, name)
+    y, target = noise(4, 6 if name == "crps" else 2, *cells), noise(4, 2, *cells, seed=1)
+    there = torch.tensor(y, requires_grad=True)
+    want = theirs(there, torch.tensor(target))
+    want.backward()
+    total, weight, saved = ours[name].forward(env_of(None), y, target)
+    assert total / weight == pytest.approx(want.item(), rel=1e-12)
+    dy = ours[name].backward(env_of(None), saved, 1.0 / weight)
+    np.testing.assert_allclose(dy, there.grad, rtol=1e-10, atol=1e-14)
