@@ -163,6 +163,14 @@ def images(x: np.ndarray, size: str) -> Iterator[Case]:
     table = windows.CellMatrix.from_entries(np.arange(2 * out[0]), np.arange(2 * out[0]) // 2, np.ones(2 * out[0]),
                                              (2 * out[0], out[0]))  # fmt: skip
     yield "multiply_along_dim", size, lambda: windows.multiply_along_dim(np, x, 2, table)
+    field = np.ascontiguousarray(x)[..., None]
+    modes = windows.fourier_along_dim(np, field, 3, out[1], "rfft")
+    yield "fourier_along_dim (rfft)", size, lambda: windows.fourier_along_dim(np, field, 3, out[1], "rfft")
+    yield "fourier_along_dim (fft)", size, lambda: windows.fourier_along_dim(np, modes, 2, out[0], "fft")
+    rows, count = modes.reshape(-1, *modes.shape[2:]), out[0] // 2
+    index = np.add.outer(np.arange(modes.shape[2]), np.arange(modes.shape[3])) % count
+    ones = np.ones(index.shape, x.dtype)
+    yield "sum_squares_by_index", size, lambda: windows.sum_squares_by_index(np, rows, index, ones, count)
     a = np.ones(channels, x.dtype)
     yield "channel_sums", size, lambda: kernels.channel_sums(np, x)
     yield "channel_squares", size, lambda: kernels.channel_squares(np, x, a)

@@ -6,13 +6,10 @@ and a second all-to-all distributes their modes. No rank ever holds the full fie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 
-import numpy as np
-
 from fsdpx.ext.fields.halo import get_rank_along
+from fsdpx.ext.fields.kernels import fourier_along_dim
 from fsdpx.nn.collectives import all_to_all_rows
 from fsdpx.nn.layer import Array, LayerContext
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, shard_bounds
@@ -30,57 +27,46 @@ def make_mode_partition(parts: FieldPartition) -> FieldPartition:
 
 
 def transform_cells_to_modes(env: LayerContext, x: Array, parts: FieldPartition, what: str) -> Array:
-    """Return this rank's Fourier modes of a real field (samples, channels, *cells), unscaled as in `numpy.fft.rfftn`.
-    `what` is the name of the transform in error messages. Collective over the ranks that share the field."""
-    fft, modes, last = env.xp.fft, make_mode_partition(parts), len(parts.cuts) - 1
+    """Return this rank's Fourier modes of a real field (samples, channels, *cells), unscaled as in `numpy.fft.rfftn`,
+    as (samples, channels, *modes, 2), with real and imaginary parts in the last dim. `what` is the name of the
+    transform in error messages. Collective over the ranks that share the field."""
+    modes, last, y = make_mode_partition(parts), len(parts.cuts) - 1, x[..., None]
     for d in reversed(range(last + 1)):
-        x = _transform_dim(env, x, d, (parts.cuts[d], modes.cuts[d]), fft.rfft if d == last else fft.fft, what)
-    return x
+        y = _transform_dim(env, y, d, (parts.cuts[d], modes.cuts[d]), "rfft" if d == last else "fft", what)
+    return y
 
 
 def transform_modes_to_cells(env: LayerContext, modes: Array, parts: FieldPartition, what: str) -> Array:
     """Return this rank's part of a real field, given its Fourier modes. This is the inverse of
     `transform_cells_to_modes`. Collective."""
-    fft, kept, last = env.xp.fft, make_mode_partition(parts), len(parts.cuts) - 1
+    kept, last = make_mode_partition(parts), len(parts.cuts) - 1
     for d in range(last + 1):
-        inverse = partial(fft.irfft, n=parts.shape[d]) if d == last else fft.ifft
-        modes = _transform_dim(env, modes, d, (kept.cuts[d], parts.cuts[d]), inverse, what)
-    return modes
+        modes = _transform_dim(env, modes, d, (kept.cuts[d], parts.cuts[d]), "irfft" if d == last else "ifft", what)
+    return modes[..., 0]
 
 
-def _transform_dim(
-    env: LayerContext, x: Array, d: int, cuts: tuple[Cuts, Cuts], transform: Callable[..., Array], what: str
-) -> Array:
-    """Apply `transform`, a function of `numpy.fft`, along cell dim `d` of x. `cuts` holds the bounds of the ranks'
-    parts before and after the transform."""
+def _transform_dim(env: LayerContext, x: Array, d: int, cuts: tuple[Cuts, Cuts], transform: str, what: str) -> Array:
+    """Apply `transform`, a function of `numpy.fft`, along cell dim `d` of x, whose last dim holds real and imaginary
+    parts. `cuts` holds the bounds of the ranks' parts before and after the transform."""
     xp, ranks, rank = env.xp, len(cuts[0]) - 1, get_rank_along(env, cuts[0], d)
+    cells = max(cuts[0][-1], cuts[1][-1])
     if ranks == 1:
-        return transform(x, axis=d + 2)
-    turned = xp.moveaxis(x, d + 2, -1)
-    shape, count = turned.shape[:-1], math.prod(turned.shape[:-1])
+        return fourier_along_dim(xp, x, d + 2, cells, transform)
+    turned = xp.moveaxis(x, d + 2, -2)
+    shape, count, parts = turned.shape[:-2], math.prod(turned.shape[:-2]), x.shape[-1]
     before, after = ([b - a for a, b in pairwise(bounds)] for bounds in cuts)
     lines = [stop - start for start, stop in (shard_bounds(count, r, ranks) for r in range(ranks))]
     # size of the piece for each rank: number of lines of that rank x number of cells of this rank
     pieces = [[n * sizes[rank] for n in lines] for sizes in (before, after)]
     # size of the piece for each rank: number of lines of this rank x number of cells of that rank
     columns = [[lines[rank] * size for size in sizes] for sizes in (before, after)]
-    flat = _all_to_all(env, d, turned.reshape(count * before[rank]), pieces[0], columns[0], what)
+    ranks_of_dim = env.mesh.domain[d]
+    flat = turned.reshape(count * before[rank], parts)
+    flat = all_to_all_rows(xp, ranks_of_dim, flat, pieces[0], columns[0], what=what)
     ends = pairwise(accumulate(columns[0], initial=0))
-    blocks = [flat[a:b].reshape(lines[rank], n) for (a, b), n in zip(ends, before, strict=True)]
-    whole = transform(xp.concatenate(blocks, axis=1), axis=1)
-    blocks = [whole[:, a:b].reshape(n) for (a, b), n in zip(pairwise(cuts[1]), columns[1], strict=True)]
-    y = _all_to_all(env, d, xp.concatenate(blocks), columns[1], pieces[1], what)
-    return xp.moveaxis(y.reshape(*shape, after[rank]), -1, d + 2)
-
-
-def _all_to_all(
-    env: LayerContext, d: int, flat: Array, sent: Sequence[int], received: Sequence[int], what: str
-) -> Array:
-    """Send consecutive pieces of `flat`, which holds real or complex numbers, to the ranks along dim `d`. Return the
-    pieces received from these ranks. `sent` and `received` are the sizes of the pieces."""
-    complex_dtype = flat.dtype
-    if np.dtype(complex_dtype).kind != "c":
-        return all_to_all_rows(env.xp, env.mesh.domain[d], flat, sent, received, what=what)
-    pairs = flat.view(np.empty(0, complex_dtype).real.dtype).reshape(flat.shape[0], 2)
-    found = all_to_all_rows(env.xp, env.mesh.domain[d], pairs, sent, received, what=what)
-    return found.reshape(2 * found.shape[0]).view(complex_dtype)
+    blocks = [flat[a:b].reshape(lines[rank], n, parts) for (a, b), n in zip(ends, before, strict=True)]
+    whole = fourier_along_dim(xp, xp.concatenate(blocks, axis=1), 1, cells, transform)
+    parts = whole.shape[2]
+    blocks = [whole[:, a:b].reshape(n, parts) for (a, b), n in zip(pairwise(cuts[1]), columns[1], strict=True)]
+    y = all_to_all_rows(xp, ranks_of_dim, xp.concatenate(blocks), columns[1], pieces[1], what=what)
+    return xp.moveaxis(y.reshape(*shape, after[rank], parts), -2, d + 2)

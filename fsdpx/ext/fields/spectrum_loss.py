@@ -12,6 +12,7 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
 from fsdpx.ext.fields.fourier import make_mode_partition, transform_cells_to_modes, transform_modes_to_cells
 from fsdpx.ext.fields.halo import get_local_range
+from fsdpx.ext.fields.kernels import sum_squares_by_index
 from fsdpx.ext.fields.losses import FieldLoss
 from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.nn.layer import Array, LayerContext, require_finite_arguments
@@ -42,6 +43,7 @@ class SpectrumRMSE(FieldLoss):
     """
 
     needs_grid = True
+    kernel_names = ("fourier_along_dim", "sum_squares_by_index")
 
     def __init__(
         self,
@@ -75,8 +77,10 @@ class SpectrumRMSE(FieldLoss):
             both[:, :channels], both[:, channels:] = (error + known) * root, known * root
             mass = xp.broadcast_to(w, y.shape).sum(axis=dims, dtype=np.float64)
         modes = transform_cells_to_modes(env, both, parts, "SpectrumRMSE")
-        shells = self._get_shells(env, parts)
-        squares = _sum_power_over_shells(env, modes, shells)
+        shells = self._get_shells(env, parts, modes.dtype)
+        rows = modes.reshape(math.prod(modes.shape[:2]), *modes.shape[2:])
+        squares = sum_squares_by_index(xp, rows, shells.index, shells.multiplicity, shells.total)
+        squares = squares.reshape(*modes.shape[:2], shells.total)
         sums = [mass[..., None], squares[:, :channels], squares[:, channels:]]
         sums = all_reduce_over_parts(env, xp.concatenate(sums, axis=2), "SpectrumRMSE")
         mass, found = sums[..., 0], xp.sqrt(sums[..., 1:])
@@ -90,8 +94,8 @@ class SpectrumRMSE(FieldLoss):
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         modes, factors, shells, root, parts, dtype = saved
-        of_shells = (factors * seed).astype(np.empty(0, modes.dtype).real.dtype)
-        scaled = modes * env.xp.take(of_shells, shells.index, axis=2)
+        of_shells = (factors * seed).astype(modes.dtype)
+        scaled = modes * env.xp.take(of_shells, shells.index_of_parts, axis=2)
         dy = transform_modes_to_cells(env, scaled, parts, "SpectrumRMSE")
         return (dy if root is None else dy * root).astype(dtype)
 
@@ -111,12 +115,12 @@ class SpectrumRMSE(FieldLoss):
         below = of_y * value[..., None]
         return value, xp.where(below > 0, counted * apart * scale / xp.where(below > 0, below, 1.0), 0.0)
 
-    def _get_shells(self, env: LayerContext, parts: FieldPartition) -> _Shells:
+    def _get_shells(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> _Shells:
         """Return the wavenumbers of this rank's modes. The result is cached."""
         ranges = tuple(get_local_range(env, cuts, d) for d, cuts in enumerate(make_mode_partition(parts).cuts))
-        key = "shells of modes", parts.shape, ranges
+        key = "shells of modes", parts.shape, ranges, np.dtype(dtype).str
         if key not in env.constants:
-            env.constants[key] = _make_shells(env, parts.shape, ranges)
+            env.constants[key] = _make_shells(env, parts.shape, ranges, dtype)
         return env.constants[key]
 
 
@@ -127,15 +131,17 @@ class _Shells(NamedTuple):
     ----------
     total : number of wavenumbers of the full field
     index : wavenumber of each mode, rounded
+    index_of_parts : the same for the real and the imaginary part of each mode
     multiplicity : 2 for modes that also stand for their complex conjugates, otherwise 1
     """
 
     total: int
     index: Array
+    index_of_parts: Array
     multiplicity: Array
 
 
-def _make_shells(env: LayerContext, shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> _Shells:
+def _make_shells(env: LayerContext, shape: Sequence[int], ranges: Sequence[tuple[int, int]], dtype: Any) -> _Shells:
     """Return the wavenumbers of the modes in `ranges`, for a real field of `shape` cells."""
     n, squares = shape[-1], np.zeros(())
     for size, (start, stop) in zip(shape, ranges, strict=True):
@@ -145,18 +151,5 @@ def _make_shells(env: LayerContext, shape: Sequence[int], ranges: Sequence[tuple
     many = np.broadcast_to(np.where((last == 0) | (2 * last == n), 1.0, 2.0), squares.shape)
     longest = math.sqrt(sum((size // 2) ** 2 for size in shape))
     index = np.rint(np.sqrt(squares)).astype(np.int64)
-    return _Shells(round(longest) + 1, env.xp.asarray(index), env.xp.asarray(many))
-
-
-def _sum_power_over_shells(env: LayerContext, modes: Array, shells: _Shells) -> Array:
-    """Return the float64 sum of |mode|^2 for each wavenumber: (samples, channels, *modes) -> (samples, channels,
-    wavenumbers)."""
-    xp, count = env.xp, shells.total
-    power = xp.square(xp.real(modes))
-    power += xp.square(xp.imag(modes))
-    power *= shells.multiplicity.astype(power.dtype)
-    if getattr(xp, "holds_no_data", False) or not math.prod(modes.shape):
-        return xp.zeros((*modes.shape[:2], count), dtype=np.float64)
-    index = shells.index.reshape(-1)
-    rows = [xp.bincount(index, row, count) for row in power.reshape(math.prod(modes.shape[:2]), index.shape[0])]
-    return xp.stack(rows).reshape(*modes.shape[:2], count)
+    of_parts = np.repeat(index[..., None], 2, axis=-1)
+    return _Shells(round(longest) + 1, *map(env.xp.asarray, (index, of_parts, many.astype(dtype))))

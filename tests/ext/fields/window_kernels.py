@@ -93,6 +93,16 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (noise(*shape), dim, matrix) for matrix in MATRICES
         for shape, dim in (((2, 3, 5), 2), ((2, 4, 5, 3), 2), ((1, 16, 2, 5), 3), ((2, 3, 2, 5, 4), 3))
     ],
+    "fourier_along_dim": [
+        (noise(2, 3, *cells, parts), 2, n, transform)
+        for transform, parts in (("rfft", 1), ("fft", 2), ("ifft", 2), ("irfft", 2))
+        for n, *others in ((12, 5), (7,), (16, 3, 2), (1, 4), (11, 3), (90,), (35, 20))
+        for cells in ((n // 2 + 1 if transform == "irfft" else n, *others),)
+    ],
+    "sum_squares_by_index": [
+        (noise(5, *modes, 2), np.arange(np.prod(modes)).reshape(modes) % 4, np.abs(noise(*modes)), 6)
+        for modes in ((7,), (3, 4), (1, 1, 2))
+    ],
     "group_norm": [
         case for x, _, a, b, *_ in FIELDS for case in ((x, a[0], b[0], 1, 1e-3), (x, None, None, x.shape[1], 1e-3))
     ],

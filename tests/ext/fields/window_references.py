@@ -165,6 +165,36 @@ def resampled(x, dy, dtype) -> Cases:
     return {"multiply_along_dim": [call]}
 
 
+def transforms(x, dy, dtype) -> Cases:
+    """Fourier transforms of six cells, and the spectrum of five rows of modes."""
+    # which parts of a mode are NaN depends on the order of its sums
+    x, dy = (np.nan_to_num(a, posinf=1.0, neginf=-1.0) for a in (x, dy))
+    given, other = (np.resize(a, (2, 6, 3)) for a in (x, dy))
+    wave = np.exp(-2j * np.pi * np.outer(np.arange(6), np.arange(6)) / 6)
+    pair = np.stack([given, other], axis=-1)
+
+    def case(transform, array, matrix, numbers):
+        want, size = np.einsum("bnk,nm->bmk", numbers, matrix), np.einsum("bnk,nm->bmk", abs(numbers), abs(matrix))
+        parts = np.stack([want.real, want.imag], -1) if array.shape[-1] == 2 or transform == "rfft" else want.real
+        sizes = np.broadcast_to(size[..., None], parts.shape)
+        return Case(lambda xp, a: kernels.fourier_along_dim(xp, a, 1, 6, transform), (array,), parts, sizes)
+
+    both = given + 1j * other
+    modes, weights = np.resize(x, (5, 7, 2)), np.resize(np.abs(dy), 7)
+    index = np.arange(7) % 3
+    power = (modes.astype("f8") ** 2).sum(axis=-1) * weights
+    sums = np.stack([power[:, index == k].sum(axis=1) for k in range(4)], axis=1)
+    spectrum = Case(lambda xp, *a: kernels.sum_squares_by_index(xp, a[0], index, a[1], 4), (modes, weights), sums, sums)
+    return {
+        "fourier_along_dim": [
+            case("rfft", given[..., None], wave[:, :4], given),
+            case("fft", pair, wave, both),
+            case("ifft", pair, wave.conj() / 6, both),
+        ],
+        "sum_squares_by_index": [spectrum],
+    }
+
+
 def neighborhoods(x, dy, dtype) -> Cases:
     """Attention in windows that contain all keys."""
     (forward,), (backward,) = attention(x, dy, dtype).values()
@@ -183,5 +213,5 @@ def neighborhoods(x, dy, dtype) -> Cases:
     }
 
 
-FAMILIES = images, convolutions, group_norms, fields_on_one_rank, resampled, neighborhoods
+FAMILIES = images, convolutions, group_norms, fields_on_one_rank, resampled, transforms, neighborhoods
 KERNELS = {name for name in vars(kernels) if isfunction(getattr(kernels, name))}

@@ -59,10 +59,11 @@ def close(got: Any, want: Any, bound: float) -> None:
 
 
 OF_HOSTS = {
-    "group_norm", "group_norm_backward_input", "neighborhood_attention", "neighborhood_attention_backward",
+    "fourier_along_dim", "group_norm", "group_norm_backward_input", "neighborhood_attention",
+    "neighborhood_attention_backward", "sum_squares_by_index",
 }  # fmt: skip
 """Kernels that only the host has: on a GPU, GroupNorm runs the kernels of fields that are split over ranks, and
-attention over neighborhoods runs array code."""
+attention over neighborhoods and Fourier transforms run array code."""
 
 
 def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> None:

@@ -1,10 +1,12 @@
-"""Attention, convolution, group norm, pooling and resampling kernels for fields. All have a plain array version, and
-most also have a compiled version."""
+"""Attention, convolution, Fourier, group norm, pooling and resampling kernels for fields. All have a plain array
+version, and most also have a compiled version."""
 
 from fsdpx.ext.fields.kernels.convolution import WindowStrides as WindowStrides
 from fsdpx.ext.fields.kernels.convolution import correlate as correlate
 from fsdpx.ext.fields.kernels.convolution import correlate_backward_input as correlate_backward_input
 from fsdpx.ext.fields.kernels.convolution import correlate_backward_params as correlate_backward_params
+from fsdpx.ext.fields.kernels.fourier import fourier_along_dim as fourier_along_dim
+from fsdpx.ext.fields.kernels.fourier import sum_squares_by_index as sum_squares_by_index
 from fsdpx.ext.fields.kernels.group_norm import group_norm as group_norm
 from fsdpx.ext.fields.kernels.group_norm import group_norm_affine as group_norm_affine
 from fsdpx.ext.fields.kernels.group_norm import group_norm_backward as group_norm_backward
