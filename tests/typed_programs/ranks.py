@@ -5,7 +5,7 @@ from typing import assert_type
 import numpy as np
 
 import fsdpx
-from fsdpx import nn, optim
+from fsdpx import data, nn, optim
 
 
 def add(comm: fsdpx.Communicator, more: int, word: str = "") -> float:
@@ -35,6 +35,8 @@ def solve(comm: fsdpx.Communicator) -> np.ndarray:
     trainer = nn.FNO(1, 1, n_modes=(4, 4), width=8).as_distributed(
         loss=nn.RelativeL2(), optimizer=optim.AdamW(), domain=grid, comm=comm
     )
+    samples = data.FieldDataset("run.h5", grid, ("u",))
+    trainer.fit(data.DataLoader(samples, batch_size=4, comm=comm), epochs=1)
     return trainer.predict(np.zeros(grid.local_array_shape((1,))))
 
 

@@ -272,9 +272,11 @@ class GridLike(Protocol):
 
     layout: str
     coords: tuple[int, ...]
-    ghosts: tuple[tuple[int, int], ...]
     periods: tuple[bool, ...]
     parts: Any
+
+    @property
+    def ghosts(self) -> tuple[tuple[int, int], ...]: ...
 
     def all_gather_value(self, value: Any) -> list[Any]: ...
 
