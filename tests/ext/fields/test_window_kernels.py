@@ -322,3 +322,12 @@ def test_winograd_takes_inf_to_its_tile_and_no_further(dtype):
     assert not odd[:, :, :4].any()
     np.testing.assert_array_equal(got[~odd], clean[~odd])
     assert (~odd).sum() == 16 * (16 * 32 - 4 * 4)
+
+
+@pytest.mark.parametrize(("depth", "first", "suits"), [(32, -1, True), (1, -1, False), (1, 0, False), (2, -1, True)])
+def test_slices_that_windows_hardly_meet_are_convolved_directly(depth: int, first: int, suits: bool) -> None:
+    """Winograd algorithms multiply slices outside the field as zeros. Slices of another rank are few: of 32 slices
+    of outputs, two or three meet them."""
+    strides = WindowStrides((3, 3, 3), (1, 1, 1), (1, 1, 1), (first, -1, -1), 1)
+    outputs = 32 if first == 0 else depth
+    assert convolution.suits_winograd((1, 32, depth, 32, 32), (32, 32, 3, 3, 3), strides, (outputs, 32, 32)) is suits

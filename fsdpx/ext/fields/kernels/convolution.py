@@ -86,6 +86,10 @@ def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowS
         return False
     if any(size != n - 2 - 2 * edge for size, n in zip(sizes[-2:], shape[-2:], strict=True)):
         return False
+    for size, n, window, first in zip(sizes[:-2], shape[-len(sizes) : -2], strides.kernel, strides.first, strict=False):
+        inside = sum(max(min(size, n - first - a) - max(-first - a, 0), 0) for a in range(window))
+        if 2 * inside < size * window:  # most slices of the windows are outside, as along the edge of a rank's part
+            return False
     tiles = count_winograd_tiles(sizes[-2]) * count_winograd_tiles(sizes[-1])
     filled = math.prod(sizes[-2:]) >= MIN_FILLED_SHARE * tiles * TILE * TILE
     many = shape[0] * math.prod(sizes[:-2]) * tiles >= MIN_TILES
