@@ -184,7 +184,11 @@ def images(x: np.ndarray, size: str) -> Iterator[Case]:
     yield "group_norm_backward_input", size, lambda: windows.group_norm_backward_input(np, x, x, mean, rstd, a, 8)
     yield "channel_means_and_square_deviations", size, lambda: windows.channel_means_and_square_deviations(np, x)
     yield "group_norm_affine", size, lambda: windows.group_norm_affine(np, x, each, each, each)
-    yield "group_norm_gradient_sums", size, lambda: windows.group_norm_gradient_sums(np, x, x, each, each)
+    yield (
+        "group_norm_gradient_sums_by_channel",
+        size,
+        lambda: windows.group_norm_gradient_sums_by_channel(np, x, x, each, each),
+    )
     yield "group_norm_backward", size, lambda: windows.group_norm_backward(np, x, x, each, each, each, each)
 
 

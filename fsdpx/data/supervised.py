@@ -83,7 +83,7 @@ class SupervisedDataset:
                 self.left_out += 1
         if not found:
             raise DataError(f"{path}: no conversation has an answer within {seq_len + 1} tokens")
-        self.samples = _pack_conversations(found, seq_len) if packed else [[one] for one in found]
+        self.samples = _group_conversations_into_samples(found, seq_len) if packed else [[one] for one in found]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -181,7 +181,7 @@ def _split_chat_messages(
     return pieces
 
 
-def _pack_conversations(
+def _group_conversations_into_samples(
     found: Sequence[tuple[np.ndarray, np.ndarray]], capacity: int
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Distribute conversations over samples, in the given order. Each sample gets as many conversations as fit into

@@ -56,7 +56,7 @@ def compile_kernels(args: argparse.Namespace) -> str:
     folder = _require_writable_code_folder()
     calls = _make_functions_that_compile_kernels() if args.all else []
     for name in dict.fromkeys(args.example):
-        calls += _list_calls_that_compile_kernels(
+        calls += _make_kernel_compilation_calls(
             list_kernels_of_model_and_loss(name), config.resolve_precision(args.precision)
         )
     before, begin = set(folder.glob("*.code")), perf_counter()
@@ -86,7 +86,7 @@ def _require_writable_code_folder() -> Path:
     return cache / "code"
 
 
-def _list_calls_that_compile_kernels(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
+def _make_kernel_compilation_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
     """Return functions that compile the kernels named in `runs`, and all other code that is needed for training in this
     precision, such as optimizer updates and shared-memory collectives."""
     dtypes = parse_dtype(precision.compute), parse_dtype(precision.gradient_dtype), parse_dtype(precision.master_dtype)
@@ -111,7 +111,7 @@ def _make_functions_that_compile_kernels() -> list[Callable[[], Any]]:
     calls = [
         call
         for one in ("float32", "float64", "bf16")
-        for call in _list_calls_that_compile_kernels(names, Precision(one))
+        for call in _make_kernel_compilation_calls(names, Precision(one))
     ]
     codecs = [make_gradient_codec(name, "float32", "float32") for name in list_extensions("codec")]
     return calls + [partial(codec.warm_up, np.dtype(np.float32)) for codec in codecs]

@@ -48,7 +48,7 @@ def main() -> None:
         run()
         return
     environment.set_rank_variables(settings.launcher, settings.expected_size)
-    sys.meta_path.insert(0, _MpiStartFinder())
+    sys.meta_path.insert(0, _MpiStartGuardFinder())
     begun = RankStatus(settings.launcher.rank, os.getpid(), platform.node())
     open_pipe_that_reveals_rank_death(settings.run, begun.rank)
     begun.write_to_folder(settings.run)
@@ -156,7 +156,7 @@ def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
     signal.signal = set_and_record  # type: ignore[assignment]
 
 
-class _MpiStartFinder(MetaPathFinder):
+class _MpiStartGuardFinder(MetaPathFinder):
     """Import hook that sets a timeout if the script itself imports `mpi4py.MPI`. This import calls MPI_Init, which
     waits for all ranks."""
 

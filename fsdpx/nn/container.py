@@ -562,7 +562,7 @@ class ComposingMeta(ABCMeta):
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         layer = super().__call__(*args, **options)
-        layer._init_container_from_compose()
+        layer._init_container_by_tracing_compose()
         return layer
 
 
@@ -595,7 +595,7 @@ class Composite(Container, metaclass=ComposingMeta):
         """Define the layer: call layers on values, add or multiply values, and return the resulting value or a tuple of
         values. There is one argument per input."""
 
-    def _init_container_from_compose(self) -> None:
+    def _init_container_by_tracing_compose(self) -> None:
         owner = type(self).__name__
         if taken := sorted({"steps", "inputs", "outputs", "ties"} & vars(self).keys()):
             raise ConfigError(f"{owner}: {taken[0]!r} is an attribute that every container has; choose another name")

@@ -100,7 +100,7 @@ def _list_channel_norm_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
     each, f = xp.full((2, CHANNELS), 0.5, dtype=one.dtype), field_kernels
     return [
         lambda: f.channel_means_and_square_deviations(xp, x), lambda: f.group_norm_affine(xp, x, each, each, each),
-        lambda: f.group_norm_gradient_sums(xp, dy, x, each, each),
+        lambda: f.group_norm_gradient_sums_by_channel(xp, dy, x, each, each),
         lambda: f.group_norm_backward(xp, dy, x, each, each, each, each),
         lambda: k.channel_sums(xp, x), lambda: k.channel_squares(xp, x, one),
         lambda: k.channel_affine(xp, x, one, one, one), lambda: k.channel_gradient_sums(xp, dy, x, one, one),

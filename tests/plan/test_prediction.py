@@ -326,8 +326,8 @@ def test_ranks_of_a_job_need_not_all_predict(monkeypatch: pytest.MonkeyPatch) ->
     met = SimpleNamespace(size=2, all_gather=None, reduce_scatter=None)
     monkeypatch.setattr(module.defaults, "get_default", lambda: SimpleNamespace(comm=met))
     monkeypatch.setattr(module.environment, "read_environment", lambda: SimpleNamespace(expected_size=2, ulfm=False))
-    assert module._find_open_communicator(met) is met
-    assert module._find_open_communicator(fsdpx.FakeCommunicator(0, 2)) is None
+    assert module._find_communicator_to_compare_arguments(met) is met
+    assert module._find_communicator_to_compare_arguments(fsdpx.FakeCommunicator(0, 2)) is None
 
 
 @pytest.mark.parametrize("mesh", [fsdpx.Mesh(), fsdpx.Mesh(pipe=2)])

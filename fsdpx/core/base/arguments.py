@@ -22,7 +22,7 @@ from fsdpx.core.base.messages import shorten_value
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
-    "describe_hint", "fits_hint", "require_valid_arguments", "wrap_constructor_with_argument_check",
+    "describe_hint", "fits_hint", "require_arguments_match_type_hints", "wrap_constructor_with_argument_check",
     "wrap_with_type_hint_check",
 ]  # fmt: skip
 
@@ -66,7 +66,7 @@ def wrap_with_type_hint_check(
     return call_checked
 
 
-def require_valid_arguments(
+def require_arguments_match_type_hints(
     function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any], name: str = ""
 ) -> None:
     """Raise ConfigError for the first argument that does not fit its type hint. Call this before `function(*given,

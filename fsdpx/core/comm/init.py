@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.base.arguments import require_valid_arguments
+from fsdpx.core.base.arguments import require_arguments_match_type_hints
 from fsdpx.core.base.extensions import import_declared_extension, import_extension_if_declared, list_extensions
 from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.core.base.name_hints import wrap_with_option_check
@@ -486,7 +486,9 @@ def spawn(
         if ranks have called different collectives, or if one has returned while others are waiting for it"""
     if not callable(fn):
         raise ConfigError(f"spawn({fn!r}, ...): first the function, then the number of ranks, as in spawn(train, 4)")
-    require_valid_arguments(spawn, (fn, size), {"timeout": timeout, "delays": delays, "survive": survive}, "spawn")
+    require_arguments_match_type_hints(
+        spawn, (fn, size), {"timeout": timeout, "delays": delays, "survive": survive}, "spawn"
+    )
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")
     world = ThreadWorld(

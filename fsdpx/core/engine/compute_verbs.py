@@ -22,10 +22,10 @@ from fsdpx.nn.layer_list import CALLS_NUMPY, UNKNOWN, Node, is_missing_function_
 from fsdpx.nn.losses import Loss, match_memory_order
 
 __all__ = [
-    "UNIT_FUNCTIONS", "backward_unit", "backward_unit_input", "backward_unit_params", "compute_loss_and_gradients",
-    "compute_loss_only", "forward_unit", "forward_unit_checkpointed", "forward_unit_without_saving",
-    "load_microbatch_inputs", "recompute_unit", "run_unit_backward", "run_unit_backward_input",
-    "run_unit_backward_params", "run_unit_forward", "start_backward_from_caller_gradients",
+    "UNIT_FUNCTIONS", "backward_unit", "backward_unit_input", "backward_unit_params",
+    "compute_loss_and_output_gradients", "compute_loss_only", "forward_unit", "forward_unit_checkpointed",
+    "forward_unit_without_saving", "load_microbatch_inputs", "recompute_unit", "run_unit_backward",
+    "run_unit_backward_input", "run_unit_backward_params", "run_unit_forward", "start_backward_from_caller_gradients",
 ]  # fmt: skip
 
 Arrays = Sequence[Mapping[str, Any]]
@@ -380,7 +380,9 @@ def _zero_unwritten_and_require_finite(run: ProgramRun, action: Action, opened: 
                 require_finite(run.placement, entry.array, f"the gradient of {name!r} in unit {unit!r}", action)
 
 
-def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def compute_loss_and_output_gradients(
+    run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
+) -> Values:
     """Return the summed loss of a microbatch, its weight, and the output gradients. Add the weight to the total weight
     of the step."""
     batch, find = run.get_microbatch(action), run.placement.loss

@@ -402,7 +402,7 @@ def require_finite_loss(run: ProgramRun, mean: LossMean, comm: Communicator | No
     ranks that averaged this loss. All of these ranks raise the same error, which names a rank with NaN or Inf in its
     batch. If `comm` is None, only this rank raises an error."""
     if run.feed.batch and not math.isfinite(mean.total):
-        _raise_numerics_error(run, f"the loss is {mean.value}", _describe_bad_batch_value(run), comm)
+        _raise_numerics_error(run, f"the loss is {mean.value}", _describe_first_non_finite_value(run), comm)
 
 
 def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
@@ -430,7 +430,7 @@ def _raise_numerics_error(run: ProgramRun, what: str, origin: str, comm: Communi
     raise NumericsError(f"step {run.step + 1}: {what}, and nothing is updated with it: {told}")
 
 
-def _describe_bad_batch_value(run: ProgramRun) -> str:
+def _describe_first_non_finite_value(run: ProgramRun) -> str:
     """Return a phrase that names the first NaN or Inf in the inputs and target of this rank's batch, or "" if all
     values are finite."""
     place = run.placement
@@ -473,7 +473,7 @@ OPERATIONS: dict[str, Operation] = {
     "B": compute_verbs.backward_unit,
     "I": compute_verbs.backward_unit_input,
     "W": compute_verbs.backward_unit_params,
-    "LOSS": compute_verbs.compute_loss_and_gradients,
+    "LOSS": compute_verbs.compute_loss_and_output_gradients,
     "SCORE": compute_verbs.compute_loss_only,
     "SEED": compute_verbs.start_backward_from_caller_gradients,
     "MEAN": start_all_reduce_loss,

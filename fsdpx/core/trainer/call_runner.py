@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from fsdpx.core.base.arguments import require_valid_arguments
+from fsdpx.core.base.arguments import require_arguments_match_type_hints
 from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.checkpoint.atomic_commit import run_on_rank0
@@ -104,7 +104,7 @@ def wrap_to_agree_on_argument_errors(
             if hints:
                 named = {**dict(zip(positional, given, strict=False)), **options}
                 named.pop(unchecked, None)
-                require_valid_arguments(method, (), named, name)
+                require_arguments_match_type_hints(method, (), named, name)
         return method(self, *given, **options)
 
     return run_call
@@ -255,7 +255,7 @@ class CallRunner(ABC):
         """
 
     @abstractmethod
-    def all_gather_output_of_caller(self, output: Any) -> Any:
+    def gather_output_for_samples_of_caller(self, output: Any) -> Any:
         """Return the model's output for the samples that the caller passed. If each rank passes the global batch but
         computes only a part of it, the output is gathered. Collective.
 
@@ -552,7 +552,7 @@ class FixedRanks(CallRunner):
         self.require_open(kind)
         return self.session.agree_on_batch_and_make_microbatches(x, y, kind, training)
 
-    def all_gather_output_of_caller(self, output: Any) -> Any:
+    def gather_output_for_samples_of_caller(self, output: Any) -> Any:
         return output
 
     def run_on_rank0(self, call: str, function: Callable[[], T]) -> T:

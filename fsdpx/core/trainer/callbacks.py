@@ -160,7 +160,7 @@ class CallbackList:
 
     def __init__(self, trainer: Any, history: FitHistory, own: Sequence[Any], given: Any) -> None:
         self.trainer, self.history = trainer, history
-        self._listeners = [*own, *map(_convert_callback, given if isinstance(given, Iterable) else [given])]
+        self._listeners = [*own, *map(_make_callback_object, given if isinstance(given, Iterable) else [given])]
         self._ends = ExitStack()
 
     def __enter__(self) -> CallbackList:
@@ -187,7 +187,7 @@ class CallbackList:
             method(self.trainer, self.history)
 
 
-def _convert_callback(callback: Any) -> Any:
+def _make_callback_object(callback: Any) -> Any:
     """Return the user's callback as an object with methods; a function becomes the method `on_step_end`. Raise
     ConfigError if the callback is neither a function nor an object with one of the methods in EVENTS, or if it has an
     unknown method whose name begins with "on_"."""

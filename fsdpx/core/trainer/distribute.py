@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from fsdpx.core.array.devices import load_device
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.base.arguments import require_valid_arguments, wrap_with_type_hint_check
+from fsdpx.core.base.arguments import require_arguments_match_type_hints, wrap_with_type_hint_check
 from fsdpx.core.base.config import PRESETS, Precision, Sharding
 from fsdpx.core.base.extensions import import_declared_extension, import_extension_if_declared
 from fsdpx.core.base.name_hints import require_known_options
@@ -148,7 +148,7 @@ def distribute(
     options, others = dict(locals()), dict[str, Any](rarely)
     comm = getattr(domain, "comm", None) if comm is None else comm
     defaults.require_valid_intracomm(comm)
-    before = _find_open_communicator(comm)
+    before = _find_communicator_to_compare_arguments(comm)
     with nullcontext() if before is None else raising_errors_on_all_ranks(before, "distribute"):
         choice, plan = _parse_elastic_into_runner_choice(elastic), _find_planner(strategy)
         chosen = _override_runtime_options(runtime, others)
@@ -306,11 +306,11 @@ def _override_runtime_options(runtime: Any, rarely: Mapping[str, Any]) -> dict[s
     runtime_options = {
         name: rarely[name] for name in ("backend", "device", "device_map") if name in rarely
     }  # these options are checked now, because they are needed to open the communicator
-    require_valid_arguments(RuntimeOptions.__init__, (None,), runtime_options, "distribute")
+    require_arguments_match_type_hints(RuntimeOptions.__init__, (None,), runtime_options, "distribute")
     return vars(runtime or RuntimeOptions()) | {k: v for k, v in rarely.items() if k not in PLAN_OPTIONS}
 
 
-def _find_open_communicator(comm: Any) -> Communicator | None:
+def _find_communicator_to_compare_arguments(comm: Any) -> Communicator | None:
     """Return an open communicator that ranks can use to compare their arguments. Return None if there is none, or if
     some of its ranks may have died.
 

@@ -9,7 +9,7 @@ from os import PathLike
 from time import perf_counter
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from fsdpx.core.base.arguments import require_valid_arguments
+from fsdpx.core.base.arguments import require_arguments_match_type_hints
 from fsdpx.core.base.config import to_python_number
 from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.base.extensions import import_declared_extension
@@ -153,7 +153,7 @@ def _agree_on_arguments(call_runner: CallRunner, given: Mapping[str, Any]) -> tu
     """Check the arguments of `fit` (`given`), and return the stopping criteria and the checkpoint settings. Raise the
     same ConfigError on all ranks if arguments are invalid or differ between ranks. Collective."""
     with call_runner.raising_errors_on_all_ranks("fit"):
-        require_valid_arguments(fit, (), {name: given[name] for name in TYPE_CHECKED_ONLY}, "fit")
+        require_arguments_match_type_hints(fit, (), {name: given[name] for name in TYPE_CHECKED_ONLY}, "fit")
         require_loss_and_optimizer("fit", call_runner.session.loss, call_runner.placement.optimizer)
         epochs, steps, every, patience = (to_python_number(given[name]) for name in COUNT_ARGUMENTS)
         limits = FitLimits(epochs, steps, every, patience, given["stop"])

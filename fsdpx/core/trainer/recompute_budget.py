@@ -35,7 +35,10 @@ def choose_recomputed_units(
     choice, stages = placement.options.recompute, placement.stages
     if choice.budget is not None and batch is not None:
         ranks = zip(stages, orders, strict=True)
-        chosen = [_choose_units_within_budget(choice.budget, placement, stage, order, batch) for stage, order in ranks]
+        chosen = [
+            _choose_units_to_recompute_within_budget(choice.budget, placement, stage, order, batch)
+            for stage, order in ranks
+        ]
         return frozenset().union(*chosen)
     step = choice.every
     return frozenset(u for s in stages for u in _list_backward_units(s)[step - 1 :: step]) if step else frozenset()
@@ -62,7 +65,7 @@ class UnitBytes:
     kept_until_weight_gradient: int
 
 
-def _choose_units_within_budget(
+def _choose_units_to_recompute_within_budget(
     budget: int, placement: Placement, stage: Stage, order: Sequence[Action], batch: Microbatch
 ) -> frozenset[int]:
     """Choose which units (groups of layers) of one pipeline rank to recompute, so that the activations of that rank

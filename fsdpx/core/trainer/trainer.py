@@ -362,7 +362,7 @@ class Trainer:
                 require_valid_weights_choice(weights)
         feed = self._call_runner.agree_on_batch_and_make_microbatches(x, None, "predict", training=False)
         with self._call_runner.using_weights(weights), session.hiding_accumulated_gradients():
-            return self._call_runner.all_gather_output_of_caller(unwrap_single(session.predict(x, feed)))
+            return self._call_runner.gather_output_for_samples_of_caller(unwrap_single(session.predict(x, feed)))
 
     @overload
     def generate(

@@ -201,7 +201,7 @@ class ElasticRunner(CallRunner):
             mine, target[0] if target else None, kind, training, also
         )
 
-    def all_gather_output_of_caller(self, output: Any) -> Any:
+    def gather_output_for_samples_of_caller(self, output: Any) -> Any:
         host = tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
         parts = self.placement.axes.data.all_gather_value(host)
         if isinstance(host, tuple):

@@ -52,7 +52,7 @@ class GroupNorm(Layer, HoldsLocalArray):
     part."""
     kernel_names = (
         "channels_last", "group_norm", "group_norm_affine", "group_norm_backward", "group_norm_backward_input",
-        "group_norm_gradient_sums", "channel_means_and_square_deviations",
+        "group_norm_gradient_sums_by_channel", "channel_means_and_square_deviations",
     )  # fmt: skip
 
     def __init__(
@@ -116,7 +116,7 @@ class GroupNorm(Layer, HoldsLocalArray):
         if count is None:
             dx, sums = kernels.group_norm_backward_input(np, dy, x, mean, rstd, p.get("weight"), self.num_groups)
             return dx, (sums,)
-        sums = kernels.group_norm_gradient_sums(env.xp, dy, x, mean, rstd)
+        sums = kernels.group_norm_gradient_sums_by_channel(env.xp, dy, x, mean, rstd)
         weighted = sums * p["weight"].astype(np.float64) if self.affine else sums
         totals = weighted.reshape(2, x.shape[0], self.num_groups, self.num_channels // self.num_groups).sum(axis=3)
         all_reduce_over_parts(env, totals, "GroupNorm backward")

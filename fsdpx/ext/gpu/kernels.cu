@@ -672,7 +672,7 @@ KERNEL(narrow)(const wide* x, real* out, number n) {
     EACH(i, n) put(out, i, x[i]);
 }
 
-// The sum of `size` elements, or of their squares, in the order of the host (`sum_rows_in_fixed_order`), with a thread per lane.
+// The sum of `size` elements, or of their squares, in the order of the host (`sum_each_row_in_fixed_order`), with a thread per lane.
 template <bool SQUARES, typename In> __device__ inline double sum_in_lanes(const In* x, number size) {
     __shared__ double lanes[1024];
     double total = 0;

@@ -871,7 +871,7 @@ def group_norm_affine(launch: KernelLauncher, x: Any, mean: Any, scale: Any, shi
 
 
 @register_gpu_kernel("real real double double")
-def group_norm_gradient_sums(launch: KernelLauncher, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
+def group_norm_gradient_sums_by_channel(launch: KernelLauncher, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
     sums = _compute_channel_sums(launch, 2, x.reshape(1, -1, *x.shape[2:]), dy, mean, rstd)
     return sums.reshape(2, *x.shape[:2])
 

@@ -159,7 +159,7 @@ class ValueRecorder(Observer):
             kind = "total"
         whole = kind in FULL_KINDS and place.sync_policy.is_synchronous
         words = describe_action_target(place, action, self._program.kind)
-        for tensor, shape, runs, array, known in self._values.iterate_parts(slot, value, action):
+        for tensor, shape, runs, array, known in self._values.iterate_elements_with_full_positions(slot, value, action):
             values = np.array(to_host(array)).reshape(-1)
             # float32 can represent every 16-bit float, so the recorded values are exact
             values = values.astype(np.float32) if values.dtype.itemsize < 4 else values
@@ -195,7 +195,7 @@ class _SlotTensors:
         outputs = {v: node.path for unit in layout.units for node in unit.nodes for v in node.outputs}
         self.names = {**{v: f"input {name}" for v, name in enumerate(layout.inputs)}, **outputs}
 
-    def iterate_parts(self, slot: Slot, value: Any, action: Action) -> Iterator[Part]:
+    def iterate_elements_with_full_positions(self, slot: Slot, value: Any, action: Action) -> Iterator[Part]:
         """Yield the elements of each tensor in the value of a slot (a named place for one value), with their positions
         in the full tensor."""
         place = self.engine.placement

@@ -111,7 +111,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "channel_means_and_square_deviations": [(x,) for x, *_ in FIELDS],
     "group_norm_affine": [(x, a, b, c) for x, _, a, b, c, _ in FIELDS],
-    "group_norm_gradient_sums": [(dy, x, a, b) for x, dy, a, b, *_ in FIELDS],
+    "group_norm_gradient_sums_by_channel": [(dy, x, a, b) for x, dy, a, b, *_ in FIELDS],
     "group_norm_backward": [(dy, x, a, b, c, d) for x, dy, a, b, c, d in FIELDS],
     "max_pool": [(x, s, sizes) for x, s, sizes, _ in POOLS],
     "max_pool_backward": [(dy, kernels.max_pool(np, x, s, sizes)[1], s, x.shape) for x, s, sizes, dy in POOLS],
@@ -130,7 +130,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
 }  # fmt: skip
 
 DOUBLE = {
-    "group_norm_backward_input": (2, 3), "group_norm_affine": (1, 2, 3), "group_norm_gradient_sums": (2, 3),
+    "group_norm_backward_input": (2, 3), "group_norm_affine": (1, 2, 3), "group_norm_gradient_sums_by_channel": (2, 3),
     "group_norm_backward": (2, 3, 4, 5),
 }  # fmt: skip
 """Arguments that are of the format of sums, as in `calls.py`."""

@@ -116,7 +116,9 @@ def group_norms(x, dy, dtype) -> Cases:
                  np.stack([np.abs(field).sum(axis=cells), (size**2).sum(axis=cells)]))
         ],
         "group_norm_affine": [Case(kernels.group_norm_affine, (field, m, s, m), normal + centre, size_n + abs(centre))],
-        "group_norm_gradient_sums": [Case(kernels.group_norm_gradient_sums, (slope, field, m, s), *with_dy)],
+        "group_norm_gradient_sums_by_channel": [
+            Case(kernels.group_norm_gradient_sums_by_channel, (slope, field, m, s), *with_dy)
+        ],
         "group_norm_backward": [
             Case(kernels.group_norm_backward, (slope, field, m, s, m, s), slope * scale - centre - normal,
                  np.abs(slope) * scale + np.abs(centre) + size_n)

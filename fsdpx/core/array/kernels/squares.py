@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx.core.array.kernels.dispatch import kernel
 from fsdpx.core.array.shapes.flop_counter import iterate_first_and_count_all
 
-__all__ = ["BLOCK", "LANES", "square_sum", "sum_rows_in_fixed_order", "sum_squares_of_blocks"]
+__all__ = ["BLOCK", "LANES", "square_sum", "sum_each_row_in_fixed_order", "sum_squares_of_blocks"]
 
 BLOCK = 1 << 14  # number of elements per block in `square_sum`
 LANES = 64  # number of partial sums of a block; element i is added to partial sum i % LANES
@@ -24,7 +24,7 @@ def square_sum(xp: Any, flat: Any) -> float:
         sum_squares_of_blocks(xp, flat[start : start + PIECE_ELEMENTS], BLOCK)
         for start in _iterate_block_starts(xp, flat.shape[0], PIECE_ELEMENTS)
     ]
-    return float(sum_rows_in_fixed_order(xp, xp.concatenate(sums)[None])[0]) if sums else 0.0
+    return float(sum_each_row_in_fixed_order(xp, xp.concatenate(sums)[None])[0]) if sums else 0.0
 
 
 @kernel(narrow=0)
@@ -33,12 +33,12 @@ def sum_squares_of_blocks(xp: Any, flat: Any, grain: int) -> Any:
     may be shorter.
 
     The results are bitwise identical in all implementations and on all processors, because elements are added in fixed
-    lanes (see `sum_rows_in_fixed_order`), regardless of the processor's vector width.
+    lanes (see `sum_each_row_in_fixed_order`), regardless of the processor's vector width.
     """
     squares = xp.square(flat.astype(np.float64))
     rows = xp.zeros((-(-squares.size // grain), grain))
     rows.reshape(-1)[: squares.size] = squares
-    return sum_rows_in_fixed_order(xp, rows)
+    return sum_each_row_in_fixed_order(xp, rows)
 
 
 def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
@@ -49,7 +49,7 @@ def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
     return range(0, size, step)
 
 
-def sum_rows_in_fixed_order(xp: Any, rows: Any) -> Any:
+def sum_each_row_in_fixed_order(xp: Any, rows: Any) -> Any:
     """Sum each row in a fixed order that suits vector processors.
 
     Lane k adds the elements k, k + LANES, k + 2 * LANES, ... one after another. Then the upper half of the lanes is

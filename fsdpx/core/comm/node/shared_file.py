@@ -15,7 +15,7 @@ from fsdpx.core.base.dataclass import dataclass
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
 
-__all__ = ["map_shared_file"]
+__all__ = ["create_and_map_shared_file"]
 
 try:
     import fcntl
@@ -25,7 +25,9 @@ except ImportError:  # Microsoft Windows has no fcntl; MPI provides shared memor
 T = TypeVar("T")
 
 
-def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: bool) -> tuple[int, mmap.mmap]:
+def create_and_map_shared_file(
+    comm: Communicator, nbytes: int, folder: str, preallocate: bool
+) -> tuple[int, mmap.mmap]:
     """Create a file in `folder` on rank 0, and map and lock it on all ranks of `comm`. All these ranks must run on one
     host. Collective.
 

@@ -26,7 +26,7 @@ import numpy as np
 from fsdpx.core.array.arena import get_data_pointer
 from fsdpx.core.comm.calls import Array
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.node.shared_file import map_shared_file
+from fsdpx.core.comm.node.shared_file import create_and_map_shared_file
 from fsdpx.core.comm.windows import SharedWindow
 
 __all__ = [
@@ -64,7 +64,7 @@ class SharedMapping:
     def __init__(self, comm: Communicator, nbytes: int, preallocate: bool = True) -> None:
         sizes = comm.all_gather_value(max(nbytes, 1))
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
-        self.file, memory = map_shared_file(comm, starts[-1], _find_shared_memory_folder(), preallocate)
+        self.file, memory = create_and_map_shared_file(comm, starts[-1], _find_shared_memory_folder(), preallocate)
         self._end = weakref.finalize(self, os.close, self.file)
         self._end.atexit = False  # no finalizer is needed at exit, because the operating system then closes the file
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]

@@ -11,10 +11,10 @@ from fsdpx.ext.fields.kernels.group_norm import group_norm as group_norm
 from fsdpx.ext.fields.kernels.group_norm import group_norm_affine as group_norm_affine
 from fsdpx.ext.fields.kernels.group_norm import group_norm_backward as group_norm_backward
 from fsdpx.ext.fields.kernels.group_norm import group_norm_backward_input as group_norm_backward_input
-from fsdpx.ext.fields.kernels.group_norm import group_norm_gradient_sums as group_norm_gradient_sums
 from fsdpx.ext.fields.kernels.group_norm import (
     channel_means_and_square_deviations as channel_means_and_square_deviations,
-)
+    group_norm_gradient_sums_by_channel as group_norm_gradient_sums_by_channel,
+)  # fmt: skip
 from fsdpx.ext.fields.kernels.neighborhood import neighborhood_attention as neighborhood_attention
 from fsdpx.ext.fields.kernels.neighborhood import neighborhood_attention_backward as neighborhood_attention_backward
 from fsdpx.ext.fields.kernels.pool import avg_pool as avg_pool

@@ -15,7 +15,7 @@ from fsdpx.core.array.kernels.dispatch import kernel
 
 __all__ = [
     "channel_means_and_square_deviations", "group_norm", "group_norm_affine", "group_norm_backward",
-    "group_norm_backward_input", "group_norm_gradient_sums", "has_rows_of_channels",
+    "group_norm_backward_input", "group_norm_gradient_sums_by_channel", "has_rows_of_channels",
     "merge_channel_moments_into_groups",
 ]  # fmt: skip
 
@@ -49,9 +49,10 @@ def group_norm(xp: Any, x: Any, weight: Any, bias: Any, groups: int, eps: float)
 def group_norm_backward_input(
     xp: Any, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, groups: int
 ) -> tuple[Any, Any]:
-    """Return the gradient of `group_norm` with respect to x, and the same sums as `group_norm_gradient_sums`."""
+    """Return the gradient of `group_norm` with respect to x, and the same sums as
+    `group_norm_gradient_sums_by_channel`."""
     size, cells = x.shape[1] // groups, math.prod(x.shape[2:])
-    sums = group_norm_gradient_sums.__wrapped__(xp, dy, x, mean, rstd)  # type: ignore[attr-defined]
+    sums = group_norm_gradient_sums_by_channel.__wrapped__(xp, dy, x, mean, rstd)  # type: ignore[attr-defined]
     totals = (sums if weight is None else sums * weight).reshape(2, x.shape[0], groups, size).sum(axis=3)
     along, across = xp.repeat(totals / max(size * cells, 1), size, axis=2)
     values = mean, rstd if weight is None else rstd * weight, along * rstd, across * rstd * rstd
@@ -85,7 +86,7 @@ def group_norm_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any
 
 
 @kernel(narrow=0)
-def group_norm_gradient_sums(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
+def group_norm_gradient_sums_by_channel(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
     """Return two sums over cells for each channel of each sample: of dy, and of dy * (x - mean) * rstd. The result is a
     float64 array (2, samples, channels), and mean and rstd are (samples, channels)."""
     normal = (x - _broadcast_over_cells(mean, x)) * _broadcast_over_cells(rstd, x)

@@ -42,7 +42,7 @@ class CellMatrix(NamedTuple):
         """Number of output cells, which is the number of rows of the matrix."""
         return len(self.starts) - 1
 
-    def list_entries_by_position_in_output(self) -> list[tuple[np.ndarray, np.ndarray]]:
+    def list_nth_entries_of_all_outputs(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return one pair of arrays (sources, weights) for the first entry of each output, one for the second entry of
         each output, and so on. If an output has fewer entries, its last entry is repeated with weight 0."""
         counts = np.diff(self.starts)
@@ -64,6 +64,6 @@ def multiply_along_dim(xp: Any, x: Any, dim: int, matrix: CellMatrix) -> Any:
     of input cells."""
     shape = -1, *(1,) * (x.ndim - dim - 1)
     y = xp.zeros((*x.shape[:dim], matrix.output_count, *x.shape[dim + 1 :]), dtype=x.dtype)
-    for sources, weights in matrix.list_entries_by_position_in_output():
+    for sources, weights in matrix.list_nth_entries_of_all_outputs():
         y = y + xp.take(x, xp.asarray(sources), axis=dim) * xp.asarray(weights.astype(x.dtype)).reshape(shape)
     return y

@@ -10,14 +10,14 @@ import numpy as np
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.choice import register_compiled_kernel
 from fsdpx.core.array.kernels.compiled.elements import to_float
-from fsdpx.core.array.kernels.squares import BLOCK, LANES, sum_rows_in_fixed_order
+from fsdpx.core.array.kernels.squares import BLOCK, LANES, sum_each_row_in_fixed_order
 from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 
 
 @jit
 def _sum_block_squares_into(x, sums, grain):
     """Write the sum of squares of each block of `grain` elements of x to `sums`. Elements are added in the order that
-    `sum_rows_in_fixed_order` describes, regardless of the processor's vector width."""
+    `sum_each_row_in_fixed_order` describes, regardless of the processor's vector width."""
     lanes = np.empty(LANES)
     for n in range(sums.size):
         block = x[n * grain : min((n + 1) * grain, x.size)]
@@ -43,7 +43,7 @@ def _sum_block_squares_into(x, sums, grain):
 @register_compiled_kernel(lambda x, w, s: (w,))
 def square_sum(xp: Any, flat: np.ndarray) -> float:
     sums = sum_squares_of_blocks(xp, flat, BLOCK)
-    return float(sum_rows_in_fixed_order(np, sums[None])[0]) if sums.size else 0.0
+    return float(sum_each_row_in_fixed_order(np, sums[None])[0]) if sums.size else 0.0
 
 
 @register_compiled_kernel(lambda x, w, s: (w, 2))

@@ -472,7 +472,7 @@ def correlate(
     elif strides.groups == 1:
         direct.convolve_direct(image, weight, bias, strides, y, out is not None)
     else:
-        for count, a, b in _iterate_group_slices(strides, image, y):
+        for count, a, b in _iterate_slices_of_group_batches(strides, image, y):
             begin, dense = None if bias is None else bias[b], _as_block_diagonal(weight[b], count)
             direct.convolve_direct(image[..., a], dense, begin, strides, y[..., b], out is not None)
     return view_channels_first(y) if out is None else out
@@ -507,7 +507,7 @@ def correlate_backward_input(
     elif strides.groups == 1:
         direct.direct_backward_input(weight, slope, strides, dx, bias)
     else:
-        for count, a, b in _iterate_group_slices(strides, dx, slope):
+        for count, a, b in _iterate_slices_of_group_batches(strides, dx, slope):
             begin, dense = None if bias is None else bias[a], _as_block_diagonal(weight[b], count)
             direct.direct_backward_input(dense, slope[..., b], strides, dx[..., a], begin)
     return view_channels_first(dx)
@@ -553,7 +553,7 @@ def correlate_backward_params(
     elif algorithm == "depthwise":
         depthwise.add_depthwise_weight_gradient(image, slope, strides, dw)
     else:
-        for count, a, b in _iterate_group_slices(strides, image, slope):
+        for count, a, b in _iterate_slices_of_group_batches(strides, image, slope):
             dense = dw[b] if count == 1 else np.zeros((b.stop - b.start, a.stop - a.start, *shape[2:]), dw.dtype)
             direct.direct_add_weight_gradient(image[..., a], slope[..., b], strides, dense)
             if count > 1:
@@ -562,7 +562,9 @@ def correlate_backward_params(
         write_or_add_gradient(weight, dw)
 
 
-def _iterate_group_slices(strides: WindowStrides, x: np.ndarray, y: np.ndarray) -> Iterator[tuple[int, slice, slice]]:
+def _iterate_slices_of_group_batches(
+    strides: WindowStrides, x: np.ndarray, y: np.ndarray
+) -> Iterator[tuple[int, slice, slice]]:
     """Yield (number of groups, slice of the input channels of these groups, slice of their outputs) for each set of
     groups that are computed together."""
     inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups

@@ -204,13 +204,13 @@ def _transform_tiles(first, last, x, y, real, inverse, radices, factors, turns):
                 line = x[(begin + t) // inner, :, (begin + t) % inner]
                 _read_real_line(tiles[0, :, inverse, t], tiles[0, :, 1 - inverse, t], line)
             if inverse:
-                _untangle_lines(tiles[0], inverse, turns)
+                _untangle_modes_of_packed_real_lines(tiles[0], inverse, turns)
         else:
             _copy_complex_lines(x, tiles[0], begin, valid, inverse, True, scale)
         found = _transform_tile(tiles, radices, factors)
         if real:
             if not inverse:
-                _untangle_lines(found, inverse, turns)
+                _untangle_modes_of_packed_real_lines(found, inverse, turns)
             for t in range(valid):
                 line = y[(begin + t) // inner, :, (begin + t) % inner]
                 _write_real_line(found[:, inverse, t], found[:, 1 - inverse, t], line, scale)
@@ -240,7 +240,7 @@ def _copy_complex_lines(x, tile, begin, valid, inverse, reads, scale):
 
 
 @register_jitable
-def _untangle_lines(tile, inverse, turns):
+def _untangle_modes_of_packed_real_lines(tile, inverse, turns):
     """Turn the transforms of complex lines, made of every other number of real lines, into modes of the real lines, in
     place, or if `inverse`, turn them back. Modes 0 and n / 2 are real, and make up the first point."""
     like, factor = tile.dtype.type(0), tile.dtype.type(0.5 if inverse else 1.0)

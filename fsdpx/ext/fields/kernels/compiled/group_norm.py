@@ -34,7 +34,7 @@ from fsdpx.ext.fields.kernels.group_norm import MIN_ROW_ELEMENTS, has_rows_of_ch
 
 __all__ = [
     "channel_means_and_square_deviations", "group_norm", "group_norm_affine", "group_norm_backward",
-    "group_norm_backward_input", "group_norm_gradient_sums",
+    "group_norm_backward_input", "group_norm_gradient_sums_by_channel",
 ]  # fmt: skip
 
 ROW_ELEMENTS = 64
@@ -150,8 +150,9 @@ def _normalize_samples_loop(x, y, mean, rstd, groups, eps, weight, bias):
 
 @jit
 def _compute_gradient_sums_from_columns(of_columns, rows, groups, weight, mean, rstd, sums, values):
-    """Compute the sums that `group_norm_gradient_sums` returns, (2, channels), for one sample. Also compute the values
-    that `_backward_loop` takes. `of_columns` are the sums (2, columns) of the sample's columns over its `rows` rows."""
+    """Compute the sums that `group_norm_gradient_sums_by_channel` returns, (2, channels), for one sample. Also compute
+    the values that `_backward_loop` takes. `of_columns` are the sums (2, columns) of the sample's columns over its
+    `rows` rows."""
     channels, columns = mean.size, of_columns.shape[1]
     size = channels // groups
     sums[:] = 0
@@ -308,7 +309,7 @@ def group_norm_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any)
 
 
 @register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3), x.reshape(2, 1, 3), *(np.zeros((2, 1), s.dtype),) * 2))
-def group_norm_gradient_sums(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any) -> np.ndarray:
+def group_norm_gradient_sums_by_channel(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any) -> np.ndarray:
     field, slope = to_channels_last(x), to_channels_last(dy)
     per_row, shape = _find_loop_row_size_and_shape(field.shape)
     rows, values = field.reshape(shape), [_repeat_for_row(a, x, per_row) for a in (mean, rstd)]
