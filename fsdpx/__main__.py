@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _expand_path(text: str) -> Path:
-    """Expand ~ in a path, as `fsdpx.core.base.safe_files.expanduser` does. To keep job startup fast, that module is not
-    imported here."""
+    """Expand ~ in a path, as `fsdpx.core.base.safe_files.expanduser` does. That function is not used here, because
+    importing its module would slow down the start of a job."""
     return Path(os.path.expanduser(text))
 
 
@@ -124,7 +124,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _format_commands() -> str:
-    """Return the list of commands for --help, grouped, each with its description and an example."""
+    """Return the part of the --help text that lists the commands in groups. Each command has a description and an
+    example."""
     lines = []
     for group, commands in GROUPS.items():
         lines.append(f"{group}:")
@@ -159,7 +160,8 @@ def _import_command(function: str) -> Callable[..., Any]:
 
 
 def _is_connected_rank() -> bool:
-    """Return whether this process is a rank that has connected to the other ranks, which may be waiting for it."""
+    """Return whether this process is a rank and has connected to the other ranks. If it has, the other ranks may be
+    waiting for it."""
     from fsdpx.core.base import environment
     from fsdpx.core.comm import default_communicator
 

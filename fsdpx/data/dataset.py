@@ -32,8 +32,8 @@ __all__ = [
 MAX_OPEN_FILES = 64
 """Maximum number of memory maps that a process keeps open. Each memory map uses a file descriptor."""
 _PARSER = Lock()
-"""Allows only one thread at a time to parse, because some versions of Python count the parser's depth over all threads
-and raise SystemError (CPython gh-106905)."""
+"""Lock that allows only one thread at a time to parse. Some versions of Python count the nesting depth of their parser
+over all threads, and may raise SystemError if several threads parse at once (CPython gh-106905)."""
 
 
 class OpenFiles:
@@ -288,7 +288,7 @@ def _to_array_if_convertible(value: Any) -> np.ndarray | None:
 
 
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages", "node_modules")
-MAX_STRETCHES = 16  # the text is divided into at most this many stretches
+MAX_STRETCHES = 16  # the text is divided into at most this many contiguous parts (stretches)
 STRETCH_BYTES = 1 << 16  # minimum size of a stretch in bytes, if there is more than one stretch
 
 Split = Literal["train", "validation", "all"]
@@ -311,7 +311,8 @@ class TextDataset(WindowDataset):
     path : a file, a folder, or several of them; the files of a folder are sorted by path, and empty and duplicate
         files are left out
     seq_len : number of bytes in a sample; the split must have at least seq_len + 1 bytes
-    suffixes : suffixes of the files to read from folders; caches, installed packages and hidden names are left out
+    suffixes : suffixes of the files to read from folders; hidden files, and files in caches, installed packages and
+        hidden folders, are left out
     split : "train", "validation" or "all"; "train" and "validation" are disjoint, and depend only on the text and
         `fraction`
     fraction : fraction of the text that is used for validation. The text is divided into up to 16 stretches of at

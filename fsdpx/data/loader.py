@@ -366,7 +366,8 @@ def _fill_queue(source: Iterator[Any], channel: _Channel) -> None:
 
 
 def _signal_thread_stop(channel: _Channel) -> None:
-    channel.stopped = True  # no lock is taken, because garbage collection may call this function in any thread
+    # take no lock: garbage collection may call this function in any thread, even in one that already holds the lock
+    channel.stopped = True
 
 
 class Prefetch:
@@ -623,8 +624,8 @@ class _EpochIterator:
 def _iterate_batches_with_positions(
     loader: DataLoader, epoch: int, position: int
 ) -> Iterator[tuple[Any, int, np.ndarray]]:
-    """Yield (batch, position after the batch, indices of its samples) from `position` to the end of an epoch. Positions
-    count the samples of all ranks."""
+    """Yield the batches from `position` to the end of an epoch, as (batch, position after the batch, indices of the
+    batch's samples). Positions count the samples of all ranks."""
     sampler = loader.sampler
     for share in sampler.iterate_shards(epoch, position):
         try:

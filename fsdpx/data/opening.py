@@ -84,7 +84,8 @@ def open_fields(path: Path) -> Any:
 
 def _map_npz(path: Path) -> dict[str, np.ndarray | UnreadableMember]:
     """Memory-map a file written by `np.savez`, in which each array is stored as a `.npy` file, and return views of the
-    arrays. An array that cannot be mapped, for example because it is compressed, is an `UnreadableMember`."""
+    arrays. An array that cannot be mapped, for example because it is compressed, is returned as an
+    `UnreadableMember`."""
     found: dict[str, np.ndarray | UnreadableMember] = {}
     with open_file(path, ours=False) as file:
         size = os.fstat(file.fileno()).st_size
@@ -262,8 +263,8 @@ def require_readable_array(path: Path, name: str, array: Any) -> None:
 
 
 def _describe_missing_filter(path: Path, array: Any) -> str:
-    """If the compression filter of an HDF5 dataset is not installed, return a phrase for error messages that names the
-    filter. Return "" if the dataset can be read."""
+    """If the compression filter of an HDF5 dataset is not installed, return a phrase that names the filter, for use in
+    an error message. Return "" if the dataset can be read."""
     is_here, plist = _import_library("h5py", path).h5z.filter_avail, array.id.get_create_plist()
     found = {code: name for code, _, _, name in map(plist.get_filter, range(plist.get_nfilters()))}
     if all(map(is_here, found)):
@@ -274,7 +275,8 @@ def _describe_missing_filter(path: Path, array: Any) -> str:
     if code is None or 0 in array.shape:
         return ""
     with suppress(OSError):
-        # a program that lacks the filter may store chunks uncompressed; the array can then be read without the filter
+        # try to read one element: if the program that wrote the file lacked the filter, chunks may be uncompressed and
+        # readable
         array[(0,) * len(array.shape)]
         return ""
     named = f"{_FILTERS.get(code) or found[code].decode(errors='replace') or 'a filter'} (HDF5 filter {code})"

@@ -68,8 +68,8 @@ def find_encoding_of_stored_numbers(path: Path, array: Any) -> NumberEncoding | 
 
     A stored number marks missing data if it equals `_FillValue` or one of `missing_value`, or if it is outside of
     `valid_range`, or outside of the range from `valid_min` to `valid_max`. In NetCDF files without `_FillValue`, the
-    library's default fill value also marks missing data. In Zarr format 2 written by xarray, the array's `fill_value`
-    marks missing data."""
+    library's default fill value also marks missing data. In a Zarr array of format 2 that xarray has written,
+    `fill_value` also marks missing data."""
     attributes, stored = getattr(array, "attrs", {}), np.dtype(array.dtype)
     kind = _apply_unsigned_attribute_to_dtype(stored, _decode_text(attributes.get("_Unsigned")))
     named = [value for name in ("_FillValue", "missing_value") for value in _parse_attribute_numbers(attributes, name)]
@@ -156,7 +156,8 @@ def _cast_number_to_interpreted_dtype(value: int | float | None, stored: np.dtyp
         with np.errstate(over="ignore"):
             found = stored.type(value)
         return None if np.isinf(found) and not math.isinf(value) else found
-    for given_as in (stored, kind):  # an attribute may give an unsigned number as the signed number with the same bits
+    # an attribute may give an unsigned number as the signed number with the same bits, so try both dtypes
+    for given_as in (stored, kind):
         if np.iinfo(given_as).min <= value <= np.iinfo(given_as).max:
             return np.array(int(value), given_as).view(kind)[()]
     return None

@@ -36,8 +36,9 @@ class SupervisedDataset:
     Each line is `{"prompt": ..., "completion": ...}`, or `{"messages": [{"role": ..., "content": ...}, ...]}`. The
     model is trained on answers, which are completions and messages with the role "assistant".
 
-    A sample is (tokens, targets), both `(seq_len,)`. Targets are the tokens shifted by one position. Tokens outside of
-    answers are replaced by -100, which the loss ignores, so that the loss is the mean over the tokens of answers.
+    A sample is (tokens, targets), both `(seq_len,)`. Targets are the tokens shifted by one position. In the targets,
+    each token outside of answers is replaced by -100, which the loss ignores. The loss is therefore the mean over the
+    tokens of answers.
 
     Conversations are truncated to seq_len + 1 tokens. A conversation is skipped if no answer token remains; `left_out`
     counts the skipped conversations. The file is read once, when the dataset is constructed.
@@ -48,8 +49,8 @@ class SupervisedDataset:
     encode : function from text to tokens, such as `lambda text: tokenizer.encode(text, add_special_tokens=False).ids`
         for a tokenizer of the tokenizers library
     seq_len : number of tokens in a sample
-    end : token that is appended to every answer, so that the loss applies to it; this token also pads samples shorter
-        than seq_len
+    end : token that is appended to every answer, and counts in the loss like the answer itself; this token also pads
+        samples shorter than seq_len
     packed : whether to put several conversations into one sample, in the order of the file. A sample is then ((tokens,
         segments), targets), where segments contains, for each token, the index (from 0) of its conversation within the
         sample. Use this with models that have `segments=True` (docs: models)

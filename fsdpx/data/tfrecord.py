@@ -20,7 +20,7 @@ __all__ = ["compute_crc32c", "index_records", "mask_checksum", "parse_byte_featu
 POLYNOMIAL = 0x82F63B78
 """The polynomial of CRC-32C (Castagnoli et al. 1993), with its bits reversed."""
 LANES = 4096
-"""Number of parts of the data whose checksums are computed at the same time."""
+"""Number of parts into which long data are divided. The checksums of all parts are computed at the same time."""
 MAX_VARINT_BYTES = 10
 
 Record = tuple[int, int]
@@ -85,8 +85,9 @@ def _select_bytes(data: memoryview, number: int) -> list[memoryview]:
 
 
 def _iterate_fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """Yield (field number, value) for each field of a protocol buffer. A value is a memoryview for bytes, an int for a
-    varint, or None for a 4-byte or 8-byte number, which is skipped."""
+    """Yield (field number, value) for each field of a protocol buffer. The value is a memoryview if the field contains
+    bytes, an int if it contains a varint, and None if it contains a 4-byte or 8-byte number, because such numbers are
+    not decoded."""
     at, value = 0, None  # type: int, Any
     while at < len(data):
         key, at = _read_varint(data, at)

@@ -92,7 +92,7 @@ class TrajectoryDataset:
         return f"TrajectoryDataset({self.path.name}, {len(self)} trajectories of {self.steps} steps)"
 
     def _decode_field(self, name: str, field: TrajectoryField, features: Mapping[str, memoryview]) -> Any:
-        """Return the values of a field in the shape that `__getitem__` promises."""
+        """Return the values of a field in the shape that the docstring of `TrajectoryDataset` describes."""
         values = _view_feature_bytes_as_array(name, features, field.dtype).reshape(field.shape)
         if field.kind == "dynamic_varlen":
             lengths = _view_feature_bytes_as_array(f"length_{name}", features, np.dtype("<i4")).astype(np.int64)

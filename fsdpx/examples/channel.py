@@ -18,7 +18,7 @@ rows, columns = (
 
 
 def make_initial_drops(seed):
-    """Return this rank's part of the initial state, still water with two drops.
+    """Return this rank's part of the initial state: water at rest, with two drops.
 
     Its shape is (rows, columns, 3). The last dim contains the height, the velocity along
     x and the velocity along y."""

@@ -78,8 +78,8 @@ def train_tokenizer(comm: Any) -> Any:
 
 
 def write_conversations(path: Path, count: int = 400) -> None:
-    """Write a JSON Lines file of questions and answers. The format of the answers does not occur in Python source code,
-    so the model must learn it."""
+    """Write a JSON Lines file of questions and answers. The answers have a format that does not occur in Python source
+    code, so the model must learn this format."""
     random = np.random.default_rng(0)
     names = ["size", "name", "path", "value", "index", "lines", "width", "count"]
     with path.open("w", encoding="utf-8") as file:

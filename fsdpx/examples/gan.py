@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         for points, is_real in ((real, True), (fake, False)):
             critic.backward(compute_logit_gradient(critic.forward(points), is_real, args.batch))
         critic.update()
-        # the generator minimizes the critic's loss with the label "real", so it needs dloss/dpoints
+        # the generator's loss is the critic's loss for fake points labeled as real; `backward` returns dloss/dpoints
         dfake = critic.backward(compute_logit_gradient(critic.forward(fake), True, args.batch))
         critic.zero_grad()  # discard the gradients of the critic's own parameters
         generator.backward(dfake)

@@ -153,7 +153,7 @@ In the lines below: loss: of the step's batch, in nats per byte (a model that kn
 bytes of all ranks per second of training, without validation and saving; lr: learning rate of the step; norm: length of
 the whole gradient before it is clipped to {clip:g}"""
 PASSING = ("chaos", "hash", "no_save", "resume", "run", "trace", "verbose")
-"""Arguments that do not describe the run, so resuming the run does not restore them."""
+"""Arguments that apply only to the current start of the script. `--resume` does not restore their earlier values."""
 
 
 def parse_arguments_and_open_run(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if folder
             else None,
         )
-    # make the report before generating text, which takes more memory
+    # make the report before generating text, because generating text raises the memory peak that the report shows
     report, summary = trainer.report().with_footprint(), trainer.inspect.gather_summary()
     if trainer.call_runner.rank == 0:
         loss = history.validation[-1][1]

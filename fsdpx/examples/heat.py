@@ -32,7 +32,7 @@ def fill_halo(u):
     temperature 1 and the other walls are insulated."""
     for dim in range(2):
         before, after = cart.Shift(dim, 1)
-        v = np.moveaxis(u, dim, 0)  # view of u with this dim first; the second exchange also fills the corners
+        v = np.moveaxis(u, dim, 0)  # view of u with dim `dim` first; the exchange along dim 1 also fills the corners
         low, high = v[1].copy(), v[-2].copy()
         if dim == 1 and before == MPI.PROC_NULL:
             low = 2 - low  # then the mean of the ghost cell and the cell at the wall is 1

@@ -94,14 +94,14 @@ class Solver:
 
 
 def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
-    """Run the solver. Return the largest difference from the reference field, and the
-    fraction of small steps that the solver actually took."""
+    """Run the solver. Return the largest difference from the reference field, and the ratio of the number of small
+    steps that the solver took to the number that it would have taken without the network."""
     solver, learned = Solver(comm), False
     with fsdpx.Bridge(world, solver=solver.grid) as bridge:
         for _ in range(rounds):
             bridge.send(solver.advance_round(learned))
             weights = bridge.receive_weights()
-            assert weights is not None  # there are weights, because the trainer does not end before the solver
+            assert weights is not None  # never None, because the trainer does not close the bridge before the solver
             learned = bool(weights.pop("loss") < GOOD)  # same value on all solver ranks
             solver.net.load_parameters(weights)
     return solver.all_reduce_error(), solver.small / (rounds * LARGE * SMALL)

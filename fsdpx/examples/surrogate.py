@@ -20,7 +20,7 @@ from fsdpx.examples._cli import positive_int, run_main
 from fsdpx.examples.channel import STATES, cart, columns, make_initial_drops, rows, step_explicitly
 
 ROLLOUT_STEPS = 2  # number of consecutive states that the network is trained to predict
-REST, SCALE = np.array([1, 0, 0]), 10  # the state of still water, and a factor that scales waves to about 1
+REST, SCALE = np.array([1, 0, 0]), 10  # the state of water at rest, and a factor that scales waves to about 1
 Array = np.ndarray
 
 
@@ -32,13 +32,12 @@ def make_network() -> nn.Layer:
 
 
 def compute_waves(u: Array) -> Array:
-    """Return the deviation of a state from still water, scaled so that its values are about 1."""
+    """Return the deviation of a state from water at rest, scaled so that its values are about 1."""
     return (u - REST) * SCALE
 
 
 def run_solver_and_train(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
-    """Run the solver, and train on randomly drawn earlier states after each new state.
-    Return the last loss."""
+    """Run the solver. After each new state, train on earlier states that are drawn at random. Return the last loss."""
     seen: list[tuple[Array, Array]] = []
     draw = np.random.default_rng(0)  # all ranks use the same seed, so that they draw the same states
     loss = np.inf
@@ -71,7 +70,7 @@ def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array
         begin = time.perf_counter()
         u = step_explicitly(u)
         middle = time.perf_counter()
-        if k % ROLLOUT_STEPS == 0:  # the network continues from its own last state
+        if k % ROLLOUT_STEPS == 0:  # predict the next ROLLOUT_STEPS states from the network's own last state
             ahead = np.split(np.asarray(trainer.predict(v)), ROLLOUT_STEPS, axis=-1)
         v = ahead[k % ROLLOUT_STEPS]
         end, w = time.perf_counter(), compute_waves(u)

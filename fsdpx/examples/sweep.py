@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mpi4py import MPI
 
     mine = everyone.rank * args.groups // everyone.size
-    # everyone.split would not work, because all its groups would have to allocate shared memory at the same time
+    # do not use everyone.split: its groups must all allocate shared memory at the same time, but these groups create
+    # trainers independently
     group = MPI.COMM_WORLD.Split(mine)
     found = {rate: train_at_rate(group, rate, args) for rate in args.rates[mine :: args.groups]}
     results = everyone.all_gather_value((mine, found))

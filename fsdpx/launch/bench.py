@@ -84,8 +84,8 @@ class TimedVerb(NamedTuple):
     Attributes
     ----------
     call : function that starts the operation and returns its handle
-    bus_share : function of the number of ranks that returns the minimum number of bytes that each rank must send or
-        receive, divided by the size of the full array
+    bus_share : function that takes the number of ranks, and returns the minimum number of bytes that each rank must
+        send or receive, divided by the size of the full array
     raw : the same operation in plain mpi4py, for comparison; None if mpi4py has no such operation
     message_count : number of messages that one call sends in sequence; the time of a call is divided by this number
     """

@@ -183,7 +183,8 @@ class ModelBuilder:
         given instead of a table."""
         given = self.plan[section]
         if not isinstance(given, Mapping | PLAIN) or (section not in REQUIRED and isinstance(given, list | tuple)):
-            return given  # `distribute` and `DataLoader` check objects that are given instead of tables
+            # no check is needed here: `distribute` and `DataLoader` check objects that are given instead of tables
+            return given
         if not isinstance(given, Mapping) or "make" not in given:
             raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
         return self._replace_make_and_use_tables(given, section)

@@ -37,8 +37,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def _require_utf8_text(text: str) -> str:
-    """Return a command-line argument unchanged. Raise an argparse error if it was not valid UTF-8; Python decodes
-    invalid bytes to lone surrogates."""
+    """Return a command-line argument unchanged. Raise an argparse error if the argument was not valid UTF-8. Python
+    decodes invalid bytes to lone surrogates, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

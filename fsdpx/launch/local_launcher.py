@@ -3,8 +3,8 @@
     python -m fsdpx.launch.local_launcher -n 4 python -m fsdpx.launch.rank script.py
 
 The ranks of a single host find each other through a new file. On several hosts, `fsdpx run` is started on each, and the
-ranks find each other at the address in FSDPX_STORE. In this case, --first is the number of the first rank on this host,
-and --of is the total number of ranks."""
+ranks find each other at the address in FSDPX_STORE. In this case, --first is the lowest rank on this host, and --of is
+the total number of ranks."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, rank
 def find_default_rank_count(
     nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None
 ) -> tuple[int, str]:
-    """Return the default number of ranks of a job without -n, and a phrase that says where it comes from, such as "the
+    """Return the number of ranks of a job without -n, and a phrase that says where this number comes from, such as "the
     8 cores that this process may use". The number is derived from other options, a hostfile, the allocation, or the
     cores of this machine."""
     if hostfile is None and nodes is not None and per_node is not None:

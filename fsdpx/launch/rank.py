@@ -143,8 +143,8 @@ def _patch_os_exit_to_record(note: RankStatusWriter) -> None:
 
 
 def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
-    """Patch `signal.signal` to record whether the script handles SIGUSR1. The operating system cannot tell, because it
-    does not distinguish the script's handler from one that an MPI library has installed."""
+    """Patch `signal.signal` to record whether the script handles SIGUSR1. Asking the operating system would not help:
+    it does not distinguish a handler of the script from a handler that an MPI library has installed."""
     set_handler, heard = signal.signal, getattr(signal, "SIGUSR1", None)
 
     def set_and_record(number: int, handler: Any, /) -> Any:

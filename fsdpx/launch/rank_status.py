@@ -166,7 +166,8 @@ def open_pipe_that_reveals_rank_death(folder: Path, rank: int) -> None:
         os.mkfifo(path)
         # The pipe is also opened for reading, so that `open` does not wait for a reader.
         low = os.open(path, os.O_RDWR)
-        # Forked children must close the pipe, but a program that replaces the script (exec) must keep it open.
+        # The copy is inheritable, so that a program that replaces the script (exec) keeps the pipe open. Forked
+        # children close it.
         high = os.dup2(low, min(os.sysconf("SC_OPEN_MAX") - 1, _MAX_DESCRIPTOR))
         os.close(low)
         os.register_at_fork(after_in_child=lambda: _close_descriptor(high))

@@ -404,7 +404,7 @@ class _SignalForwarder:
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         first, self.received = self.received is None, self.received or signal.Signals(number)
-        # SIGHUP often comes twice, from the terminal and from the shell, so a repeated one is not counted
+        # both the terminal and the shell may send SIGHUP, so a second SIGHUP is not counted
         if first or signal.Signals(number).name != "SIGHUP":
             self._times += 1
 

@@ -259,8 +259,9 @@ def _choose_shown_rank_and_sample_count(
 
 
 def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
-    """Return the number of ranks given by --ranks. The default is the size of the mesh or, without a mesh, the size of
-    the grid of ranks. If there is no grid, it is 4. Mesh axes without a given width are assumed to have width 1."""
+    """Return the number of ranks given by --ranks. The default is the size of the mesh. Without a mesh, it is the size
+    of the grid of ranks, and with neither a mesh nor a grid, it is 4. Mesh axes without a given width are assumed to
+    have width 1."""
     if args.ranks is not None:
         return int(args.ranks)
     if mesh is None or mesh.domain:
@@ -391,8 +392,8 @@ def _write_step_picture_and_trace(
 
 
 MAX_RANKS_SHOWN = 4
-"""Without pipeline parallelism, up to this many ranks are drawn in one row each. Otherwise, one row stands for all
-ranks that do the same work."""
+"""If there is no pipeline parallelism and there are at most this many ranks, each rank is drawn in a row of its own.
+Otherwise, there is one row per pipeline stage, which stands for all ranks of the stage."""
 
 
 def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: float | None = None) -> StepLanes:

@@ -84,8 +84,8 @@ class VerifyCase:
 
     @property
     def tolerance(self) -> float:
-        """Largest allowed relative difference. It is 0 with reproducible chunks, which make results bit-identical
-        unless a tensor axis splits sums."""
+        """Largest allowed relative difference. It is 0 if results must be bit-identical: with reproducible chunks, and
+        without a tensor axis, which would split sums."""
         exact = self.chunks is not None and (self.mesh is None or self.mesh.width_of("tensor") == 1)
         return 0.0 if exact else TOLERANCE[self.precision]
 

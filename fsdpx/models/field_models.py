@@ -122,8 +122,9 @@ def to_state_dict(
     """
     tensors = _read_tensors(like)
     ends = np.cumsum([0, *(_view_as_real(a).size for a in tensors.values())]).tolist()
-    # The elements of these tensors are their own indices, counted over all tensors. In a model built from them, each
-    # parameter therefore holds the positions that its values come from.
+    # The elements of all tensors are numbered consecutively, and each element is replaced by its number. If a model is
+    # built from the resulting tensors, each element of a parameter is the number of the tensor element that its value
+    # comes from.
     places = {}
     for (name, array), first, end in zip(tensors.items(), ends, ends[1:], strict=False):
         numbers = np.arange(first, end, dtype=np.float64)

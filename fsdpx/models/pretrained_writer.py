@@ -100,8 +100,8 @@ def _write_pretrained_folder(state: TrainState, folder: Any, dtype: str | None) 
 
 
 def _get_sources_by_parameter(state: TrainState) -> dict[str, TensorSource]:
-    """Return {parameter name: tensors that it was read from} for all parameters that were read from files. The names
-    include aliases of tied parameters."""
+    """Return {parameter name: tensors from which the parameter was read} for all parameters that were read from files.
+    The names include aliases of tied parameters."""
     return {name: init for name, init in state.placement.model.initial.items() if isinstance(init, TensorSource)}
 
 
@@ -141,8 +141,8 @@ def _plan_file_layout_like_source(source: CheckpointSource, names: set[str], dty
 
 
 def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Iterator[LocalShard | TransposedShard]:
-    """Yield the shards that this rank writes, under the tensor names in the files. A tied parameter is yielded once
-    for each copy in the files."""
+    """Yield the shards that this rank writes, each with the name of its tensor in the files. If the files contain
+    several copies of a tied parameter, its shard is yielded once for each copy."""
     layout = state.placement.layout
     tensors: dict[str, dict[str, TensorSource]] = {}
     for name, one in stored.items():
@@ -204,7 +204,8 @@ def _copy_file_if_trusted(file: Path, target: Path) -> None:
     permissions of the original.
 
     A link to a file outside of the folder is not copied, because someone else may have created it to expose a private
-    file of this user. Links into the blobs folder, as in the cache of the Hugging Face hub, are copied."""
+    file of this user. In the cache of the Hugging Face hub, files are links into the folder `blobs`; the files that
+    such links point to are copied."""
     folder = file.parent.resolve()
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
     try:

@@ -4,8 +4,9 @@ template.
 A template is an untrusted program, so it runs with limited resources in a separate Python process, without fsdpx:
 python -I template.py SECONDS BYTES ROUNDS FOLDER, where FOLDER contains the package jinja2. The script reads one JSON
 request per line, and answers each with one line; the first request contains the template's source. The operating system
-kills the process if an answer takes more than SECONDS of CPU time, even within a single call of C code, and limits its
-memory to BYTES."""
+kills the process if an answer takes more than SECONDS of CPU time, even within a single call of C code. It also limits
+the memory of the process to BYTES. While the template renders one text, it may make at most ROUNDS loop iterations and
+calls."""
 
 import json
 import sys
@@ -56,8 +57,8 @@ def _answer_request(do: Callable[[dict[str, Any]], str], request: dict[str, Any]
 
 
 def _limit_memory_and_make_timer(seconds: float, nbytes: int) -> Callable[[bool], None]:
-    """Limit the memory of this process, and return a function that starts (True) or stops (False) a CPU timer. The
-    timer kills the process when it expires. On Windows, nothing is limited."""
+    """Limit the memory of this process, and return a function that starts a CPU timer if its argument is True, and
+    stops the timer if it is False. The timer kills the process when it expires. On Windows, nothing is limited."""
     try:
         from resource import RLIMIT_AS, RLIMIT_CORE, setrlimit
         from signal import ITIMER_PROF, setitimer

@@ -73,8 +73,8 @@ def find_largest_token(folder: Path) -> int:
 
 
 def read_end_tokens(folder: str | PathLike[str]) -> list[int]:
-    """Return the end-of-text tokens (`eos_token_id`) that a model's folder defines, or [] if it defines none. The first
-    one is the token to append to a text."""
+    """Return the end-of-text tokens (`eos_token_id`) that a model's folder defines, or [] if it defines none. To mark
+    the end of a text, append the first of these tokens."""
     for name in ("generation_config.json", "config.json"):
         file = expanduser(folder) / name
         found = read_json_object(file).get("eos_token_id") if file.exists() else None

@@ -163,7 +163,8 @@ class Dropout(Layer):
     """Sets each element to 0 with probability p, and divides the other elements by 1 - p (Srivastava et al. 2014).
 
     The mask depends on the seed, the layer's path, the step and the index of the element in the global batch. It does
-    not depend on how the batch is split over ranks. A ghost cell of a field has the same mask as its owner's cell.
+    not depend on how the batch is split over ranks. A ghost cell of a field gets the same mask as the original cell on
+    the rank that owns the cell.
 
     Parameters
     ----------
@@ -231,8 +232,8 @@ class ShardedDropout(Dropout):
     ----------
     p : probability that an element is set to 0
     dim : the sharded dim
-    total : size of `dim` in the full array; if None, `dim` is the sequence dim, and `LayerContext.sequence_offset`
-        returns its full size
+    total : size of `dim` in the full array; if None, `dim` must be the sequence dim, whose full size is taken from
+        `LayerContext.sequence_offset`
     grain : number of consecutive elements of `dim` that stay on one rank, used only if `total` is given; see
         `ShardSpec`
     """

@@ -30,15 +30,16 @@ class AttentionCore(Protocol):
         ...
 
     def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
-        """Return the gradient of `qkv`, given the gradient `dmerged` of the attention output and the values `kept` that
-        `forward` returned."""
+        """Return the gradient of `qkv`. `dmerged` is the gradient of the attention output, and `kept` contains the
+        values that `forward` returned for the backward pass."""
         ...
 
 
 class AttentionHeads:
     """Attention over the full sequence, for all heads or only for this tensor rank's heads.
 
-    The dropout mask covers all heads. If this rank has only some of the heads, it uses the matching slice of the mask.
+    The dropout mask is defined for all heads. If this rank computes only some of the heads, it uses their slice of the
+    mask.
 
     Parameters
     ----------
@@ -95,7 +96,7 @@ class AttentionHeads:
         *, segments: Array | None = None,
     ) -> Any:  # fmt: skip
         """Return the gradients of q, k and v: as one stacked array if their shapes are equal, otherwise as a tuple of
-        three arrays."""
+        three arrays. `merged` and `rest` are the two results of `attend`, and `dmerged` is the gradient of `merged`."""
         (o,), (do,) = split_heads(merged, 1, self.d_head), split_heads(dmerged, 1, self.d_head)
         if len(rest) == 1:
             form = self.causal, self.scale, self.window, segments

@@ -14,7 +14,7 @@ class KeyValueCache:
     attention layer. Layers access the cache as `LayerContext.cache`.
 
     Row i of an input contains the tokens of text i, beginning at position `lengths[i]`. The caller sets all `lengths`
-    before each forward pass, so a text can also be processed again from an earlier position.
+    before each forward pass. To process a text again from an earlier position, use that position as its length.
 
     Parameters
     ----------

@@ -57,8 +57,9 @@ class PendingCollective:
 
 
 def mark_separate(xp: Any, comm: AxisRanks, x: Array) -> Array:
-    """Return the replicated `x` unchanged. Call this function where the ranks begin to use the same `x` in different
-    computations. The adjoint, `all_reduce_sum`, then sums the gradients of all ranks."""
+    """Return the replicated `x` unchanged. Call this function before the ranks use the same `x` in different
+    computations. Each rank then gets a different gradient of `x`, and the adjoint, `all_reduce_sum`, sums these
+    gradients."""
     return x
 
 
@@ -127,7 +128,7 @@ def take_shard(xp: Any, comm: AxisRanks, x: Array, dim: int) -> Array:
 def all_gather_replicated(
     xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
 ) -> Array:
-    """Return the shards of all ranks concatenated along `dim`, for use in the same computation on every rank.
+    """Return the shards of all ranks concatenated along `dim`. Every rank must use the result in the same computation.
     Collective.
 
     Because all ranks do the same computation with the result, they get equal gradients of it. Therefore, the adjoint is
@@ -198,7 +199,7 @@ def _list_part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRank
 
 def _split_and_flatten_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
     """Split `x` along `dim` into parts of the given shapes, flatten the parts, and return them concatenated in a 1-D
-    buffer. If the parts are contiguous, return a view."""
+    buffer. If all dims before `dim` have size 1, and `x` is contiguous, return a view."""
     if math.prod(x.shape[:dim]) == 1:
         return _flatten_contiguous(xp, x)
     flat = xp.empty((x.size,), dtype=x.dtype)

@@ -54,8 +54,8 @@ class RecomputePlaceholder:
     the backward pass instead of the result. The result is recomputed when the backward pass needs it.
 
     The placeholder stands for the result of step number `step` of the container `owner`. During the forward pass,
-    results are identified by their Python ids. The reference `y` keeps the result alive, so that no later array gets
-    the same id."""
+    results are identified by their Python ids. The placeholder holds the result as `y`, because Python could otherwise
+    free it and give its id to a later array."""
 
     __slots__ = ("owner", "step", "y")
 
@@ -175,7 +175,7 @@ class Container(Layer):
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
         """Run the backward pass of each step, in reverse order. The values that a step needs for its parameter
-        gradients are freed before the backward pass of the next step."""
+        gradients are freed as soon as the backward pass of this step has run."""
         parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
 
         def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:
@@ -186,8 +186,8 @@ class Container(Layer):
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
         """Run the backward pass only as far back as the first step with trained parameters. Earlier steps are skipped.
-        Some steps have trained parameters, but their inputs need no gradient. For these steps, `backward_leaf` of the
-        layer runs instead of `backward`."""
+        If a step has trained parameters, but its inputs need no gradient, the layer's `backward_leaf` runs instead of
+        `backward`."""
         parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
         constant = find_values_without_gradient(
             (((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs
@@ -364,8 +364,7 @@ def require_layer(owner: str, name: str, layer: object) -> Layer:
 
 
 def make_unused_name(layer: Container, name: str) -> str:
-    """Return `name`, with underscores appended until it differs from the names of all steps and values in the
-    container."""
+    """Return a name that no step or value in the container has: `name`, with as many underscores appended as needed."""
     taken = {*layer.inputs, *(word for step in layer.steps for word in (step.name, *step.gives))}
     while name in taken:
         name += "_"
@@ -373,8 +372,9 @@ def make_unused_name(layer: Container, name: str) -> str:
 
 
 def list_input_names(layer: Layer) -> tuple[str, ...]:
-    """Return the names of a model's inputs. If the model is not a container, and
-    `Layer.get_declared_input_names` returns none, they are "x" for one input, or "x0", "x1", ... for several."""
+    """Return the names of a model's inputs. A model that is not a container can declare names
+    (`Layer.get_declared_input_names`). If it declares none, a single input is named "x", and several inputs are named
+    "x0", "x1", ..."""
     if isinstance(layer, Container):
         return layer.inputs
     if names := layer.get_declared_input_names():
@@ -385,7 +385,8 @@ def list_input_names(layer: Layer) -> tuple[str, ...]:
 
 
 def list_output_names(layer: Layer) -> tuple[str, ...]:
-    """Return the names of a model's outputs. If the model is not a container, it declares them."""
+    """Return the names of a model's outputs. For a model that is not a container, return the result of
+    `Layer.get_declared_output_names`."""
     return layer.outputs if isinstance(layer, Container) else layer.get_declared_output_names()
 
 
@@ -408,8 +409,8 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
 
 
 def _list_values_to_free_after_each_step(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
-    """For each step, return the names of the values that can be freed after the step because no later step reads them.
-    The container's outputs are never among these values."""
+    """For each step, return the names of the values that are read for the last time in this step. These values can be
+    freed after the step. The container's outputs are never among these values."""
     seen, last = set(outputs), []
     for step in reversed(steps):
         fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
@@ -469,7 +470,7 @@ class ComposeValue:
     def __mul__(self, other: Any) -> Any:
         return Multiply()(self, other)
 
-    # Python calls these if the left operand is a number; Add and Multiply then reject the number
+    # if the left operand is a number, Python calls these methods; Add and Multiply then raise an error
     __radd__, __rmul__ = __add__, __mul__
     __sub__ = __rsub__ = __neg__ = _make_operator_that_raises("-")
     __truediv__ = __rtruediv__ = _make_operator_that_raises("/")
@@ -483,7 +484,8 @@ class ComposeValue:
     )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Python and libraries look up protocol methods such as `__array__`
+        # Python and libraries look up methods such as `__array__`, and expect AttributeError if they are missing
+        if name.startswith("_"):
             raise AttributeError(name)
         raise self.make_unsupported_error(f"has no {name}")
 
@@ -512,8 +514,8 @@ class ComposeTrace:
         self._named, self._taken = named, {*named, *inputs}
 
     def record_layer_call(self, layer: Layer, x: tuple[Any, ...]) -> Any:
-        """Record a call of `layer` on the symbolic values `x`. Return the result, a symbolic value or a tuple of
-        symbolic values."""
+        """Add a step that calls `layer` on the symbolic values `x`. Return the result of the call: a symbolic value, or
+        a tuple of symbolic values."""
         for value in x:
             self.get_value_name(value, f"{layer!r} gets")
         if layer.n_inputs not in (None, len(x)):
@@ -557,8 +559,8 @@ class ComposeTrace:
 
 
 class ComposingMeta(ABCMeta):
-    """Metaclass of `Composite`. It runs `compose` when the constructor has finished. If a subclass has its own
-    constructor, `compose` runs after that constructor."""
+    """Metaclass of `Composite`. It runs `compose` after the constructor of the layer, even if a subclass defines its
+    own constructor."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         layer = super().__call__(*args, **options)
@@ -588,7 +590,8 @@ class Composite(Container, metaclass=ComposingMeta):
     signature is `compose(self, *x)` and the number of inputs depends on arguments of `__init__`."""
 
     def __init__(self) -> None:
-        """Do nothing. Subclasses need not call this constructor, because the steps come from `compose`."""
+        """Do nothing. A constructor of a subclass need not call this one: the steps of the container are set later,
+        when `compose` runs."""
 
     @abstractmethod
     def compose(self, *x: Any) -> Any:

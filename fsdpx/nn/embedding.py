@@ -263,8 +263,8 @@ class VocabParallelEmbedding(Layer):
 
 
 class VocabParallelTokenEmbedding(TokenEmbeddingBase):
-    """`TokenEmbedding` whose `weight` is sharded by rows over the tensor axis. Every rank holds the full `position`,
-    which is added after the looked-up rows have been summed over the ranks.
+    """`TokenEmbedding` whose `weight` is sharded by rows over the tensor axis. Every rank holds the full `position`.
+    The looked-up rows are summed over the ranks first, and then the rows of `position` are added.
 
     Parameters
     ----------
@@ -307,11 +307,11 @@ class VocabParallelCrossEntropyLoss(Loss):
     """`CrossEntropyLoss` for logits that are sharded along their last dim, the classes: y is `(samples, ..., classes of
     this rank)`.
 
-    Every rank has the full target `(samples, ...)`. The total and the weight cover all classes, and are equal on all
-    ranks. The forward pass performs two all-reduces of float64 arrays with one element per position: first for the
-    maximum of the position's logits, then for the sum of their exponentials. The second array has one more element: the
-    sum of the labels' logits over all positions. With label smoothing, it also has an element for the sum of all
-    logits. The backward pass communicates nothing.
+    Every rank has the full target `(samples, ...)`. The total error covers all classes. The total and the weight (the
+    number of targets that are not ignored) are equal on all ranks. The forward pass performs two all-reduces of float64
+    arrays with one element per position: first for the maximum of the position's logits, then for the sum of their
+    exponentials. The second array has one more element: the sum of the labels' logits over all positions. With label
+    smoothing, it also has an element for the sum of all logits. The backward pass communicates nothing.
 
     Parameters
     ----------
@@ -358,8 +358,8 @@ class VocabParallelCrossEntropyLoss(Loss):
         return kernels.cross_entropy_backward(env.xp, logits, here, lse, *given).reshape(y.shape)
 
     def _localize_labels(self, env: LayerContext, labels: Array, missing_label: int) -> Array:
-        """Return each label as an index into this rank's classes. The index is `missing_label` if another rank holds
-        the class, or if the label is ignored."""
+        """Convert each label to an index into this rank's classes. If another rank holds the class, or if the label is
+        ignored, the result is `missing_label`."""
         inside, index = _localize_index(env, labels, self.classes)
         return env.xp.where(inside & (labels != self.ignore_index), index, missing_label)
 
@@ -400,7 +400,8 @@ def _add_sharded_row_gradients(env: LayerContext, gw: Array, x: Array, dy: Array
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
         inside, index = _localize_index(env, index, total)
-        if not getattr(xp, "holds_no_data", False):  # shape-only arrays have no values that could select rows
+        # shape-only arrays contain no indices, so the rows of this rank cannot be selected
+        if not getattr(xp, "holds_no_data", False):
             own_rows = xp.flatnonzero(inside)
             index, rows = index[own_rows], rows[own_rows]
     kernels.embedding_backward(xp, gw, index, rows)

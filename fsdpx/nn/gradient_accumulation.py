@@ -74,8 +74,9 @@ class GradientEntries(dict[str, GradientEntry]):
 
 
 class Gradients(Mapping[str, Array]):
-    """Gradients by parameter name. Layers can add to a gradient with `g["weight"] += d`.
-    `get_gradient_and_whether_to_add` is faster, because the array need not be zeroed first.
+    """Gradients by parameter name. Layers can add to a gradient with `g["weight"] += d`. The function
+    `get_gradient_and_whether_to_add` is faster, because a layer can then overwrite an unwritten gradient instead of
+    adding to zeros.
 
     Tied parameters share one `GradientEntry` under several names."""
 
@@ -155,17 +156,17 @@ def as_indices(x: Any) -> Any:
 def cast_input_to_dtype_of_readers(array: Any, takes: str, dtype: Any) -> Any:
     """Return a model input in the dtype that its readers (the layers that take this input) expect.
 
-    `takes` is a value of `Layer.takes` other than "passed". Only integer and boolean inputs are cast. For "numbers",
-    the new dtype is `dtype`, in which the model computes. For "exact", it is float32 if `dtype` has 16 bits, else
-    `dtype`."""
+    `takes` is a value of `Layer.takes` other than "passed". Only integer and boolean inputs are cast. `dtype` is the
+    dtype in which the model computes. For "numbers", the array is cast to `dtype`. For "exact", it is cast to float32
+    if `dtype` has 16 bits, else to `dtype`."""
     if not has_integer_dtype(array) or takes == "given":
         return array
     return as_indices(array) if takes == "indices" else array.astype(choose_float_dtype(takes, dtype))
 
 
 def choose_float_dtype(takes: str, dtype: Any) -> np.dtype:
-    """Return the float dtype in which layers get an input that they declare as `takes`, a value of `Layer.takes`.
-    `dtype` is the dtype in which the model computes."""
+    """Return the float dtype of inputs for which layers declare `takes`, a value of `Layer.takes`. `dtype` is the dtype
+    in which the model computes."""
     return accumulation_dtype(dtype) if takes == "exact" else np.dtype(dtype)
 
 
@@ -248,8 +249,8 @@ def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any)
 
 
 def add_matmul_gradient(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> None:
-    """Add the matrix product `a @ b` to the gradient `name`, unless the parameter is frozen. The sum is rounded only
-    once."""
+    """Add the matrix product `a @ b` to the gradient `name`, unless the parameter is frozen. Products of 16-bit arrays
+    are accumulated in float32, and the result is rounded only once."""
     into = get_gradient_and_whether_to_add(g, name)
     if into is None:
         return
@@ -274,7 +275,8 @@ def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
 
 
 def add_sum_over_dims_into(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
-    """Add `a.sum(dim)` to `out` in place. The sum is rounded only once."""
+    """Add `a.sum(dim)` to `out` in place. Sums of 16-bit arrays are accumulated in float32, and rounded to the dtype of
+    `out` only once."""
     if (
         a.ndim > 2 and dim == (0, *range(2, a.ndim)) and get_device_of_array(a).has_sum_kernels
     ):  # if the device has a kernel for sums, one kernel call is faster than several array operations

@@ -79,8 +79,8 @@ def _require_known_values(steps: Sequence[ChildCall], inputs: Sequence[str], out
 
 
 def _sort_topologically(steps: Sequence[ChildCall], inputs: Sequence[str]) -> list[ChildCall]:
-    """Return the steps in topological order, by Kahn's algorithm (1962). If the inputs of several steps are available,
-    the step that is first in the given order comes next."""
+    """Return the steps in topological order, by Kahn's algorithm (1962). If several steps are ready because all their
+    inputs are available, the first of them in the given order comes next."""
     waiting, ready, ordered = list(steps), set(inputs), []
     while waiting:
         step = next((s for s in waiting if ready.issuperset(s.sources)), None)

@@ -68,7 +68,7 @@ class GroupedQueryAttention(AttentionContainer, Composite):
         self.out = Linear(n_heads * d_head, d_model, out_bias, init=out_init or init, bias_init=zeros)
         if qk_norm is not None:
             self.q_norm, self.k_norm = HeadNorm(d_head, qk_norm), HeadNorm(d_head, qk_norm)
-        # keeps query heads on the same tensor rank as the key head that they share
+        # the query heads that share a key head must be on the same tensor rank as this key head
         grain = n_heads // kv_heads * d_head
         keys = ColumnParallel(grain=d_head)
         self.plan = {"q": ColumnParallel(grain=grain), "k": keys, "v": keys, "out": RowParallel()}

@@ -151,14 +151,15 @@ class LayerAxes(Protocol):
 
 
 class GivenValues(Protocol):
-    """Protocol for the initial values of a layer's parameters, if another library provides these values. The object
-    keeps the values until all ranks have taken their shards."""
+    """Protocol for initial values that another library provides for the parameters of a layer. The object keeps the
+    values until all ranks have taken their shards."""
 
     def broadcast_from_rank0(self, comm: Any) -> None:
         """Replace the values on every rank with the values from rank 0. Collective."""
 
     def release_reproducible_values(self) -> None:
-        """Free values that can be reproduced later. Called after all ranks have taken their shards."""
+        """Free the values that can be obtained again later, for example from the original PyTorch module. This method
+        is called after all ranks have taken their shards."""
 
 
 @dataclass(frozen=True)
@@ -167,12 +168,12 @@ class ParameterSpec:
 
     Parameters
     ----------
-    shape : shape of the full parameter, as in PyTorch; the parameter is initialized, checkpointed and compared in this
-        shape
+    shape : shape of the full parameter, as in PyTorch; initial values, checkpoints and comparisons of parameters use
+        this shape, regardless of the sharding
     init : initializer, see `fsdpx.nn.init`
     trainable : whether the parameter has a gradient and is updated
-    state : whether `forward` updates the parameter in training, like running statistics; if so, the parameter is never
-        trainable
+    state : whether `forward` updates the parameter in training, for example a running statistic; if so, the parameter
+        is never trainable
     cut : sharding over the tensor axis; if None, every rank holds the full parameter
     norm : whether the parameter scales or shifts the output of a norm; `optim.no_decay` exempts such parameters from
         weight decay
@@ -233,9 +234,10 @@ class LayerContext:
         trainer
     dtype : the dtype in which the model computes; layers whose inputs are "exact" need it (see `Layer.takes`). If None,
         the model computes in the dtype of the inputs
-    ignores_memory_order : whether bits must not depend on the memory order of arrays. The trainer sets it in pipelines
-        and with `reproducible_chunks`, because arrays from other stages are C-contiguous. Layers then get C-contiguous
-        arrays, except layers with the kernel "channels_last", which must give the same bits for any order
+    ignores_memory_order : whether results must be equal bit for bit for any memory order of the input arrays. The
+        trainer sets this to True in pipelines, where arrays received from other stages are always C-contiguous, and
+        with `reproducible_chunks`. Layers then get C-contiguous arrays, except layers with the kernel "channels_last",
+        which must give the same bits for any order
     """
 
     xp: Any
@@ -304,7 +306,8 @@ class ShardedLayer:
     kind : sharding of the layer's result
     partial : names of parameters that are not sharded but have only a partial gradient on each rank; the partial
         gradients are summed over the ranks
-    kinds : sharding of each result, for a layer whose results are sharded differently; default (): as `kind`
+    kinds : for a layer whose results are sharded differently, the sharding of each result. The default () means that
+        all results are sharded as `kind` says
     """
 
     layer: Layer
@@ -314,8 +317,8 @@ class ShardedLayer:
 
 
 def require_result_is_pair(found: Any, method: str = "backward_input", wanted: str = "(dx, kept)") -> tuple[Any, Any]:
-    """Return `found`, the result of a layer's `method`. Raise ShapeError unless `found` is a tuple of two elements. The
-    message describes the expected tuple as `wanted`."""
+    """Return `found`, the value that the layer method named `method` returned. Raise ShapeError unless `found` is a
+    tuple of two elements. The error message contains `wanted`, a description of the expected tuple."""
     if not isinstance(found, tuple) or len(found) != 2:
         raise ShapeError(f"{method} gives {'an array' if hasattr(found, 'dtype') else found}, not {wanted}")
     return found
@@ -347,8 +350,8 @@ class Layer(ABC):
     n_outputs: int = 1
     """Number of arrays that `forward` returns. They are returned as a tuple unless there is exactly one."""
     cheap: bool = False
-    """Whether `forward` takes no longer than one pass over the layer's arrays. If so, a container saves what
-    `recompute` needs, instead of the result."""
+    """Whether `forward` is about as fast as reading and writing the layer's arrays once. If so, a container does not
+    save the result for the backward pass. It saves only the values from which `recompute` computes the result again."""
     collective: bool = False
     """Whether the layer calls collectives over `env.mesh.data`. If so, all ranks of this axis must run the layer the
     same number of times."""
@@ -374,10 +377,11 @@ class Layer(ABC):
     "element"."""
 
     takes: str | tuple[str, ...] = "numbers"
-    """The dtype in which the layer gets integer and boolean inputs of the model: "numbers" means the dtype in which the
-    model computes; "exact" means the same dtype, but float32 instead of a 16-bit dtype, which also applies to float
-    inputs; "indices" means int32 or int64; "given" means that the input is not cast; "passed" means the dtype in which
-    later layers read the result. The value is one of these words for all inputs, or a tuple with one word per input."""
+    """The dtype in which the layer gets an integer or boolean input of the model, as one of five words. "numbers" means
+    the dtype in which the model computes. "exact" means float32 if the model computes in 16 bits, else the dtype of the
+    model; float inputs are cast in the same way. "indices" means int32 or int64. "given" means that the input is not
+    cast. "passed" means the dtype in which later layers read the result of this layer. The value is one word for all
+    inputs, or a tuple with one word per input."""
 
     kernel_names: tuple[str, ...] | None = ()
     """Names of the kernels (`fsdpx.core.array.kernels`) that the layer itself runs, without its children. They are
@@ -385,9 +389,9 @@ class Layer(ABC):
     module."""
 
     plan: Mapping[str, Any] = {}
-    """The layer's built-in tensor plan: the mark of each child, keyed by name ("" for the layer itself). Marks are
-    `ColumnParallel`, `RowParallel`, `VocabParallel`, or `LayerDefault` for a layer that implements its sharding in
-    `shard_over_ranks`."""
+    """The layer's built-in tensor plan: a dict that says how each child is sharded, keyed by the child's name ("" for
+    the layer itself). The values, called marks, are `ColumnParallel`, `RowParallel`, `VocabParallel`, or `LayerDefault`
+    for a layer that implements its sharding in `shard_over_ranks`."""
 
     routes: bool = False
     """Whether the layer routes tokens to experts, and counts the (token, expert) choices in `env.mesh.counters`."""
@@ -396,7 +400,8 @@ class Layer(ABC):
     """Initial parameter values from another library. The values may differ between ranks."""
 
     aliases: ClassVar[Mapping[str, str | None]] = {}
-    """Maps each parameter name in another library to the name in `specs`, or to None if the parameter is not needed."""
+    """For a layer with a counterpart in another library: maps parameter names that differ there to the names in
+    `specs`, or to None if the parameter is not needed."""
 
     def __init_subclass__(cls) -> None:
         wrap_constructor_with_argument_check(cls)
@@ -412,7 +417,8 @@ class Layer(ABC):
 
     def get_declared_input_names(self) -> tuple[str, ...]:
         """Return the names of the `n_inputs` inputs, for a layer that is trained as a whole model. Callers may pass a
-        dict with these names as keys. By default, return (): the inputs have the names "x", or "x0", "x1", ..."""
+        dict with these names as keys. By default, return (): a single input is then named "x", and several inputs are
+        named "x0", "x1", ..."""
         return ()
 
     def get_declared_output_names(self) -> tuple[str, ...]:
@@ -597,8 +603,9 @@ class Layer(ABC):
         raise ConfigError(f"{location} reads {kind}, {reason}: {remedy}")
 
     def needs_all_positions(self) -> bool:
-        """Return whether a layer with `acts_on = "position"` needs all positions of a sample (for a mean, say) or their
-        order. Such a layer cannot run on the nodes of an unstructured mesh."""
+        """Return whether a layer with `acts_on = "position"` needs all positions of a sample, for example to compute a
+        mean, or needs the order of the positions. If so, the layer cannot run on the nodes of an unstructured mesh,
+        because these are split over ranks, and their order depends on the partition."""
         return False
 
     def needs_full_input(self, input_index: int, mark: Any) -> bool:
@@ -634,8 +641,8 @@ class Layer(ABC):
 
 
 def find_sequence_length(inputs: Iterable[Array]) -> int | None:
-    """Return the size of dim 1 that all inputs of a model have in common, for `LayerContext.time`. Return None if the
-    sizes differ."""
+    """Return the size of dim 1 if it is equal in all inputs of a model, else None. The result is used as
+    `LayerContext.time`."""
     lengths = {x.shape[1] if len(x.shape) > 1 else None for x in inputs}
     return lengths.pop() if len(lengths) == 1 else None
 
@@ -663,7 +670,7 @@ def join_path(path: str, name: str) -> str:
 
 
 def iterate_layers(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
-    """Yield (dotted path, layer) for a layer and all layers inside it."""
+    """Yield (dotted path, layer) for the layer itself, and for all layers inside it."""
     yield path, layer
     for name, child in layer.children().items():
         yield from iterate_layers(child, join_path(path, name))
@@ -676,7 +683,8 @@ def collect_specs(children: Iterable[tuple[str, Layer]]) -> dict[str, ParameterS
 
 
 class Parameters(dict[str, Array]):
-    """Parameter arrays by name. The set of names does not change, so the grouping by child layer can be cached."""
+    """Parameter arrays by name. No names are added or removed, so the arrays can be grouped by child layer once, and
+    the groups can be cached."""
 
     _branches: tuple[Mapping[str, str], Mapping[str, Params]] | None = None
 
@@ -704,11 +712,11 @@ def group_arrays_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> 
 
 
 def format_constructor(thing: Any) -> str:
-    """Return a repr of the object `thing`, such as `Linear(64, 128, bias=False)`. It is built from the signature of the
-    constructor and from the attributes that have the names of the constructor's arguments.
+    """Return a repr of the object `thing`, such as `Linear(64, 128, bias=False)`. The value of each constructor
+    argument is read from the attribute of the same name; default values are not shown.
 
-    If an argument has no attribute of the same name, its value is unknown. The child layers are then listed in
-    addition, because they may depend on the argument."""
+    If an argument has no attribute of the same name, its value is unknown. The repr then lists the child layers too,
+    because they may depend on the argument."""
     words, inside = [], {}
     kind: Any = type(thing)
     for name, argument in _list_init_parameters(kind).items():
@@ -734,7 +742,8 @@ def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
 @functools.cache
 def _list_init_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
     init: Any = kind.__init__
-    # avoid `inspect` here: it would parse this signature from text, with modules that load slowly
+    # do not pass `object.__init__` to `inspect`, which would parse its signature from text, and import modules that
+    # load slowly
     if init is object.__init__:
         init = lambda self, /, *args, **kwargs: None  # noqa: E731
     _, *arguments = inspect.signature(init).parameters.items()  # the first parameter is self

@@ -96,7 +96,7 @@ class LayerList:
     takes: tuple[str, ...] = ()
 
     def find_node_of_value(self, value: int) -> Node:
-        """Return the node that returns the value with the id `value`, which is not an input of the model."""
+        """Return the node that computes the value with the id `value`. The value must not be an input of the model."""
         return next(node for node in self.nodes if value in node.outputs)
 
 
@@ -139,8 +139,8 @@ def find_dtypes_read_by_inputs(layer: Layer, count: int, wanted: Sequence[frozen
     value of `Layer.takes`, such as "indices". The set has several elements if the children of a container read the same
     input in different dtypes.
 
-    `wanted` contains a set of the same form for each result of the layer: the dtypes in which later layers read the
-    result. An input that `Layer.takes` declares as "passed" gets the set of the layer's result."""
+    `wanted` contains one such set for each result of the layer: the dtypes in which later layers read the result. An
+    input for which `Layer.takes` is "passed" gets the set of the layer's first result."""
     if isinstance(layer, Container):
         wants = _resolve_container_words(layer, wanted)
         return [wants[name] for name in layer.inputs]
@@ -165,8 +165,8 @@ def _find_dtypes_read_by_layers(
     """For each value, return the set of dtypes in which layers read the value. A dtype is given as a value of
     `Layer.takes`, such as "indices".
 
-    `steps` contains tuples (layer, values read, values returned), from the last layer to the first. `wanted` contains
-    such a set for each output: the dtypes in which the output is read."""
+    `steps` contains tuples (layer, values read, values returned), from the last layer to the first. `wanted` contains,
+    for each output, the set of dtypes in which later layers read the output."""
     wants: dict[Any, frozenset[str]] = defaultdict(frozenset)
     for name, words in zip(outputs, wanted or [NUMBERS] * len(outputs), strict=True):
         wants[name] |= words
@@ -179,14 +179,16 @@ def _find_dtypes_read_by_layers(
 
 
 def choose_dtype_word(words: frozenset[str]) -> str:
-    """Return the value of `Layer.takes` in which to pass an input that layers read in several dtypes, `words`."""
+    """Choose the dtype of an input that layers read in several dtypes. `words` contains these dtypes, as values of
+    `Layer.takes`; return one of these values."""
     return next((word for word in ("indices", "given", "exact") if word in words), "numbers")
 
 
 class AsNumbers(Layer):
-    """Casts an input to the dtype in which the model computes. It is needed if some layers compute with an input that
-    other layers read as "indices" or "exact" (see `Layer.takes`). It is inserted before the layers that compute.
-    `takes` is the word that the other layers declare. If `dtype` is None, it is `LayerContext.dtype`."""
+    """Casts an input to the dtype in which the model computes. This layer is needed if some layers compute with an
+    input, and other layers read the same input as "indices" or "exact" (see `Layer.takes`). The cast is inserted before
+    the layers that compute. `takes` is the word that the other layers declare. If `dtype` is None, the input is cast to
+    `LayerContext.dtype`."""
 
     acts_on = "element"
 
@@ -201,8 +203,9 @@ class AsNumbers(Layer):
 
 
 def insert_integer_casts(model: Layer, dtype: Any) -> Layer:
-    """Return `model` with inserted casts to `dtype`, or to `LayerContext.dtype` if `dtype` is None. A cast is needed if
-    some layers compute with an input that other layers read as "indices" or "exact" (see `Layer.takes`)."""
+    """Return `model` with inserted layers that cast inputs to `dtype`, or to `LayerContext.dtype` if `dtype` is None. A
+    cast is needed if some layers compute with an input, and other layers read the same input as "indices" or "exact"
+    (see `Layer.takes`)."""
     if not isinstance(model, Container):
         return model
     wanted = [NUMBERS] * len(model.outputs)
@@ -389,8 +392,8 @@ def _describe_value_source(model: LayerList, value: int) -> str:
 
 
 class _MemoizedResults(threading.local):
-    """Results stored by `get_or_memoize` in this thread, keyed by the `key` argument. Each entry also holds the objects
-    whose ids are part of the key, so that no new object gets one of these ids."""
+    """Results stored by `get_or_memoize` in this thread, keyed by the `key` argument. Keys contain the ids of objects.
+    Each entry also holds these objects, because Python could otherwise free them and give their ids to new objects."""
 
     results: dict[Any, tuple[Any, list[Any]]] | None = None
 

@@ -214,13 +214,15 @@ class ShardedLinear(Layer):
         cut.count_grains((linear.out_features, linear.in_features))
 
     def _multiply_shard(self, env: LayerContext, p: Params, x: Array, bias: Array | None) -> Array:
-        """Return the product of x with this rank's shard of the weight, as a matrix (rows, features). The product is a
-        shard of the result in a column-parallel layer, and a partial sum in a row-parallel layer."""
+        """Return the product of x with this rank's shard of the weight, as a matrix (rows, features). In a
+        column-parallel layer, this product is a shard of the result. In a row-parallel layer, it is a partial sum that
+        must still be reduced over the ranks."""
         return linear_forward(env.xp, as_rows(x), p["weight"], bias)
 
     def _compute_input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
-        """Return this rank's contribution to the input gradient, as a matrix (rows, features). It is a partial sum in
-        a column-parallel layer, and a shard of the gradient in a row-parallel layer."""
+        """Return this rank's contribution to the input gradient, as a matrix (rows, features). In a column-parallel
+        layer, it is a partial sum that must still be reduced over the ranks. In a row-parallel layer, it is a shard of
+        the gradient."""
         return matmul_in_dtype_of_first(env.xp, as_rows(dy), p["weight"])
 
 
@@ -409,8 +411,8 @@ class RowParallelLinear(ShardedLinear):
 
 
 def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
-    """Add the gradients of weight and bias to `g`. If the weight is frozen, `x` may have only this rank's positions; in
-    this case, only the gradient of the bias is added."""
+    """Add the gradients of weight and bias to `g`. If the weight is frozen, only the gradient of the bias is added; `x`
+    is then not needed, and may have only this rank's positions."""
     if x.shape[:-1] == dy.shape[:-1]:
         add_linear_gradients(env.xp, g, as_rows(dy), as_rows(x))
     elif "bias" in g:
@@ -418,8 +420,8 @@ def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
 
 
 def make_call_label(env: LayerContext, thing: str) -> str:
-    """Return the label of a collective for error messages. It consists of the path of the layer and of `thing`, the
-    kind of array that is communicated."""
+    """Return the label of a collective for error messages. The label consists of the layer's path and `thing`, a name
+    for the array that is communicated."""
     return f"{env.random.path} {thing}" if env.random.path else thing
 
 

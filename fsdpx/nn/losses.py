@@ -49,15 +49,15 @@ class Loss(ABC):
     """Whether the total and the weight cover only this tensor rank's shard, so that they must be summed over the tensor
     axis."""
     acts_on: str = "sample"
-    """The smallest piece that can be compared separately: "sample" (dim 0) or "position" (dims 0 and 1). A loss that
-    acts on positions works with sharded sequences, because the totals and weights of shards along dim 1 can be
-    added."""
+    """The smallest part of the output that can be compared with the target separately: "sample" (dim 0) or "position"
+    (dims 0 and 1). A loss that acts on positions works with sharded sequences, because the totals and weights of shards
+    along dim 1 can be added."""
     counts: str = "unknown"
     """What the weight counts: "elements", the number of elements of y; "samples", a number that is proportional to the
     number of samples; "unknown", anything else, such as the number of labels that are not ignored."""
     skipna: bool = False
     """Whether elements whose target is NaN are ignored. If so, NaN in a target is not an error."""
-    __array_ufunc__ = None  # so that NumPy leaves `numpy.float64(2) * loss` to `__rmul__`
+    __array_ufunc__ = None  # with this, `numpy.float64(2) * loss` calls `Loss.__rmul__` instead of a NumPy function
 
     def __init_subclass__(cls) -> None:
         wrap_constructor_with_argument_check(cls)
@@ -239,7 +239,8 @@ class CellWeights:
     def __init__(self, owner: str, weights: Any) -> None:
         self.owner = owner
         try:
-            self.array = np.array(weights, np.float64)  # a copy, because sums of the weights are cached
+            # copy the weights, because cached sums would be wrong if the caller changed the array
+            self.array = np.array(weights, np.float64)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{owner}: weights must be numbers >= 0, or bools: {error}") from error
         if not (np.isfinite(self.array) & (self.array >= 0)).all():
@@ -463,16 +464,16 @@ class LossSum(Loss):
 
 
 Pieces = list[tuple[float, Any]]
-"""The calls of one loss on several slices of the samples. For each call, the list contains a pair: the factor of the
-loss for this slice, and the values saved by `forward`."""
+"""A list that describes the calls of one loss, each on a different slice of the samples. For each call, it contains a
+pair: the factor by which the loss of this slice is multiplied, and the values that `forward` saved."""
 
 
 def sum_weighted_loss_terms_over_batch(
     env: LayerContext, terms: Sequence[tuple[float, Loss]], pairs: Sequence[tuple[Any, Any]], by_sample: Sequence[bool]
 ) -> tuple[float, float, list[Pieces]]:
     """Compute the weighted sum of several losses for a batch. Return (total, number of samples, pieces): the loss is
-    total / number of samples, and `pieces` contains, for each loss, the values that `backward_pieces` needs. A sample
-    is not counted if its weight is 0 in all losses.
+    total / number of samples, and `pieces` contains one `Pieces` list for each loss, which `backward_pieces` needs. A
+    sample is not counted if its weight is 0 in all losses.
 
     If several ranks hold shards of the same samples, the call is collective over these ranks.
 
@@ -505,8 +506,8 @@ def sum_weighted_loss_terms_over_batch(
 
 
 def backward_pieces(env: LayerContext, loss: Loss, pieces: Pieces, seed: float) -> Any:
-    """Return the gradient of a loss with respect to the model's output. `pieces` describes the slices of samples that
-    the loss was computed on."""
+    """Return the gradient of a loss with respect to the model's output. `pieces` is the list that
+    `sum_weighted_loss_terms_over_batch` returned for this loss."""
     found = [loss.backward(env, kept, seed * share) for share, kept in pieces]
     return found[0] if len(found) == 1 else _map_arrays(lambda *a: env.xp.concatenate(a), *found)
 
@@ -563,8 +564,8 @@ class WrappedLoss(Loss):
 
 @dataclass(frozen=True)
 class TensorParallelModel:
-    """The result of `parallelize`: the sharded model, and the loss. All ranks of the tensor axis run them together, on
-    the same batch.
+    """The result of `parallelize`: a sharded model and a loss, which all ranks of the tensor axis run together on the
+    same batch.
 
     Parameters
     ----------

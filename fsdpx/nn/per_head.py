@@ -183,7 +183,7 @@ class Attention(PerHead):
                 f"{path!r}: attention within {within} works on whole sequences: use a tensor plan, or "
                 f"sequence='parallel', instead of {sequence!r}"
             )
-        # only sharded sequences need these classes
+        # imported here, because only sharded sequences need these classes
         from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention
 
         new = copy(self)

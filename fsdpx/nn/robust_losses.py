@@ -51,8 +51,9 @@ class HuberLoss(WeightedElementwiseLoss):
 
 
 class SmoothL1Loss(WeightedElementwiseLoss):
-    """`HuberLoss` with delta = beta, divided by beta (Girshick 2015). With `d = |y - target|`, the loss is the sum of
-    `d^2 / (2 * beta)` where `d < beta`, and of `d - beta / 2` elsewhere. The weight is defined as in `MSELoss`.
+    """`HuberLoss` with delta = beta, where the loss is divided by beta (Girshick 2015). With `d = |y - target|`, the
+    loss is the sum of `d^2 / (2 * beta)` where `d < beta`, and of `d - beta / 2` elsewhere. The weight is defined as in
+    `MSELoss`.
 
     Parameters
     ----------

@@ -130,7 +130,7 @@ def compute_rotary_frequencies_and_factor(
     d_head: int, theta: float, scaling: Mapping[str, Any] | None = None, seq_len: int = 2048, time: int = 0
 ) -> tuple[np.ndarray, float]:
     """Return two values: a float64 array (d_head / 2,) with the angle by which each pair of features is rotated from
-    one position to the next, and the factor for cosines and sines.
+    one position to the next, and the factor by which cosines and sines are multiplied.
 
     `time` is the length of the current sequence, on which "dynamic" scaling depends. The other arguments are as in
     `Rotary`."""
@@ -149,8 +149,9 @@ def compute_rotary_frequencies_and_factor(
 
 
 def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Return two values: the frequencies scaled as in Llama 3, and the factor for cosines and sines, which is 1.0. Low
-    frequencies are divided by "factor", high frequencies are kept, and frequencies in between are interpolated."""
+    """Return two values: the frequencies, scaled as in Llama 3, and the factor by which cosines and sines are
+    multiplied, which is 1.0. Low frequencies are divided by "factor", high frequencies are kept, and frequencies in
+    between are interpolated."""
     factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
     turns = options["original_max_position_embeddings"] * plain / (2 * math.pi)
     part = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -158,7 +159,8 @@ def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping
 
 
 def _scale_yarn(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Return frequencies scaled by YaRN (Peng et al. 2023), and the factor for cosines and sines.
+    """Return two values: the frequencies, scaled by YaRN (Peng et al. 2023), and the factor by which cosines and sines
+    are multiplied.
 
     Frequencies that make more than `beta_fast` turns over the original context length are kept. Frequencies that make
     fewer than `beta_slow` turns are divided by "factor". Frequencies in between are interpolated with a linear ramp

@@ -156,7 +156,7 @@ class RingAttention:
 
     def _is_block_visible(self, rank: int, block: int, q: Array, kv: Array) -> bool:
         """Return whether the queries of `rank` attend to any key in the block that belongs to rank `block`. The result
-        is False if one of the two ranks has no positions, which happens for short sequences."""
+        is also False if one of the two ranks has no positions, as may happen for short sequences."""
         return (not self.heads.causal or block <= rank) and q.shape[2] > 0 and kv.shape[3] > 0
 
     def _attend_block(self, env: LayerContext, q: Array, k: Array, v: Array, block: int) -> tuple[Array, Array]:
@@ -193,7 +193,8 @@ class RingAttention:
     def _attend_block_with_dropout_backward(
         self, env: LayerContext, weights: Array, heads: tuple[Array, ...], block: int, seen: Array | None
     ) -> tuple[Array, ...]:
-        """Return one block's contribution to the gradients of q, k and v, for attention weights with dropout."""
+        """Return one block's contribution to the gradients of q, k and v, for attention with dropout. `weights` are the
+        attention weights of the block before dropout."""
         (q, k, v, o, do), xp, drop = heads, env.xp, self.heads.dropout
         multiply, seeing = partial(matmul_in_dtype_of_first, xp), None if seen is None else seen.T
         weights, keep = zero_hidden_weights(weights, seen), self._make_dropout_keep_mask(env, weights.shape, block)

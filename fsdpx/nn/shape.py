@@ -65,7 +65,8 @@ class Multiply(Layer):
         return math.prod(x[1:], start=x[0]), tuple(x)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
-        # the derivative with respect to a factor is the product of the other factors; y / x would fail for x = 0
+        # the derivative with respect to factor x is the product of the other factors; computing this product as y / x
+        # would fail for x = 0
         return tuple(math.prod((*saved[:i], *saved[i + 1 :]), start=dy) for i in range(len(saved))), ()
 
 
@@ -123,7 +124,7 @@ class Concat(Layer):
         if dim == 0:
             raise ConfigError("Concat: dim 0 is samples; choose a dim that lies within one sample")
         self.dim = dim
-        # a negative dim other than -1 may be dim 1, which contains the positions
+        # a negative dim other than -1 may refer to dim 1, the positions, so such a layer needs whole samples
         self.acts_on = "position" if dim == -1 or dim > 1 else "sample"
         self.fields = self.takes_ghosts = dim == 1
 

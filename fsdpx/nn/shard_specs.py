@@ -179,8 +179,8 @@ class ShardSpec:
     def _slice_concatenated_ranges(
         self, pieces: list[tuple[int, int]], start: int, stop: int
     ) -> Iterator[tuple[int, int]]:
-        """Yield the parts of the ranges `pieces` that contain positions [start, stop). Positions are counted as if all
-        ranges were concatenated."""
+        """Yield the parts of the ranges `pieces` that lie at positions [start, stop), where positions are counted as if
+        all ranges were concatenated."""
         offset = 0
         for first, end in pieces:
             a, b = max(start - offset, 0), min(stop - offset, end - first)
@@ -291,7 +291,7 @@ class FieldPartition:
         return math.prod(max(b - a for a, b in zip(cuts, cuts[1:], strict=False)) for cuts in self.cuts)
 
     def with_cuts(self, cuts: tuple[Cuts, ...]) -> FieldPartition:
-        """Return a partition of the same dims with the given cuts and without ghost cells."""
+        """Return a partition with the given cuts and the same letters, without ghost cells and without `periods`."""
         return FieldPartition(cuts, letters=self.letters)
 
     def make_single_rank_partition(self) -> FieldPartition:
@@ -309,7 +309,7 @@ class FieldPartition:
         return replace(self, ghosts=(), periods=())
 
     def can_run_unchanged(self, layer: Any) -> bool:
-        """Return whether each rank may run a layer unchanged on its shard of the field."""
+        """Return whether a layer gives the right result if each rank runs it unchanged on its shard of the field."""
         return layer.acts_on == "element" or bool(layer.fields)
 
     def explain_unsupported_layer(self, layer: Any) -> str:
@@ -321,13 +321,14 @@ class FieldPartition:
         )
 
     def can_run_bound(self, layer: Any) -> bool:
-        """Return whether a layer that reads the partition of its input can run on a field with this partition."""
+        """Return whether a layer that must know how its input is partitioned can be bound to this partition (see
+        `bind_partition`)."""
         return True
 
     @classmethod
     def to_channels_first(cls, array: Any) -> Any:
-        """Return a view of a field array with channels as dim 1, or convert such a view back to the field's layout. The
-        same operation does both."""
+        """Return a view of a field array in which channels are dim 1. Applied to such a view, the function returns a
+        view in the original layout."""
         return array
 
     def bind_loss(self, loss: Any) -> Any:
@@ -349,8 +350,9 @@ class FieldPartition:
 
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
         """Return random numbers from `random`, a `core.array.random.Random`, for this rank's shard of a field array,
-        including ghost cells. Each cell gets the same numbers as in the full field. Ghost cells outside the field get
-        the numbers of the cells at the other end. `lines` is as in `get_first_cells_and_field_sizes`."""
+        including ghost cells. Each cell gets the same numbers that it would get on a single rank. Ghost cells outside
+        the field get the numbers of the cells at the opposite end of the field. `lines` is as in
+        `get_first_cells_and_field_sizes`."""
         cuts = self.get_first_cells_and_field_sizes(lines)
         return random.get_number_subarray(shape, cuts) if cuts else random.get_number_range(shape)
 
@@ -366,8 +368,8 @@ class FieldPartition:
         return ghosts if any(map(any, ghosts)) else ()
 
     def local_shape(self, place: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of cells along each dim, excluding ghost cells, in the shard of the rank with grid
-        coordinates `place`."""
+        """Return the shape of the shard of the rank with grid coordinates `place`: the number of cells along each dim,
+        without ghost cells."""
         return tuple(cuts[r + 1] - cuts[r] for cuts, r in zip(self.cuts, place, strict=True))
 
 
@@ -415,8 +417,9 @@ class RowParallel:
 
 @dataclass(frozen=True)
 class VocabParallel:
-    """Tensor-plan mark that shards an Embedding or TokenEmbedding by rows. If the last layer of the model is a Linear
-    with this mark, its logits are sharded by classes for `CrossEntropyLoss`, and all-gathered for other losses."""
+    """Tensor-plan mark that shards an Embedding or TokenEmbedding by rows. The last layer of the model may be a Linear
+    with this mark. `CrossEntropyLoss` is then computed on logits that are sharded by classes; for any other loss, the
+    logits are all-gathered."""
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ class ShardingWalk:
     ----------
     partial : names of the parameters that have only a partial gradient on each rank
     ties : dict that maps aliases to canonical names, for the tied parameters of the full model
-    redistribution_functions : functions that choose which redistributions to insert before a step; they are called in
-        order
+    redistribution_functions : functions that choose which layers to insert before a step to change the sharding of its
+        inputs; they are called in order
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class ShardingWalk:
         return sources
 
     def make_split_layer(self) -> SplitSequence:
-        """Return a layer that shards a replicated value along the samples or along the sequence, depending on
-        `self.cut`."""
+        """Return a layer that shards a replicated value: along the samples if `self.cut` is a `ShardedBatch`, else
+        along the sequence."""
         return SplitSequence(0 if isinstance(self.cut, ShardedBatch) else 1)
 
     def needs_split(self, kind: Kind, layer: Layer, path: str, input_index: int) -> bool:
@@ -158,8 +158,8 @@ class ShardingWalk:
         return any(self._needs_full_sequence(s.layer, join_path(path, s.name), i) for s, i in readers)
 
     def _record_and_require_equal_ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
-        """Record the tied parameters of a container. Raise ConfigError if two tied parameters are sharded
-        differently."""
+        """Add the ties of a container (alias -> canonical name) to `self.ties`. Raise ConfigError if two tied
+        parameters are sharded differently."""
         specs = collect_specs((step.name, step.layer) for step in steps)
         for alias, name in layer.ties.items():
             self.ties[join_path(path, alias)] = join_path(path, name)
@@ -173,7 +173,8 @@ class ShardingWalk:
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 FULL_PARAMETER_SEQUENCES = ("ulysses", "ring", "samples")
-"""Values of the option `sequence` with which every rank holds all parameters in full, except those of MoE experts."""
+"""The values of the option `sequence` for which no parameters are sharded over the tensor axis, except those of MoE
+experts."""
 
 
 def parallelize(
@@ -266,8 +267,8 @@ def _shard_model_and_loss(walk: ShardingWalk, model: Layer, loss: Loss, inputs: 
 
 
 def _require_sequence_shardable_loss(loss: Any, sequence: str | None) -> None:
-    """Raise ConfigError unless the loss has `acts_on = "position"`, so that it can be computed on shards of the
-    sequence. A missing attribute counts as "sample"."""
+    """Raise ConfigError unless the loss can be computed on shards of the sequence, that is, has `acts_on = "position"`.
+    If the loss has no attribute `acts_on`, "sample" is assumed."""
     acts_on = getattr(loss, "acts_on", "sample")
     if acts_on == "position":
         return

@@ -20,7 +20,7 @@ from fsdpx.nn.shard_specs import ColumnParallel, RowParallel
 __all__ = ["MLP", "GatedActivation", "GatedMLP", "TransformerBlock"]
 
 GATED_FORMS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu tanh", "gelu_pytorch_tanh": "gelu tanh"}
-"""Names of kernel variants, keyed by the names of activations in model configurations."""
+"""Names of the variants of the gated-activation kernel, keyed by the names of activations in model configurations."""
 
 
 class GatedActivation(Layer):
@@ -203,7 +203,8 @@ class MLP(Container):
             dy, _ = step.layer.backward_input(env.child(step.name), {}, mask, dy)
         dh, kept = down.backward_input(env, p, (h,), dy)  # dh is a new array, so the kernel may change it in place
         a = kernels.recompute_gelu_and_backward(env.xp, h, dh, gelu.approximate)
-        return dh, (a, *kept[1:])  # `down` needs `a`, the recomputed array that replaces the placeholder `h`
+        # `down` needs its input `a`, which was just recomputed; `kept` contains `h` in its place
+        return dh, (a, *kept[1:])
 
 
 class TransformerBlock(Container):
@@ -256,7 +257,7 @@ class TransformerBlock(Container):
 
 
 def _make_residual_branch(name: str, source: str, layers: dict[str, Layer]) -> list[ChildCall]:
-    """Return container steps that run `layers` in order on the value `source`, add `source` to the result, and name the
-    sum `name`."""
+    """Return the container steps of a residual branch: they run `layers` in order on the value `source`, add `source`
+    to the result, and store the sum as the value `name`."""
     steps, _, (end,) = make_steps_of_chain(layers, source)
     return [*steps, ChildCall(name, Add(), (source, end), (name,))]

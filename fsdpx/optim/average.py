@@ -77,8 +77,9 @@ class SWA:
 class AveragedOptimizer(WrappedOptimizer):
     """An optimizer that keeps an average of the parameters in addition to its own state.
 
-    The stored value is the average minus the parameters. This difference is 0 before the first step for any initial
-    values, stays correct if parameters are frozen or loaded, and can be updated without a copy of the old parameters.
+    The stored value is the average minus the parameters. Before the first step, this difference is 0 for any initial
+    values. It stays correct if parameters are frozen or loaded, and no copy of the old parameters is needed to update
+    it.
 
     Parameters
     ----------

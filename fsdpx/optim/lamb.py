@@ -90,9 +90,9 @@ class LAMB:
     `u = m / (sqrt(v) + eps) + weight_decay * p`, then `p -= lr * |p| / |u| * u`, with norms over the full parameter.
 
     m and v are bias-corrected. The ratio |p| / |u| is taken as 1 if one of the norms is 0. Squares are summed in
-    float64 over blocks of 1024 elements, and the sums of the blocks are added exactly. Therefore, if shard boundaries
-    coincide with block boundaries, results are bit-identical to the results for an unsharded parameter. Otherwise, they
-    agree up to rounding. Slots (state arrays): m, v. Each update of a page (flat parameter buffer) all-gathers
+    float64 over blocks of 1024 elements, and the sums of the blocks are added exactly. If shard boundaries coincide
+    with block boundaries, the results are therefore bit-identical to those for an unsharded parameter. Otherwise, they
+    differ only by rounding. Slots (state arrays): m, v. Each update of a page (flat parameter buffer) all-gathers
     `gathers` numbers per parameter.
 
     Parameters
@@ -159,7 +159,7 @@ def _sum_parameter_and_direction_squares(
 ) -> tuple[list[float], list[float]]:
     """For a segment (the part of a parameter in this shard), return two lists of partial sums of squares: one for the
     parameters in the segment, and one for their update direction. `numbers` are the scalars in the formula of the
-    direction."""
+    direction, such as eps."""
     of_p, of_u = [], []
     scratch = xp.empty(min(BLOCK_ELEMENTS, segment.stop - segment.start), p.dtype)
     for start in range(segment.start, segment.stop, BLOCK_ELEMENTS):

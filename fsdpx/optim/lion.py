@@ -45,8 +45,8 @@ class Lion(Elementwise):
 
     Parameters
     ----------
-    lr : a number, or a schedule: a function that takes the step, counted from 1, and returns a number. The rate is
-        typically 3 to 10 times smaller than for AdamW
+    lr : a number, or a schedule: a function that takes the step, counted from 1, and returns a number. The learning
+        rate is typically 3 to 10 times smaller than for AdamW
     betas : weight of m in the update, and decay of m per step, each in [0, 1)
     weight_decay : coefficient; lr * weight_decay * p is subtracted from p in each step
     groups : dict that maps name patterns (fnmatch) to dicts with `weight_decay`, `lr_scale` or both, for the matching

@@ -26,7 +26,8 @@ from fsdpx.optim.segments import HyperparameterSpan, ParamGroups, ShardSegment, 
 __all__ = ["NOT_MATRICES", "Muon", "orthogonalize"]
 
 NOT_MATRICES = ("*embed*", "*wte*", "*wpe*", "*head*")
-"""Name patterns of embeddings and heads, whose rows are independent vectors rather than a linear map."""
+"""Name patterns of embeddings and heads. Their weights are not treated as matrices, because the rows are independent
+vectors rather than a linear map."""
 
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
@@ -134,8 +135,8 @@ class Muon:
                 self._apply_update_to_matrix_part(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
 
     def count_sent_elements(self, s: ShardSegment) -> int:
-        """Return the number of elements of a parameter that this rank sends to every other rank that holds a part of
-        the parameter.
+        """Return how many elements of a parameter this rank sends to each of the other ranks that hold parts of the
+        parameter.
 
         Parameters
         ----------

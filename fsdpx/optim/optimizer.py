@@ -61,14 +61,15 @@ class SlotFormat:
 
 
 def get_slot_formats(optimizer: Any) -> dict[str, SlotFormat]:
-    """Return the format of each slot (state array) of an optimizer, as a dict keyed by slot name. The optimizer's own
-    attribute `slot_formats` needs to contain only slots whose dtype differs from the shard's dtype."""
+    """Return the format of each slot (state array) of an optimizer, as a dict keyed by slot name. For a slot that is
+    missing in the optimizer's attribute `slot_formats`, the dtype is that of the shard."""
     named: Mapping[str, SlotFormat] = getattr(optimizer, "slot_formats", {})
     return {name: named.get(name, SlotFormat()) for name in optimizer.slots}
 
 
 def needs_full_parameters(optimizer: Any) -> bool:
-    """Return whether an optimizer needs full parameters. If so, parameters cannot be split along the tensor axis."""
+    """Return whether an optimizer needs data of full parameters for an update. If so, parameters cannot be sharded over
+    the tensor axis."""
     return bool(getattr(optimizer, "whole", False))
 
 
@@ -177,7 +178,8 @@ class Average(Protocol):
     """The protocol of rules for averaging the parameters over time."""
 
     def get_kept_share(self, step: int) -> float:
-        """Return the weight, from 0 to 1, of the old average in the new one after step `step` (counted from 1)."""
+        """Return the weight, from 0 to 1, that the old average gets when the average is updated after step `step`
+        (counted from 1)."""
 
 
 def update_parameters(
@@ -193,7 +195,7 @@ def update_parameters(
     scale: float = 1.0,
 ) -> bool:
     """Update a shard in place. As in `torch.optim`, a parameter's step number counts only the updates of this
-    parameter. Return False if the arrays are shape-only and nothing was computed.
+    parameter. Return False if nothing was computed because the arrays are shape-only, else True.
 
     The arguments are the same as for `Optimizer.update`, except that `step` is the trainer's step number.
 
@@ -249,7 +251,7 @@ class WrappedOptimizer:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that performs the update, without wrappers such as the one that averages parameters."""
+    """Return the optimizer that performs the update, without the wrappers around it, such as `AveragedOptimizer`."""
     while isinstance(optimizer, WrappedOptimizer):
         optimizer = optimizer.inner
     return optimizer
@@ -262,8 +264,8 @@ def get_scheduled_lr_and_average_weight(optimizer: Any, step: int) -> tuple[floa
     """Return two values for a step: the learning rate, and the weight of the old parameter average in the new average.
     The ranks compare these values, because they must be equal on all ranks.
 
-    The learning rate is NaN if the schedule is invalid; the error is raised later, once all ranks know about it. The
-    weight is 0 if parameters are not averaged."""
+    If the schedule is invalid, the learning rate is NaN; after the comparison, all ranks raise the error. If parameters
+    are not averaged, the weight is 0."""
     share = 0.0
     try:
         lr = get_learning_rate(optimizer, step)
@@ -334,7 +336,7 @@ def require_matching_shard(owner: object, p: Any, g: Any, slots: Slots, step: in
 
 
 BLOCK_ELEMENTS = 1 << 16  # number of elements in a block, chosen so that a block fits into the cache
-# larger than on CPUs, because launching a kernel takes longer than updating 64 Ki elements
+# on GPUs, blocks are larger than on CPUs, because launching a kernel takes longer than updating 64 Ki elements
 DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 

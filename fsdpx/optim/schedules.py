@@ -43,7 +43,7 @@ class Schedule:
 
         Raises
         ------
-        ConfigError : for a step below 1
+        ConfigError : if `step` is less than 1
         """
         if step < 1:
             raise ConfigError(f"{self!r}: there is no step {step}; pass the number of the update, which starts at 1")

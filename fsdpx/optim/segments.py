@@ -115,7 +115,8 @@ class ShardPeers:
 class ShardSegments:
     """The contents of a shard: its segments (parts of parameters) in order, beginning at element 0 and without gaps.
 
-    Only optimizers that need data of full parameters use `exchange` or `peers`, once per update on every rank.
+    `exchange` and `peers` are used only by optimizers that need data of full parameters. Such an optimizer uses
+    `exchange` or `peers` once per update on every rank.
 
     Parameters
     ----------
@@ -264,8 +265,8 @@ class ShardSegments:
         ----------
         xp : namespace of the arrays
         parts : maps the name of each parameter to be exchanged to the flat array of `dtype` that this rank contributes
-        sends : function that takes a segment and returns the number of elements that the rank with this segment
-            contributes (may be 0)
+        sends : function that takes a segment of any rank, and returns how many elements that rank contributes for it
+            (may be 0)
         dtype : dtype of all arrays
 
         Returns
@@ -313,8 +314,8 @@ class ShardSegments:
 
     @cached_property
     def _segment_pairs_shared_with_each_rank(self) -> list[list[tuple[ShardSegment, ShardSegment]]]:
-        """For each rank, a list with a pair (that rank's segment, this rank's segment) for each parameter that the two
-        ranks share. The list for this rank itself is empty."""
+        """One list for each rank. It contains, for each parameter that this rank shares with the other rank, the pair
+        (the other rank's segment, this rank's segment). The list for this rank itself is empty."""
         assert self.peers is not None
         own_segments = {s.name: s for s in self.items}
         return [
@@ -323,9 +324,10 @@ class ShardSegments:
         ]
 
     def all_reduce_square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
-        """Return sums over full parameters, given partial sums on each rank. Each argument (column) is for one kind of
-        sum, and contains one list of partial sums for each segment (part of a parameter) of this rank. For each column
-        and each segment, the result contains the sum over the segment's full parameter.
+        """Return sums over full parameters, given partial sums on each rank. Each argument (column) belongs to one
+        quantity that is summed. It contains one list of partial sums for each segment (part of a parameter) of this
+        rank. The result has the same columns; each contains, for each segment, the sum over the full parameter to which
+        the segment belongs.
 
         The sums are correctly rounded, so they do not depend on how the partial sums are distributed over shards. Each
         rank sends `EXPANSION_PARTS` numbers per column and parameter. Collective over the ranks that hold shards of

@@ -1,5 +1,5 @@
-"""strategy="auto": rank 0 searches for the fastest configuration for the running ranks, and all ranks use the
-configuration that it finds."""
+"""strategy="auto": rank 0 searches for the fastest configuration for this job, and all ranks use the configuration that
+rank 0 finds."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["MACHINE_FILE", "fill_in_fastest_configuration"]
 MACHINE_FILE = Path("machine.toml")
 """Path of the file, in the working folder, that `measure-machine` writes and strategy="auto" reads."""
 NOT_PLANNED_OPTIONS = ("model", "strategy", "planned", "device", "device_map", "backend", "check", "tune", "trace")
-"""Fields of a recipe that are not passed to the search. Some of them do not affect a plan, and the others are chosen by
-the plan."""
+"""Fields of a recipe that are not passed to the search. The model is passed separately. The other fields have no effect
+on a plan, or are chosen by the search."""
 
 
 def fill_in_fastest_configuration(
@@ -120,8 +120,7 @@ def _count_ranks_per_host_and_hosts(world: Communicator) -> tuple[int, int]:
 
 
 def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
-    """Return the minimum memory limit in bytes over all ranks. Return None if no limit is known, as on GPUs.
-    Collective."""
+    """Return the smallest memory limit of all ranks in bytes, or None if no limit is known, as on GPUs. Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None
     own = find_memory_budget(0, _count_ranks_per_host_and_hosts(world)[0])[1]
@@ -147,8 +146,8 @@ def _find_machine_and_source(
 
 
 def _describe_plan(found: Plan, source: str) -> str:
-    """Return one sentence with the chosen options, the predicted time and memory, and the second-best kind of
-    parallelism."""
+    """Return one sentence that states the chosen options, the predicted time and memory, and the best configuration
+    with another kind of parallelism."""
     best = found.best_candidate
     limit = "" if found.memory is None else f" within {format_bytes(found.memory)} per rank"
     others = [one for kind, one in found.best_by_kind.items() if kind != best.summary]

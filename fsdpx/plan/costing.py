@@ -50,10 +50,10 @@ class _LayerResult(NamedTuple):
 
     Attributes
     ----------
-    plan : how to rebuild the return value
+    plan : instructions for rebuilding the return value
     work, calls : work and communication of the call
     inner : peak bytes in use during the call, minus the bytes in use before the call
-    flags : whether each gradient of the layer has been written by the end of the call
+    flags : one flag for each gradient of the layer: whether it has been written by the end of the call
     """
 
     plan: Any
@@ -95,7 +95,7 @@ class ActionCostRecorder(TimelineRecorder):
         trainer.inspect.engine.add_observer(self)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """Discard the costs and counts of earlier programs."""
+        """Discard the costs and counts that were recorded for earlier programs."""
         self.costs.clear()
         self._pop_work_and_calls()
 
@@ -137,9 +137,9 @@ class ActionCostRecorder(TimelineRecorder):
     def run_memoized(
         self, key: tuple[Any, ...], run: Callable[[], Any], arguments: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
-        """Return the result of `run()`. If an equal call has run before, rebuild the result of that call instead of
-        calling `run()`, and count the work of that call again. Calls are equal if `key`, the shapes of `arguments` and
-        the state of the gradients are equal.
+        """Return the result of `run()`. If an equal call has already run, its result is rebuilt instead, and its work
+        is counted again, without calling `run()`. Calls are equal if `key`, the shapes of `arguments` and the state of
+        the gradients are equal.
 
         `flags` tells which gradients of the layer have been written. `constants` is the cache of the `LayerContext`;
         calls that add to it are not memoized."""
@@ -171,7 +171,7 @@ class ActionCostRecorder(TimelineRecorder):
             return found
         try:
             plan = make_template_to_rebuild_value(found, roots, constants=(RecomputePlaceholder,))
-        except TypeError:  # the result contains an object of unknown type, so equal calls run again
+        except TypeError:  # an object of unknown type in the result cannot be rebuilt, so equal calls run again
             self._known[key] = None
             return found
         calls = tuple(self.counters.get_counts_since(before))

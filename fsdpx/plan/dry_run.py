@@ -155,7 +155,7 @@ class DryRun:
     report : counted traffic and memory of one step
     trainer : the trainer that ran on shape-only arrays
     activations : peak bytes of activations that are kept between actions: outputs of the forward pass, their gradients,
-        and values kept for the backward pass. A trace measures the same number.
+        and values kept for the backward pass. A trace of a real step measures the same quantity.
     peak_heap_bytes : peak bytes outside the arena (the preallocated buffers) at any time, including the whole batch and
         temporaries of layers while they compute. This number is larger than `activations`. Plans and `footprint` list
         this larger number as "activations".
@@ -219,7 +219,7 @@ def dry_run(
         inputs, a tuple or dict of arrays or pairs
     ranks : number of ranks in the simulated job
     rank : the rank to run
-    ranks_per_host : number of ranks that share the memory of a host, if shared memory is used (docs: speed)
+    ranks_per_host : number of ranks per host; they share buffers if shared memory is enabled (docs: speed)
     options : options of `fsdpx.distribute`, except comm, device and backend
 
     Returns

@@ -27,9 +27,9 @@ class StepDryRuns:
     Attributes
     ----------
     step : the step
-    runs : for each pipeline rank, a run of the data rank with the most samples
-    others : runs of the data rank with the fewest samples and of the data rank with the most communication, unless
-        `runs` already contains them
+    runs : the runs of all pipeline ranks that belong to the data rank with the most samples
+    others : the same for the data rank with the fewest samples, and for the data rank with the most communication,
+        unless these runs are already in `runs`
     ran : number of microbatches in each run
     simulated, period : see `WorldStep.count_simulated_microbatches_and_period`
     """
@@ -51,8 +51,8 @@ class StepDryRuns:
 
     @classmethod
     def _dry_run_one_rank_per_kind(cls, step: WorldStep, ran: int, simulated: int, period: int) -> StepDryRuns:
-        """Run the step on one rank of each kind. These are all pipeline ranks of up to three data ranks: the one with
-        the most samples, the one with the fewest samples and, if data ranks share samples, the one with the most
+        """Run the step on one rank of each kind. This means all pipeline ranks of up to three data ranks: the data rank
+        with the most samples, the one with the fewest samples, and, if data ranks share samples, the one with the most
         communication."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
         if step.count_samples_of_group(0) < step.count_samples_of_group(last) and (
@@ -138,7 +138,7 @@ def _make_memory_timeline(
     changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in held.items()}
     passing = {
         one.key.page: one.nbytes for one in state.ledger if one.is_freed_by_update
-    }  # gradient sums are allocated on the heap, not in the preallocated arena
+    }  # gradient sums that an update frees are on the heap, not in the arena, so they are added separately
     parts = [BufferLifetime(one.slot, one.start, one.stop,
     passing[one.slot.at]) for one in iterate_buffer_lifetimes(program)
              if one.slot.kind == "part" and one.slot.at in passing]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Lists the figures in a prediction that have not been validated by measurements."""
+"""Lists the figures in a prediction that are not based on measurements."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def describe_unmeasured_figures(found: Prediction) -> list[str]:
 
 
 def _make_unmeasured_kernels_warning(machine: Machine) -> str:
-    """Return a warning if no kernel of a CPU machine was measured, else "". Measured rates matter because convolutions
-    reach at most half the rate of matrix products."""
+    """Return a warning if no kernel of a CPU machine was measured, else "". Without measured rates, kernels are assumed
+    to reach the rate of matrix products, but convolutions reach at most half of it."""
     if machine.compute.gpu or machine.compute.kernels.passes:
         return ""
     rates = f"no kernel of {machine.name} was measured: all are priced as matrix products and copies of memory"

@@ -89,8 +89,8 @@ class KernelRates:
         return None if grid is None else grid.interpolate_at(locate_product_in_rate_table(product))
 
     def compute_product_seconds(self, product: ProductCount, name: str) -> float | None:
-        """Return the time that a matrix product inside a kernel takes. The time includes the reordering of the weights,
-        which takes a noticeable share of the time if there are few cells.
+        """Return the time that a matrix product inside a kernel takes. It includes the time for reordering the weights,
+        which is noticeable if there are few cells.
 
         Parameters
         ----------
@@ -145,8 +145,9 @@ def locate_product_in_rate_table(product: ProductCount) -> tuple[int, int, int, 
     """Return the position of a matrix product in the grid of measured sizes: (input channels, output channels, window
     size in cells, windows per row of results).
 
-    Most products sum over the input channels. A product that computes parameter gradients sums over cells, so its
-    number of input channels is the number of columns of its result."""
+    The number of input channels depends on the product. Most products sum over the input channels, so it is the length
+    of the sum. Products that compute parameter gradients sum over cells, so it is the number of columns of the
+    result."""
     channels = product.columns if "params" in product.kernel else product.inner
     return channels, product.rows, product.places, product.windows
 

@@ -1,6 +1,6 @@
-"""Computes the costs of individual layers, and a lower bound on the step time. The search uses the lower bound to rule
-out configurations without predicting them. Costs and bound come from one dry run of the layers, which is reused for
-many configurations."""
+"""Computes the costs of individual layers, and a lower bound on the step time. If the lower bound of a configuration is
+too high, the search skips the configuration without a full prediction. Costs and bound come from one dry run of the
+layers, which is reused for many configurations."""
 
 from __future__ import annotations
 
@@ -77,8 +77,9 @@ class LayerPrediction(NamedTuple):
 
     Attributes
     ----------
-    forward : seconds of its forward passes in a step, including recomputation and communication inside the layer
-    backward : seconds of its backward passes in a step
+    forward : time in seconds of all forward passes of the layer in a step, including recomputation and communication
+        inside the layer
+    backward : time in seconds of all backward passes of the layer in a step
     nbytes : bytes of activations that the forward pass of one microbatch keeps, minus the bytes that it frees
     """
 
@@ -106,9 +107,9 @@ def predict_cost_by_layer(step: WorldStep, machine: Machine) -> dict[str, LayerP
 
 
 def _run_layers_and_list_costs(step: WorldStep, rows: int, split: bool) -> tuple[LayerList, LayerCostList]:
-    """Run all layers on shape-only arrays, and return the layers and the costs of one microbatch. Each cost is given as
-    (index of the last layer of the unit, part of the step as numbered in `STEP_PARTS`, cost of an action, change in the
-    bytes of kept activations).
+    """Run all layers on shape-only arrays, and return the layers and the costs of one microbatch. Each cost belongs to
+    one action of a unit (group of layers), and is given as (index of the last layer of the unit, part of the step as
+    numbered in `STEP_PARTS`, cost of the action, change in the bytes of kept activations).
 
     `rows` is the number of samples of a microbatch. With `split`, two pipeline ranks each run half of the layers, so
     that the backward pass is divided into input gradients (I) and parameter gradients (W)."""

@@ -43,8 +43,9 @@ class NetworkLevel:
     latency : seconds that an empty message takes
     bandwidth : bytes per second of one rank while no other rank sends
     ranks : number of ranks in one unit (default: all ranks; only the last level has this default)
-    contention : how much ranks in the same unit of the level below slow each other down: 0 if every rank has its own
-        link (default), 1 if all of these ranks share one link
+    contention : how much ranks slow each other down if they share a unit of the next lower level, such as the ranks of
+        one host in the network between hosts: 0 if every rank has its own link (default), 1 if all these ranks share
+        one link
     """
 
     name: str
@@ -76,9 +77,9 @@ class Compute:
     flops : peak FLOP per second of matrix products, by format: float64, float32, bf16, float16
     memory : peak bytes per second to and from memory
     efficiency : fraction of `flops` that large products reach
-    half : number of FLOP of a matrix product that reaches half the rate of large products; a product of F FLOP reaches
-        `F / (F + half)` of that rate. This formula holds for the fastest format. The time in seconds that a product
-        loses in this way is the same in every other format
+    half : size in FLOP of a matrix product that reaches half the rate of large products, in the fastest format: a
+        product of F FLOP reaches `F / (F + half)` of that rate. So every product takes longer than at the full rate by
+        a constant time, which is the same in all formats
     memory_efficiency : fraction of `memory` that memory-bound kernels reach
     launch : overhead of each kernel call in seconds
     spill : fraction of the intermediate arrays of attention and losses that is written to memory if these layers
@@ -258,7 +259,8 @@ def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
 
 
 def _warn_of_unknown_kernels(path: Path, rates: KernelRates) -> None:
-    """Warn if a machine file has rates of kernels that do not exist, as after an update that renamed kernels."""
+    """Warn if a machine file contains rates of kernels that do not exist, for example because an update has renamed
+    kernels."""
     tables = (*rates.passes.values(), *rates.products.values())
     names = {kernel.removeprefix(WEIGHTS) for table in tables for kernel in table}
     if not names:

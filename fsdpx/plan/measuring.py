@@ -116,8 +116,8 @@ def _measure_mean_call_seconds_over_ranks(
     """Return the time of one call in seconds, averaged over ranks. Collective.
 
     Each round of calls ends with a barrier, so that ranks that share a core all wait for the slowest rank, as they do
-    in a step. The time of a round is counted from the end of the previous round. A rank may still be asleep when other
-    ranks begin the round, and this delay must be included."""
+    in a step. The time of a round is counted from the end of the previous round, in order to include the delay of ranks
+    that are still asleep when other ranks begin."""
     device.timings += 1
     device.count(device.timings)
     call()
@@ -254,7 +254,9 @@ def _measure_kernel_and_step_overhead(comm: Communicator, device: Processors, ba
 def _measure_network_levels(comm: Communicator, device: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
     """Measure the network between the ranks of a host, and the network between all hosts. Return one level for each of
     these networks. Collective."""
-    if comm.size == 1:  # with one rank, no link can be measured; assume that ranks on a host communicate through memory
+    # with one rank, no link can be measured; estimate the link from the memory speed, because ranks on a host
+    # communicate through memory
+    if comm.size == 1:
         return (NetworkLevel("host", 2e-5, compute.memory / 4),)
     node = find_node_communicator(comm)
     hosts = len(node.ranks_by_host) if node is not None else 1

@@ -41,22 +41,22 @@ ROW_MEANINGS = {
 shown by its name.
 """
 SLAB_MEANINGS = {"full": "gathered parameters", "grad": "gradients of whole pages"}
-"""Text that is shown for the buffers of each kind of slot (named buffer of a program) in the slab. The slab is the
-memory block for temporary buffers."""
+"""Texts shown for the temporary buffers, which all lie in one memory block, the slab. The keys are kinds of slots
+(named buffers of a program)."""
 ACTIVATION_MEANINGS = {
     "saved": "kept for backward", "held": "kept to compute it once more", "kept": "kept for gradients of parameters",
     "dact": "gradients of values", "act": "values between units",
 }  # fmt: skip
-"""Text that is shown for the activations in each kind of slot (named buffer of a program). If an array is in several
-kinds of slots, it is counted only for the kind that comes first in this dict."""
+"""Texts shown for activations. The keys are kinds of slots (named buffers of a program). An array that is in slots of
+several kinds is counted only once, for the kind that comes first in this dict."""
 UNIT_SLOT_KINDS = ("saved", "held", "kept")
 """Kinds of slots (named buffers of a program) that are identified by the index of a unit (layers whose parameters are
 gathered together). Slots of other kinds are identified by the index of a value."""
 BATCH = "the batch"
 ACTIVATION_BYTES_PER_GAP_BYTE = 16
-"""Number of bytes of activations for which, at the memory peak, gaps in the heap take one more byte. Gaps exist because
-heap memory is never returned to the system (see core/array/arena.py) and activations are not moved. For transformers on
-1 to 4 ranks, the measured size of the gaps was 1/20 to 1/7 of the size of the activations."""
+"""At the memory peak, gaps in the heap are assumed to take one byte per this many bytes of activations. There are gaps
+because heap memory is never returned to the system (see core/array/arena.py), and because activations are not moved.
+For transformers on 1 to 4 ranks, the measured size of the gaps was 1/20 to 1/7 of the size of the activations."""
 MAX_UNITS_SHOWN, MAX_UNITS_WIDTH = 4, 76
 """Maximum number of units in a table row, and their maximum width in characters."""
 

@@ -101,8 +101,8 @@ class Prediction:
     def layers(self) -> dict[str, LayerPrediction]:
         """Predicted cost of each layer on one rank, keyed by path: how many seconds its `forward` and `backward` take
         in a step, and how many bytes of activations it keeps for one microbatch (`nbytes`). The cost of a layer without
-        parameters is added to the next layer, and the cost of the loss to the last layer. Gathering and reducing pages
-        (flat parameter buffers) is not included."""
+        parameters is added to the next layer, and the cost of the loss to the last layer. The time to gather parameters
+        and to reduce gradients between ranks is not included."""
         with memoizing(), disabling_gc():
             return predict_cost_by_layer(self.step, self.machine)
 
@@ -203,8 +203,8 @@ def disabling_gc() -> Iterator[None]:
 def dry_run_one_rank_per_group(
     model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any
 ) -> StepDryRuns:
-    """Run the step on shape-only arrays, for one rank in each group of ranks that do the same work. Return the runs.
-    `predict_from_dry_runs` uses them to predict the step on any machine.
+    """Run the step on shape-only arrays, for one rank in each group of ranks that do the same work. Return these dry
+    runs, from which `predict_from_dry_runs` predicts the step on any machine.
 
     `gpu` says whether ranks are GPUs; `options` are the same as for `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)
@@ -214,7 +214,8 @@ def dry_run_one_rank_per_group(
 def predict_step_cost(step: WorldStep, machine: Machine) -> Prediction:
     """Predict a step on a machine, after running it on shape-only arrays. Raise ConfigError if the machine has too few
     ranks."""
-    step.make_time_model(machine)  # raises an error before the costly dry runs if the machine has too few ranks
+    # if the machine has too few ranks, this call raises an error before the costly dry runs
+    step.make_time_model(machine)
     with memoizing(), disabling_gc():
         return predict_from_dry_runs(StepDryRuns.from_step(step, step.count_dry_run_microbatches()), machine)
 

@@ -51,8 +51,8 @@ class StepClock:
         return self._known(rank, find_representative_action(action, self._few))
 
     def _compute_action_price(self, rank: int, action: Action) -> ActionPrice:
-        """Return the time of an action that was part of the dry run. A receive costs nothing, because the whole
-        transfer is charged to the send."""
+        """Return the time of an action that was part of the dry run. A receive takes no time, because the whole time of
+        the transfer is counted for the send."""
         cost, verb = self.runs[rank].costs[action], VERBS[action.op]
         if verb.is_receive:
             return ActionPrice(0.0, {})
@@ -88,8 +88,8 @@ class StepClock:
     def _get_transfer_seconds(self, rank: int, action: Action) -> Any:
         """Return the time in seconds to transfer an action's data, excluding the wait for the sender.
 
-        The caller uses the result as an upper limit. It is inf (no limit) for an action that neither receives nor
-        synchronizes."""
+        The caller counts at most this much time as a transfer. For an action that neither receives nor synchronizes,
+        the result is inf (no limit)."""
         verb = VERBS[action.op]
         if not verb.is_receive:
             return self.predict_action_seconds(rank, action).total_seconds if verb.is_synchronizing else inf

@@ -25,7 +25,7 @@ def wrap_call_into_lines(code: str, indent: int = 0, end: str = "") -> str:
 
 
 def _split_arguments_text(code: str) -> Iterator[str]:
-    """Split the text of a call's arguments at the commas outside of brackets, and yield the arguments."""
+    """Split the text of a call's arguments at all commas that are not inside brackets, and yield the arguments."""
     depth, begin = 0, 0
     for at, letter in enumerate(code):
         depth += (letter in "([{") - (letter in ")]}")

@@ -44,8 +44,8 @@ def find_names_of_measured_kernels() -> frozenset[str]:
 
 
 def make_calls_of_all_memory_bound_kernels(xp: Any, name: str, nbytes: int) -> list[Call]:
-    """Return one function per memory-bound kernel, which calls the kernel on arrays of dtype `name`. Each call
-    reads and writes about `nbytes` bytes."""
+    """For each memory-bound kernel, return a function that calls this kernel on arrays of dtype `name`. Each call reads
+    and writes about `nbytes` bytes."""
     kind = parse_dtype(name)
     n = max(nbytes // (3 * kind.itemsize) // 1024, 1) * 1024 // WIDTH
     a, b, c = (xp.full((n, WIDTH), 0.5, dtype=kind) for _ in range(3))
@@ -123,8 +123,8 @@ def _list_pooling_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
 
 
 def _list_cast_and_update_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
-    """Return calls that cast between a number format and the format that its sums are accumulated in. For formats of at
-    least 32 bits, also return a call of an optimizer update."""
+    """If `dtype` has 16 bits, return calls that cast between `dtype` and float32, in which sums are accumulated.
+    Otherwise, return a call of an optimizer update."""
     size, total = n * WIDTH, accumulation_dtype(dtype)
     short, long = (xp.full((size,), 0.5, dtype=one) for one in (dtype, total))
     calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (dtype != total)]
@@ -150,8 +150,9 @@ FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
     LINE: ((4,), (16,), (64,)), TALL: ((64, 4), (64, 16), (64, 64)), IMAGE: ((8, 8), (64, 64)),
     CELL: ((1 << 13,), (1 << 16,)),
 }  # fmt: skip
-"""Sizes of fields for each window. Some fields have short rows, where windows often extend beyond the ends, and others
-have long rows. LINE and TALL have the same number of windows per row if rows are equally long."""
+"""Sizes of fields for each window. Some fields have short rows, where windows often extend beyond the ends of the row,
+and others have long rows. The fields for LINE and for TALL have rows of equal lengths, and therefore equal numbers of
+windows per row."""
 DEPTHWISE_CASES = (LINE, (16,)), (LINE, (64,)), (CUBE, (8, 8, 16)), (CUBE, (8, 8, 64))
 """(Window, field size) of depthwise convolutions, with the same two row lengths for both windows."""
 ELEMENTS = 1 << 18
@@ -193,8 +194,8 @@ def _iterate_convolution_calls(
     numbers: int = ELEMENTS,
 ) -> Iterator[Call]:  # fmt: skip
     """Yield calls of a convolution's forward pass, and of its backward passes for inputs and for parameters. The
-    convolution has `inner` input and `outer` output channels. `numbers` is the approximate number of elements of the
-    larger field; it determines the number of samples."""
+    convolution has `inner` input and `outer` output channels. The number of samples is chosen so that the larger of the
+    two fields (input or output) has about `numbers` elements."""
     samples = max(numbers // (prod(cells) * max(inner, outer)), 1)
     ones = (1,) * len(window)
     strides = WindowStrides(window, ones, ones, tuple(-(k // 2) for k in window), groups)

@@ -20,7 +20,7 @@ from fsdpx.plan.printed import wrap_call_into_lines
 __all__ = ["MAX_SHOWN", "Candidate", "Plan", "can_split_evenly"]
 
 MAX_SHOWN = 5
-"""Maximum number of rows in a table, and of reasons for rejection that are shown."""
+"""Maximum number of rows in a table, and maximum number of reasons for rejection that are shown."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Candidate:
 
 HEAD = ("kind", "step", "memory", "fits", "sends", "with")
 CLOSE_TIME_FACTOR = 1.02
-"""Configurations whose time is within this factor of the shortest time count as equally fast, because predictions are
-not more accurate than this factor."""
+"""Configurations that take at most this factor times the shortest time count as equally fast, because predictions are
+not accurate enough to tell them apart."""
 
 
 def _format_whether_fits(nbytes: int, limit: int | None) -> str:
@@ -106,19 +106,20 @@ class Plan:
     candidates : configurations that fit, the fastest first
     rejected : (options, reason) for each configuration that cannot run or does not fit
     search_space : description of what was tried
-    largest_batch : number of samples in the largest global batch that fits. It is found by doubling, with the options
-        of the fastest configuration or of the configurations that need the least memory
+    largest_batch : number of samples in the largest global batch that fits with the options of the fastest
+        configuration, or with those of the configurations that need the least memory. It is found by doubling the given
+        batch
     machine : the machine for which the steps were predicted
     memory : bytes that a rank may use; None if not known
     samples : number of samples in the global batch
     loss : the loss as a Python expression
     cells : number of cells of the field along each dim, if the batch consists of fields
     longest : size of the longest sequence that fits (in tokens) or of the largest field that fits (in cells along each
-        dim), found by doubling, as for `largest_batch`; () if the model accepts no size other than the batch's
+        dim), found by doubling, as for `largest_batch`; () if the model accepts only the size of the given batch
     scaling : predictions of the fastest configuration on other numbers of ranks, with the same global batch, fewest
         ranks first
-    slow : (options, seconds) for each configuration that was ruled out because `seconds`, a lower bound on its step
-        time, exceeds the step times of the configurations that are shown
+    slow : (options, seconds) for each configuration that was ruled out as too slow. Here, `seconds` is a lower bound on
+        the step time, which exceeds the step times of the configurations that are shown
     deepest : (blocks, parameters) of the deepest model of the same width that fits, at most 16 times as deep as the
         given model; (0, 0) if the model has no repeated block
     limits : the options that make the largest batch, size and depth fit; the keys are "batch", "size" and "depth"

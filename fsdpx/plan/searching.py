@@ -46,7 +46,7 @@ __all__ = ["search"]
 MAX_CANDIDATES = 400
 """Default maximum number of configurations that are predicted."""
 MAX_REFINED = 3
-"""Other `group_bytes` and codecs are tried for this many of the fastest configurations."""
+"""Number of the fastest configurations for which other `group_bytes` and codecs are tried."""
 GROUP_BYTES = 256 << 10, 4 << 20
 """Unit sizes in bytes that are tried in addition to the default of 1 MiB."""
 OFFLOAD_CHOICES = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
@@ -64,7 +64,8 @@ OFFLOAD_FOLDER = "/local/disk"
 ANY_GRID = "any"
 """Value of `domain` that requests a search over all grids."""
 GRIDS_PER_SIZE = 4
-"""Maximum number of grids that are tried for each number of ranks. The grids with the smallest faces are tried."""
+"""Maximum number of grids that are tried for each number of ranks. The grids with the smallest halos relative to the
+shards are tried."""
 CLOSE_FACTOR = 1.3
 """Configurations are predicted if the lower bound on their step time is within this factor of the fastest step time."""
 RECOMPUTE_CHOICES = None, "all"
@@ -275,7 +276,9 @@ class _Search:
         for group_bytes in self._list_values_to_try("group_bytes", *GROUP_BYTES):
             made = self.predict_and_record_configuration({**candidate.options, "group_bytes": group_bytes})
             if made is not None and _make_sort_key(made) == _make_sort_key(candidate):
-                self.found.remove(made)  # the prediction is unchanged, because every unit already exceeds group_bytes
+                # `made` duplicates `candidate`: every unit already exceeds group_bytes, so the units and the prediction
+                # are the same
+                self.found.remove(made)
 
     def _list_values_to_try(self, name: str, *values: Any) -> tuple[Any, ...]:
         """Return the values of an option to try: only the user's value if the user has set it, else `values`."""
@@ -333,7 +336,7 @@ class _Search:
         return found
 
     def _try_microbatches_to_fit(self, chosen: dict[str, Any]) -> bool:
-        """Try the strategy and mesh in `chosen` with a small number of microbatches, then with more until the step
+        """Try the strategy and mesh in `chosen` with few microbatches first, and then with more and more until the step
         fits. Return False if the step needs too much memory with any number of microbatches."""
         pipe, rows = self._get_pipe_width_and_samples_per_rank(chosen)
         first = min(4 * pipe if pipe > 1 else 1, rows)
@@ -457,7 +460,7 @@ class _Search:
         """Return the size of the longest sequence that fits (in tokens) or of the largest field that fits (in cells
         along each dim), and the options that make it fit.
 
-        Return () and None if the model accepts no size other than the batch's."""
+        Return () and None if the model accepts only the size of the given batch."""
         shape = self.batch[0][0]
         if self._has_fixed_parts:
             return (), None
@@ -569,8 +572,9 @@ class _Search:
         return tuple(found[ranks] for ranks in sorted(found))
 
     def _choose_field_grid_for_data_ranks(self, mesh: Mesh, data: int) -> tuple[int, ...]:
-        """Return a grid of ranks that share a field, for a job with `data` data ranks. The number of such grids, which
-        process different samples in parallel, stays the same as in `mesh`. Raise ValueError if there is none."""
+        """Choose how many ranks share a field along each dim, for a job with `data` data ranks. Several such grids of
+        ranks process different samples in parallel; their number stays the same as in `mesh`. Raise ValueError if no
+        grid is possible."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]
         grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if can_split_evenly(dims, cells)]
         return min(grids, key=lambda dims: _compute_halo_to_cell_ratio(dims, cells))

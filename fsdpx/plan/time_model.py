@@ -127,8 +127,8 @@ class MeshOnMachine:
         return found
 
     def find_crossed_network_levels(self, axes: tuple[str, ...]) -> list[LevelCrossing]:
-        """Return the network levels that a group of ranks along these mesh axes communicates across, from lowest to
-        highest."""
+        """Return the network levels across which the ranks along these mesh axes communicate with each other, from the
+        lowest to the highest."""
         found, before, unit, size = list[LevelCrossing](), 1.0, 1.0, self.mesh.size
         for level in self.machine.levels:
             inside = 1.0
@@ -152,8 +152,8 @@ class MeshOnMachine:
 
     @cached_property
     def crossed_network_levels_by_axis(self) -> dict[str, list[LevelCrossing]]:
-        """For each axis, the network levels that ranks along the axis communicate across. The keys are the axis names
-        of the traffic counters."""
+        """The network levels across which the ranks along each axis communicate, keyed by the axis names of the traffic
+        counters."""
         groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
         groups |= {"peers": ("pipe",), "domain": ("replica", "shard")}
         return {name: self.find_crossed_network_levels(axes) for name, axes in groups.items()}
@@ -171,7 +171,8 @@ class StepTimes:
         """Return the time in seconds of the communication call `verb`, such as "all_reduce", in which this rank sends
         `nbytes` bytes. A collective takes the time of the fastest of three algorithms.
 
-        - ring: each step takes the largest latency of all links, and bytes move at the speed of the slowest link
+        - ring: the time of each step is the highest latency of all links, and bytes move at the speed of the slowest
+          link
         - tree: for an all-reduce, log2(ranks) steps in each direction, each of which sends the full array; for small
           MPI messages, log2(ranks) steps that send everything received so far (Bruck et al. 1997)
         - hierarchy: one network level after another; each level transfers the bytes that remain after the levels below
@@ -205,8 +206,9 @@ class StepTimes:
         return min(ring, tree, levels)
 
     def _compute_neighbor_message_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
-        """Return the time in seconds of a message to the most distant neighbor. All ranks wait for this message. For
-        fields, return the mean over dims, weighted by the halo bytes along each dim."""
+        """Return the time in seconds of a message to the neighbor that is the farthest away in the network, because all
+        ranks wait for this message. For the halo messages of fields, return the mean of this time over the dims,
+        weighted by the halo bytes along each dim."""
         if axis != "domain":
             return reaches[-1].level.latency + nbytes / reaches[-1].bytes_per_second
         seconds, stride = 0.0, self.lines.rank_strides["shard"]
@@ -222,7 +224,7 @@ class StepTimes:
         return seconds
 
     def compute_message_seconds(self, sender: int, receiver: int, nbytes: float) -> float:
-        """Return the time in seconds of one message between two ranks, which are given by their global rank numbers."""
+        """Return the time in seconds of one message between the global ranks `sender` and `receiver`."""
         users = 1.0
         for level in self.lines.machine.levels:
             if sender // level.ranks == receiver // level.ranks:

@@ -59,7 +59,7 @@ class RankClass:
 
     Parameters
     ----------
-    rank : number of the representative rank
+    rank : global rank ID of the representative rank
     coordinates : mesh coordinates of the representative rank
     peak : the moment of highest memory use, and the memory held for each unit
     traffic : (axis, call) -> (number of calls, bytes) in a step
@@ -167,7 +167,8 @@ class WorldStep:
         return tuple((shape, dtype) for shape, (_, dtype) in zip((*inputs, target), self.batch, strict=True))
 
     def _get_part(self, representative_index: int) -> Domain:
-        """Return the domain as seen by the rank that `representative_index` selects."""
+        """Return the domain as seen by one rank: the rank with the most computation (`representative_index` 0) or the
+        most communication (1)."""
         return self.domain.as_rank(self.domain.busiest_ranks[-1 if representative_index else 0])
 
     @property
@@ -193,15 +194,17 @@ class WorldStep:
 
     @property
     def _min_steady_microbatch_count(self) -> int | None:
-        """`NamedSchedule.steady` of the pipeline schedule: the number of microbatches per pipeline rank beyond which
-        each additional one takes the same time. None if it is unknown, or if the schedule has no name."""
+        """The value of `NamedSchedule.steady` for the pipeline schedule: from this number of microbatches per pipeline
+        rank on, every additional microbatch lengthens the step by the same time. None if the number is unknown, or if
+        the schedule is not a named one."""
         chosen = self.options["schedule"]
         found = SCHEDULES.get(chosen) if isinstance(chosen, str) else None
         return None if found is None else found.steady
 
     @property
     def has_equal_microbatch_durations(self) -> bool:
-        """Whether all microbatches take the same time, except for the first and last ones of a pipeline."""
+        """Whether all microbatches take the same time, apart from the first and last microbatches, during which a
+        pipeline fills and drains."""
         known = self.mesh.width_of("pipe") == 1 or self._min_steady_microbatch_count is not None
         rows, rest = divmod(self.sample_count, self.sample_group_count)
         equal = rest == 0 and rows % self.microbatches == 0
@@ -267,8 +270,8 @@ class WorldStep:
         return StepTimes(lines, normalize_half_name(formats_of(self.options["precision"]).compute))
 
     def _add_step_end_message_costs(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
-        """Add the small messages caused by additional microbatches to `costs`: at the end of a step, each rank sends
-        two float64 numbers per microbatch to all other ranks."""
+        """Add to `costs` the bytes sent at the end of the step for `microbatches` microbatches that the dry run left
+        out: each rank sends two float64 numbers per microbatch to all other ranks."""
         more = microbatches * 2 * 8 * (self.mesh.size - 1)
         for action in [a for a in costs if "loss:all" in VERBS[a.op].takes] if more else ():
             calls = [(axis, call, n, sent + more * (axis == CONTROL)) for axis, call, n, sent in costs[action].calls]
@@ -317,7 +320,7 @@ def make_world_step(
     chosen = _check_and_complete_options(pairs, gpu, chosen)
     Recipe(TrainingChoices(model)).with_options(
         {name: value for name, value in chosen.items() if name != "domain"}
-    )  # called only to raise ConfigError for invalid options
+    )  # the result is not needed: this call raises ConfigError for invalid options
     return WorldStep.from_options(model, pairs, require_positive_int("ranks", ranks), chosen)
 
 

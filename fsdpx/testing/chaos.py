@@ -1,6 +1,6 @@
-"""Fault injection: kill, stop or delay ranks at chosen actions of their programs. Faults are reproducible from a seed.
-A step log then shows whether a restarted job is correct: no step may be skipped, and a repeated step must give a
-bit-identical loss."""
+"""Fault injection: kill, stop or delay ranks at chosen actions of their programs. The faults can be drawn from a seed,
+and are then reproducible. A step log then shows whether a restarted job is correct: no step may be skipped, and a
+repeated step must give a bit-identical loss."""
 
 from __future__ import annotations
 

@@ -21,8 +21,9 @@ REDUCE_CASES = (
     (3, (1, 4, 2), "start"), (4, (0, 0, 0, 1), "elsewhere"), (5, (1, 4, 2, 0, 3), "elsewhere"),
     (5, (12, 12, 12, 12, 13), "start"),
 )  # fmt: skip
-"""Tuples (number of ranks, number of elements of each part of the sum, where a rank's part is written). Only these
-combinations are tested. They contain every number of ranks from 1 to 5, and each of the three places."""
+"""Test cases for sums of which each rank gets one part: (number of ranks, number of elements in each part, where a rank
+writes its part). A part is written to a separate array ("elsewhere"), or into the gradient, at its beginning ("start")
+or at the position of the part ("own part"). The cases contain every number of ranks from 1 to 5."""
 SHARED_CASES = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
 """Pairs (number of ranks, number of elements) for tests of an all-reduce."""
 

@@ -116,7 +116,8 @@ def _find_worst_element(name: str, got: np.ndarray, want: np.ndarray, tolerance:
     a, b = got.astype(wide), want.astype(wide)
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-    apart = np.where(np.isnan(apart), inf, apart)  # exactly one of the two values is NaN, or the infinities differ
+    # NaN here means that exactly one of the two values is NaN, or that the infinities differ
+    apart = np.where(np.isnan(apart), inf, apart)
     largest = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b))) or 1.0
     bits = _view_as_bits(got) != _view_as_bits(want) if not tolerance else np.zeros(got.shape, bool)
     beyond = bits | (apart > tolerance * largest)

@@ -228,7 +228,8 @@ class LayerContract(GradientContract):
     def test_bfloat16_stays_bfloat16(self) -> None:
         layer, x, p = self._make_test_case()
         dtype = parse_dtype("bf16")
-        with use_mode("plain"):  # compiled kernels return the same dtypes, and compiling them would take seconds
+        # array code is enough: compiled kernels return the same dtypes, and compiling them would take seconds
+        with use_mode("plain"):
             y, _, dx, _ = self._run_forward_backward(
                 layer, {n: a.astype(dtype) for n, a in p.items()}, _as_floats(x, dtype)
             )

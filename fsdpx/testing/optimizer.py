@@ -32,8 +32,9 @@ class OptimizerContract:
     updated in its own thread, so that optimizers can sum the norms of full parameters over shards."""
 
     shard_alignment: int = 1
-    """Use 1 if results never depend on where shards begin. Use 1024 if results stay the same only as long as each shard
-    begins at a multiple of 1024 elements in a parameter."""
+    """Alignment of shards with which results do not depend on the sharding. Use 1 if results never depend on where
+    shards begin. Use 1024 if results are the same only for shards that begin at a multiple of 1024 elements in a
+    parameter."""
     takes_groups: bool = True
     """Whether `make` takes `weight_decay`, and `groups` with "lr_scale" and "weight_decay"."""
 
@@ -122,9 +123,10 @@ class OptimizerContract:
         assert p.size == 0
 
     def test_each_parameter_counts_its_own_updates(self) -> None:
-        """Check that a parameter that was frozen for two steps counts step 3 as its first update, while the other
-        parameters count it as their third."""
-        # test the inner optimizer, because the wrapper that averages parameters counts the trainer's steps
+        """Freeze some parameters for two steps. Check that step 3 counts as the first update of these parameters, and
+        as the third update of all other parameters."""
+        # test the inner optimizer, because `AveragedOptimizer` counts the trainer's steps, not the updates of each
+        # parameter
         late, optimizer = ("a.bias", "b.weight"), unwrap_optimizer(self.make(lr=0.01))
         p, g, slots = self._make_parameters_gradients_and_slots("float64", slice(None), optimizer)
         alone = {

@@ -53,7 +53,7 @@ def _load_glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)
-    # musl's mallopt is a stub without effect
+    # require glibc, because musl's mallopt is a stub without effect
     return library if hasattr(library, "gnu_get_libc_version") else None
 
 
@@ -301,7 +301,8 @@ def get_data_pointer(array: Any) -> int:
     """Return the memory address of an array's first byte, on the host or on a device; 0 for arrays without data."""
     if isinstance(array, np.ndarray):
         try:
-            start: Any = ctypes.c_char.from_buffer  # fast, but refuses gaps and read-only arrays
+            # fast, but raises an error for read-only arrays and for arrays with gaps
+            start: Any = ctypes.c_char.from_buffer
             return ctypes.addressof(start(array))
         except (TypeError, ValueError):
             return array.__array_interface__["data"][0]

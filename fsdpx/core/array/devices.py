@@ -90,7 +90,7 @@ class Device:
         return nullcontext()
 
     def is_zero(self, number: float) -> bool:
-        """Return whether a number that was computed from arrays of this device is 0."""
+        """Return whether `number`, which was computed from arrays of this device, is 0."""
         return number == 0
 
     def is_finite(self, array: Any) -> bool:
@@ -173,8 +173,8 @@ def _find_device_of_array_module(name: str) -> Device:
     package = name.partition(".")[0]
     if package in ("builtins", "numpy"):
         return CPU
-    # arrays of fsdpx are declared only in `EXTENSIONS`; reading the declarations of other packages would take 10 % of a
-    # job's start time
+    # the array modules of fsdpx itself are all declared in `EXTENSIONS`; reading the declarations of other packages as
+    # well would take 10 % of a job's start time
     modules = EXTENSIONS["array"] if package == "fsdpx" else list_extensions("array")
     known = [one for one in modules if f"{name}.".startswith(f"{one}.")]
     found: Device = import_declared_extension("array", known[0]) if known else CPU

@@ -62,7 +62,9 @@ MIN_PIECE_ELEMENTS = 1 << 16
 MIN_PARALLEL_SIZE = 1 << 18
 """Minimum number of elements at which splitting a call pays off. A pass over this number of elements takes 80 us,
 whereas waking a thread and getting its answer takes 30 us."""
-PER_THREAD = 4  # number of pieces per thread; with smaller pieces, a worker that wakes up late delays the call less
+# number of pieces per thread; with several small pieces instead of one, a worker that wakes up late delays the call
+# less
+PER_THREAD = 4
 
 # arrays are split at multiples of this many elements, so that threads never write to the same cache line
 PIECE_ALIGNMENT = 64

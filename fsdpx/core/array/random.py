@@ -137,8 +137,8 @@ class Random:
 
     def get_numbers_for_rows_of_array(self, shape: tuple[int, ...], rows: np.ndarray, total: int) -> NumberRows:
         """Return the random numbers for an array of `shape` whose dim 1 consists of some rows of a larger array. `rows`
-        holds the indices of these rows, in any order. They are the numbers that `get_number_range` returns for the same
-        elements of the larger array.
+        holds the indices of these rows, in any order. Each element gets the random number that `get_number_range`
+        returns for the same element of the larger array.
 
         `total` is the number of rows of the larger array.
         """
@@ -215,8 +215,8 @@ class NumberSubarray:
     larger array of shape `whole`.
 
     Element (i, j, ...) of the part has the random number of element (starts[0] + i, starts[1] + j, ...) of the larger
-    array, whose elements are numbered in C order. Indices outside the larger array wrap around.
-    The number of samples, `whole[0]`, does not matter.
+    array, whose elements are numbered in C order. Indices outside the larger array wrap around. The size of the larger
+    array in the sample dim, `whole[0]`, does not affect the random numbers.
     """
 
     seed: int

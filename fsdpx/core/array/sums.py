@@ -36,8 +36,8 @@ def sum_exactly(values: Sequence[float]) -> float:
 
 
 def compute_sum_expansion(values: Sequence[float]) -> list[float]:
-    """Return a few numbers with the same exact sum as `values`, so that the sum can be sent to other ranks without
-    rounding."""
+    """Return a few numbers whose exact sum equals the exact sum of `values`. They can be sent to other ranks in place
+    of the sum, which would have to be rounded."""
     parts: list[float] = []
     rest = sum_exactly(values)
     while rest != 0.0:

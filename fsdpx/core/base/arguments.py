@@ -104,7 +104,7 @@ def _require_arguments_fit_hints(
     hint. `label` is the name of the function in the message.
 
     `error` is the exception that the call has raised, or None. If the call has failed, a 0-d array does not count as a
-    number: it may have caused the failure, because not all code accepts an array in place of a number."""
+    number. The array may have caused the failure, because not all code accepts a 0-d array in place of a number."""
     hints, positional = _get_hints_and_positional_names(function)
     for name, value in [*zip(positional, given, strict=False), *options.items()]:
         hint = hints.get(name, Any)

@@ -141,8 +141,8 @@ PRESETS: dict[str, Sharding] = {
 
 
 PRESETS_BY_MEMORY = tuple({one: name for name, one in PRESETS.items() if one.replica or one.shard}.values())
-"""Presets with one data axis, in order of decreasing memory per rank. If several presets are identical, only the last
-name is listed."""
+"""Names of the presets in which all data-parallel ranks lie on one of the two mesh axes, in order of decreasing memory
+per rank. If several presets are identical, only the last name is listed."""
 
 
 def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:

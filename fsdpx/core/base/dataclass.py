@@ -1,4 +1,4 @@
-"""A `dataclass` decorator that makes the classes of this package faster than Python's.
+"""A `dataclass` decorator for the classes of this package. It creates classes faster than Python's own decorator does.
 
 Python's decorator compiles six methods for each frozen class. For the 130 such classes of this package, this took a
 quarter of the start time of a training job. The decorator in this module compiles only the constructor. The resulting
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["dataclass", "field", "fields", "replace"]
 
 METHODS = {"__init__", "__eq__", "__hash__", "__setattr__", "__delattr__"}
-"""Methods that Python's decorator does not replace, or refuses, if a class defines them."""
+"""If a class defines one of these methods, Python's decorator keeps the class's method or raises an error."""
 
 
 def _convert_to_dataclass(cls: Any = None, /, *, frozen: bool = False, **options: bool) -> Any:
@@ -47,8 +47,9 @@ def _convert_to_dataclass(cls: Any = None, /, *, frozen: bool = False, **options
 
 
 def _needs_standard_dataclass_decorator(cls: Any) -> bool:
-    """Return whether a class needs Python's decorator: it is derived from a dataclass, has no docstring or one of the
-    methods that a decorator adds, or has fields that are keyword-only, not stored, or treated differently in hashes."""
+    """Return whether a class needs Python's decorator. It does if it is derived from a dataclass, lacks a docstring, or
+    itself defines one of the methods in `METHODS`. It also does if a field is keyword-only, is not stored, or is
+    declared with its own setting for hashing."""
     return (
         any(hasattr(base, "__dataclass_fields__") for base in cls.__mro__[1:])
         or not cls.__doc__

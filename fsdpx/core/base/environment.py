@@ -265,8 +265,8 @@ def require_expected_world_size(size: int, environment: Environment, library: st
 
 
 def require_single_process_and_get_note(environ: Mapping[str, str] = os.environ) -> str:
-    """Raise LaunchError if environment variables declare that this process is one of several ranks, but not where the
-    ranks meet.
+    """Raise LaunchError if environment variables declare that this process is one of several ranks, but do not say
+    where the ranks meet.
 
     Return a note for the user if this is a single process in a Slurm job with several tasks, else "". SLURM_NTASKS
     alone does not mean that this process is one of several ranks, because it is set for every process of an
@@ -315,8 +315,8 @@ def _detect_mpi_launcher_from_env(environ: Mapping[str, str]) -> LauncherInfo | 
 
 
 def _find_launcher_of_ranks_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Return the launcher of ranks without MPI, which is described by variables that torchrun, `fsdpx run` or the user
-    has set. Return None if there is none."""
+    """Return the launcher of ranks that do not use MPI. Environment variables set by torchrun, `fsdpx run` or the user
+    describe this launcher. Return None if these variables are missing or incomplete."""
     rank, size = (_parse_count_variable(environ, name) for name in ("RANK", "WORLD_SIZE"))
     if rank is None or not size or _parse_rendezvous_store(environ) is None:
         return None

@@ -89,8 +89,10 @@ half : 16-bit arithmetic: the module of matrix products, a function that names t
 strategy : a function that makes a `SyncChoice` for ranks that do not perform every step together
 verbs : the table of verbs (operations of a program) to which the module adds its own verbs on import, so that tools can
     read programs of other runs
-planner : a strategy that chooses all other options: a function of a recipe, a communicator and the given options
-ranks : a `CallRunnerChoice` class for ranks that may change; without arguments, its constructor uses defaults
+planner : a function that chooses all other options for a strategy such as "auto"; its arguments are a recipe, a
+    communicator and the options of the planner
+ranks : a `CallRunnerChoice` class, for a trainer whose set of ranks may change during training; its constructor can be
+    called without arguments
 layer : a layer class that a model of `fsdpx.nn` uses if an option requests it
 library : a function that converts a model and a loss of another library to layers, keyed by the library's import name.
     The function's third argument is the domain that the layers run over, if there is one

@@ -381,7 +381,7 @@ def open_for_append(path: Path) -> int:
 def _open_user_owned_file(path: Path, flags: int, mode: int) -> int:
     """Open a file for writing; raise `Untrusted` unless it is a regular file that this user owns and that has no other
     hard links."""
-    for _ in range(100):  # another process of this user may create or remove the file at the same time
+    for _ in range(100):  # try again if another process of this user creates or removes the file at the same time
         with suppress(FileExistsError):
             return os.open(path, flags | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
         with suppress(FileNotFoundError):

@@ -46,8 +46,9 @@ HOST = "host"
 
 def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
     """Call `body()` on every rank, and return the results of all ranks in rank order. If `body` raises an error on any
-    rank, all ranks raise CheckpointError with the text of that error (if several ranks fail, the text from the lowest
-    rank), so that no rank is left waiting. Error messages begin with `where`. Collective."""
+    rank, all ranks raise CheckpointError, so that no rank is left waiting. CheckpointError contains the text of the
+    original error; if several ranks fail, the text is from the lowest of these ranks. Error messages begin with
+    `where`. Collective."""
     value: Any = None
     problem, cause = None, None
     try:
@@ -124,8 +125,9 @@ except ImportError:  # Windows has no fcntl, so two jobs that save to the same p
 
 
 PREVIOUS, PARTIAL, LOCK, REMOVED = "previous", "partial-", "lock", "removed"
-"""Kinds of temporary files and folders that a save creates next to a checkpoint. They are left behind if the save is
-killed. `make_sibling_path` returns their paths. Their names begin with `.fsdpx-`, so `step-*` never matches them."""
+"""Kinds of temporary files and folders that a save creates next to a checkpoint. If the save is killed, these files and
+folders remain. `make_sibling_path` returns their paths. Their names begin with `.fsdpx-`, so the pattern `step-*` never
+matches them."""
 _RESERVED_PREFIX = ".fsdpx-"
 _SIBLING_PATTERN = re.compile(rf"\.fsdpx-({PREVIOUS}|{PARTIAL}[0-9a-f]{{8}}|{LOCK}|{REMOVED})-(.+)", re.DOTALL)
 MAX_LINKS = 40
@@ -279,9 +281,9 @@ def follow_link(path: Path) -> Path:
 
 
 def resolve_replaceable_folder(path: Path) -> Path:
-    """Return the folder at `path`, or its target if `path` is a symbolic link. Raise CheckpointError if the folder's
-    name is reserved. A save later replaces this folder by renaming another folder to its name. This is not possible for
-    the current folder or a mount point, so raise CheckpointError for them as well."""
+    """Return the folder at `path`, or its target if `path` is a symbolic link. A save later replaces this folder by
+    renaming another folder to its name. Raise CheckpointError if the folder's name is reserved. Also raise it for the
+    current folder and for a mount point, because these folders cannot be replaced."""
     folder = follow_link(path)
     if folder.name.lower().startswith(_RESERVED_PREFIX):
         raise CheckpointError(
@@ -346,9 +348,9 @@ def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]
 def prune_checkpoints(path: Path, keep: int, keep_also: str | None = None) -> None:
     """Delete old checkpoints, so that only the newest `keep` remain, including `path`.
 
-    Only checkpoints that have the same prefix as `path` and a lower number are deleted; checkpoints with higher numbers
-    must come from another run. The checkpoint named `keep_also`, symbolic links, and checkpoints that a symbolic link
-    in the same folder points to are never deleted."""
+    Only checkpoints that have the same prefix as `path` and a lower number are deleted. Checkpoints with higher numbers
+    are kept, because they were not written by this run. The checkpoint named `keep_also`, symbolic links, and
+    checkpoints that a symbolic link in the same folder points to are never deleted."""
     prefix = strip_trailing_number(path)
     links = [p for p in path.parent.iterdir() if p.is_symlink()]
     linked = {os.path.realpath(p) for p in links}

@@ -115,7 +115,7 @@ def load(
         run_on_all_ranks(world, where, lambda: _require_loader_position(loader, scalars))
     if verify:
         verify_checksums_on_all_ranks(world, source, where, count)
-    if loader is not None:  # restore the loader first: it may reject its state, and nothing else has changed yet
+    if loader is not None:  # restore the loader first: if it rejects the saved state, nothing else has changed yet
         run_on_all_ranks(world, where, lambda: loader.load_state_dict(scalars.data))
     shapes = {name: shape for name, (_, shape) in source.tensors.items()}
 

@@ -214,8 +214,8 @@ def iterate_codec_reads_and_zero_missing(
     Arrays that the checkpoint lacks are set to zero.
 
     A codec array may be the sum of several saved tensors. The first one is read directly into the codec array, and
-    `target` is None. For each further one, `target` is the codec array, and the caller must add the shard to it after
-    reading the shard.
+    `target` is None. For each further saved tensor, `target` is the codec array, and the caller must add the shard to
+    `target` after reading the shard.
 
     `found` maps the names of the tensors in the checkpoint to their shapes. Tensors that this rank does not need are
     ignored."""

@@ -206,8 +206,8 @@ def _read_small_file(path: Path) -> bytes:
 
 
 def _describe_nearest_folder(path: Path) -> str:
-    """Return a phrase to append to the error message about a missing path. It names the newest checkpoint in the
-    nearest parent folder that exists or, if there is none, lists that folder's contents."""
+    """Return a phrase to append to the error message about a missing path. The phrase names the newest checkpoint in
+    the nearest parent folder that exists. If no such checkpoint is found, the phrase lists the folder's contents."""
     folder = next(folder for folder in path.absolute().parents if folder.is_dir())
     return _describe_newest_checkpoint(folder) or f"; in {folder} there is {_join_file_names(folder)}"
 
@@ -240,8 +240,8 @@ def _describe_file_of_other_format(folder: Path) -> str:
 
 
 MAX_GAP_FACTOR = 8
-"""Maximum ratio for reading several runs (ranges of elements in a file) in one operation, together with the gaps
-between them. The ratio is the length of the full range divided by the total length of the runs."""
+"""Several runs (ranges of elements in a file) are read in one operation, together with the gaps between them, only if
+the full range is at most this many times as long as all the runs together."""
 
 
 def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:

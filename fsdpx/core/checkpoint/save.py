@@ -330,8 +330,8 @@ class BackgroundSave:
         self.world, self.prepared = state.placement.axes.world, prepared
         self._problem: str | None = None  # error message, if writing or committing has failed
         self._wrote, self._stopped = threading.Event(), threading.Event()
-        # `abandon` and `wait` acquire this lock instead of calling Thread.join, because in Python 3.11 Ctrl-C during
-        # join marks a running thread as ended
+        # `abandon` and `wait` acquire this lock instead of calling Thread.join: in Python 3.11, Ctrl-C during
+        # Thread.join marks the thread as ended although it is still running
         self._running = threading.Lock()
         try:
             pieces = count.iterate_and_count(prepared.iterate_shards(state))

@@ -231,7 +231,7 @@ def require_count_per_rank(comm: RankGroup, call: Call, counts: tuple[int, ...])
 
 
 def require_own_piece_size(comm: RankGroup, call: Call, name: str, array: Array, count: int) -> None:
-    """Raise ShapeError unless `array` has exactly `count` elements (the number that belongs to this rank)."""
+    """Raise ShapeError unless `array` has exactly `count` elements, which is the size of this rank's piece."""
     if array.size != count:
         raise_call_error(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
 
@@ -255,8 +255,8 @@ def check_and_resolve_op_and_wire_dtype(comm: RankGroup, call: Call) -> None:
 
 def _check_and_resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
     """Replace the name in `call.wire` with the dtype that it stands for (the dtype in which arrays are sent). `dtype`
-    is the dtype of the arrays themselves. Raise ConfigError if this reduction, or arrays of `dtype`, cannot be sent in
-    the dtype `call.wire`."""
+    is the dtype of the arrays themselves. Raise ConfigError if arrays of `dtype` cannot be sent in the dtype
+    `call.wire`, or if this reduction does not support a separate dtype for sending."""
     call.wire = to_wire_dtype(call.wire)
     if get_dtype_kind(dtype) != "float" or not is_half(call.wire):
         raise_call_error(
@@ -325,7 +325,7 @@ class FakeCommunicator(Backend):
 
     Parameters
     ----------
-    rank : number of this rank
+    rank : index of this rank
     size : number of ranks
     """
 
@@ -385,9 +385,9 @@ class FakeNodeCommunicator(FakeCommunicator):
 
     Parameters
     ----------
-    rank : number of this rank
+    rank : index of this rank
     size : number of ranks
-    hosts : for each rank, the number of the host it runs on"""
+    hosts : for each rank, the index of the host that it runs on"""
 
     def __init__(self, rank: int, hosts: Sequence[int]) -> None:
         super().__init__(rank, len(hosts))

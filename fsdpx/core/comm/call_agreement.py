@@ -68,7 +68,7 @@ class CallAgreement:
     comm : second communicator of the same ranks as `base`, used for comparisons and for the data of asynchronous calls;
         it is closed together with this object
     single_host : whether all ranks run on one host with shared memory
-    turn : number of the call that is compared next"""
+    turn : index of the call that is compared next"""
 
     def __init__(self, base: MessageBackend, comm: MessageBackend, single_host: bool) -> None:
         self.base, self.comm, self.progress = base, comm, comm.progress
@@ -108,7 +108,7 @@ class CallAgreement:
 
     def _agree_within_few_polls(self, number: int, call: CallSignature, board: CollectiveBoard) -> bool:
         """Post this rank's call, and return whether all ranks post the same call within a few polls. Try this method
-        first: it usually returns True, and a handle, which takes longer to create, is then not needed."""
+        before creating a handle, which takes longer: it usually returns True, and then no handle is needed."""
         board.post_record(number + 1, call.words)
         for other in self.others:
             if not any(board.has_posted(other, number + 1) for _ in QUICK_POLLS):

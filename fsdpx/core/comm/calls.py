@@ -80,7 +80,8 @@ class ReduceOp(enum.Enum):
         if name in cls._value2member_map_:
             return cls(name)
         names = ", ".join(member.name for member in cls)
-        if hasattr(op, "shape"):  # as in mpi4py's `comm.Allreduce(send, recv)`
+        # `op` is an array if the user passes a second array, as in mpi4py's `comm.Allreduce(send, recv)`
+        if hasattr(op, "shape"):
             raise ConfigError(
                 f"the reduce operation is an array of {op.shape}: reductions work in place, so copy the values to the "
                 f"array of the result first, and pass that array and one of ReduceOp.{{{names}}}"
@@ -89,7 +90,8 @@ class ReduceOp(enum.Enum):
 
 
 def to_wire_dtype(wire: Any) -> np.dtype[Any]:
-    """Return the dtype in which a call sends its arrays, from the argument `wire`. Raise ConfigError if it is none."""
+    """Convert the argument `wire` to the dtype in which a call sends its arrays. Raise ConfigError if `wire` does not
+    denote a dtype."""
     try:
         return np.dtype(wire)
     except (TypeError, ValueError):
@@ -272,8 +274,8 @@ class Progress:
 
 
 def get_progress(comm: object) -> Progress:
-    """Return the `Progress` of the communicator `comm`: while `comm` waits, it also tests the transfers listed there.
-    If `comm` has none, return a new `Progress` without transfers."""
+    """Return the `Progress` of the communicator `comm`. It lists the transfers that `comm` advances during each wait.
+    If `comm` has no `Progress`, return a new one without transfers."""
     progress = getattr(comm, "progress", None)
     return progress if isinstance(progress, Progress) else Progress()
 
@@ -420,7 +422,8 @@ def spin_until(
                     return False
         return True
     finally:
-        if deadline is not None and outer is not None:  # this wait was nested in another wait, which continues
+        # this wait was nested in another wait, so restore the record of the outer wait
+        if deadline is not None and outer is not None:
             long_waits[thread] = outer
         elif deadline is not None:
             long_waits.pop(thread, None)

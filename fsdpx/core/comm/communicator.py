@@ -497,7 +497,7 @@ class Communicator(ABC):
 
         Parameters
         ----------
-        color : number of the group to join; if None, this rank joins no group
+        color : integer that identifies the group to join; if None, this rank joins no group
         key : number that determines the order of ranks in the group; ranks with the same key are in rank order
 
         Returns

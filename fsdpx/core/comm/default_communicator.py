@@ -32,7 +32,7 @@ class DefaultCommunicator:
 
     Attributes
     ----------
-    local_rank : number of this rank on its host
+    local_rank : index of this rank among the ranks on its host
     owned_communicators : communicators that are closed together with `comm`
     of_thread : whether the communicator belongs to a rank that `spawn` runs as a thread
     agreement : compares the calls of the functional API between ranks; None if `comm` itself compares them"""
@@ -127,7 +127,7 @@ class RankInfo(NamedTuple):
     Attributes
     ----------
     rank, size : rank of this process, and number of ranks
-    local_rank : number of this process on its host; None if it is unknown
+    local_rank : index of this process among the ranks on its host; None if it is unknown
     world : description of the ranks that are counted, such as "all ranks that the launcher started"
     """
 
@@ -142,8 +142,8 @@ def get_rank_info() -> RankInfo:
     and size in MPI_COMM_WORLD if MPI is initialized, and otherwise the values that the launcher has set in the
     environment.
 
-    Raise LaunchError if the environment shows that this process is one of several ranks, but not which one. Raise
-    ConfigError if there is a launcher but it has not set rank and size."""
+    Raise LaunchError if the environment shows that this process is one of several ranks, but does not show which one.
+    Raise ConfigError if there is a launcher but it has not set rank and size."""
     opened = get_default()
     if opened is not None:
         world = "a thread rank of fsdpx.spawn" if opened.of_thread else "the communicator of fsdpx.init()"

@@ -25,11 +25,12 @@ _FINGERPRINT_TAG = 7
 class CheckedCommunicator(CommunicatorWrapper):
     """A communicator that compares each collective between ranks before it starts, through a separate channel.
 
-    Ranks exchange a fingerprint of the operation, `what`, the dtype, the element count, the reduction and the root,
-    excluding values that only some ranks know. If fingerprints differ, all ranks raise a DesyncError that lists the
-    call of each rank. If a rank does not arrive within `timeout` seconds, the other ranks raise a DesyncError that
-    names the missing rank. Sends and receives are not checked. The exchange is blocking, so calls that would otherwise
-    overlap run one after another. For each call, a rank sends 256 bytes to each other rank."""
+    Ranks exchange a fingerprint of the operation, `what`, the dtype, the element count, the reduction and the root.
+    Values that only some ranks know are left out of the fingerprint. If fingerprints differ, all ranks raise a
+    DesyncError that lists the call of each rank. If a rank does not arrive within `timeout` seconds, the other ranks
+    raise a DesyncError that names the missing rank. Sends and receives are not checked. The exchange is blocking, so
+    calls that would otherwise overlap run one after another. For each call, a rank sends 256 bytes to each other
+    rank."""
 
     def __init__(self, comm: Communicator, timeout: float = 10.0) -> None:
         super().__init__(comm)

@@ -2,7 +2,7 @@
 passes.
 
 Backends are registered in the table `BACKENDS`. `spawn` runs a function on ranks that are threads. If ranks are
-processes, the failure of a rank ends the entire job while a trainer or a communicator opened by this module exists. The
+processes, and a trainer or a communicator opened by this module exists, the failure of a rank ends the entire job. The
 first uncaught exception in any thread is printed before the job is aborted."""
 
 from __future__ import annotations
@@ -298,7 +298,8 @@ def open_fault_tolerant_communicator(comm: Any = None) -> SurvivorCommunicator:
     Raises
     ------
     ConfigError
-        if ranks of `comm` cannot die, for example because it is a fake communicator"""
+        if the ranks of `comm` are neither MPI ranks nor threads; a fake communicator, for example, has no ranks that
+        could die"""
     comm = default_communicator.to_mpi4py(comm)
     given = (
         _open_or_reuse_world()
@@ -404,7 +405,7 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = world_comm.all_gather_value(platform.node()).count(platform.node())
     launcher = environment.read_environment().launcher
-    # ranks outside this communicator, such as those of a solver, need cores as well, unless ranks are bound to cores
+    # if ranks are not bound to cores, ranks outside this communicator, such as those of a solver, share the same cores
     is_bound = cores.count_usable_cores() < (os.cpu_count() or 1)
     on_host = 0 if is_bound or launcher is None else launcher.local_size or 0
     busy = cores.set_threads_per_rank(ranks_here) * max(ranks_here, on_host)
@@ -480,7 +481,8 @@ def spawn(
     Raises
     ------
     ConfigError
-        if an argument is invalid CommTimeout
+        if an argument is invalid
+    CommTimeout
         if a rank has waited too long for others
     DesyncError
         if ranks have called different collectives, or if one has returned while others are waiting for it"""

@@ -495,8 +495,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
         def check_ranks(missing: Callable[[], Sequence[int]], what: str) -> None:
             world.raise_if_failed()
-            # read `returned` before `missing`: otherwise a rank that acts and returns between the two reads would seem
-            # to have returned without acting
+            # read `returned` before `missing`: in the opposite order, a rank that acts and then returns between the two
+            # reads would count as both missing and returned
             if returned := set(world.returned):
                 gone = returned.intersection(members[rank] for rank in missing())
                 error = world.make_error_if_awaited_rank_returned(gone, [members[self.rank]], f"a window for {what}")

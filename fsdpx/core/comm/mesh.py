@@ -46,9 +46,9 @@ class Mesh:
     """The number of ranks along each of the four mesh axes. One of these numbers may be None; it is then chosen so that
     all ranks are used.
 
-    The ranks that share a sample (`domain`) are neighbors on the data axis, which is replica x shard. They shard and
-    replicate parameters like all other data ranks. For example, `Mesh(replica=2, domain=(2, 2))` on 8 ranks processes
-    two samples at a time, each divided among 4 ranks.
+    If `domain` is set, each sample is divided among several ranks. These ranks are neighbors on the data axis (replica
+    x shard). They shard and replicate parameters like all other data ranks. For example,
+    `Mesh(replica=2, domain=(2, 2))` on 8 ranks processes two samples at a time, each divided among 4 ranks.
 
     Parameters
     ----------
@@ -58,7 +58,8 @@ class Mesh:
     tensor : number of ranks over which single layers are sharded (tensor parallelism)
     order : the axes, from the slowest-varying to the fastest-varying coordinate; ranks are usually numbered host by
         host, so the last axis stays inside a host
-    domain : number of ranks along each of the 1 to 3 dimensions of a field, for `distribute(domain=grid)`
+    domain : number of ranks along each of the 1 to 3 dimensions of a sample's field, if samples are divided
+        (`distribute(domain=grid)`)
     """
 
     replica: int | None = 1
@@ -209,7 +210,8 @@ class Mesh:
         elif self.domain and self.shard is None and self.replica is not None and world_size % beside == 0:
             data = world_size // beside
             if data == self.replica * prod(self.domain) and resolve_sharding(strategy, data).shard == 1:
-                # each rank holds a full copy of the model, even if several ranks divide a sample among themselves
+                # the shard width is 1, because each rank holds a full copy of the model, even if several ranks share a
+                # sample
                 mesh = replace(self, replica=data, shard=1)
         return mesh.resolve_open_axis(world_size)
 
@@ -279,7 +281,7 @@ class Mesh:
         Parameters
         ----------
         coordinates : coordinates of one rank
-        axes : some of `AXES`
+        axes : names of mesh axes, from `AXES`
 
         Returns
         -------
@@ -307,7 +309,8 @@ def _parse_dim_widths(name: str, widths: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """The communicators of one rank along the axes of a mesh.
+    """The communicators of one rank along the axes of a mesh. The communicators below are described by the ranks that
+    belong to them.
 
     Attributes
     ----------
@@ -318,7 +321,7 @@ class MeshAxes:
         SGD)
     parts : data ranks that share this rank's samples
     domain : for each divided dimension of the samples, the ranks of `parts` along this dimension
-    samples : data ranks that work on other samples and hold the same part of them as this rank
+    samples : this rank, and the data ranks that hold the corresponding part of other samples
     counters : counts of calls and bytes for each axis
     groups : the groups of ranks that share samples; None if samples are not divided"""
 
@@ -347,8 +350,7 @@ class MeshAxes:
 
     @cached_property
     def rank_groups_sharing_samples(self) -> list[list[int]]:
-        """The data ranks, grouped by the samples that they share. Each inner list holds the data ranks that share the
-        same samples."""
+        """The groups of data ranks that share samples, as one list of data ranks per group."""
         if self.groups is None:
             return [[rank] for rank in range(self.data.size)]
         data = self.mesh.ranks_along(self.coordinates, ("replica", "shard"))
@@ -362,7 +364,7 @@ class MeshAxes:
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
         """Return a new communicator of `ranks` (ranks of `world`). Traffic is counted under `name`. The caller must
-        close the communicator. Collective: each rank must call this method with its own group."""
+        close the communicator. Collective: every rank must call this method with the ranks of its own subgroup."""
         assert isinstance(self.world, CountingCommunicator)
         return CountingCommunicator(self.world.comm.subgroup(ranks), name, self.counters)
 
@@ -381,7 +383,7 @@ class SampleGroups(NamedTuple):
     axis : name under which messages between the ranks of a group are counted
     dims : number of ranks along each divided dimension
     own_ranks : world ranks that hold parts of this rank's samples; the position along the last dimension varies fastest
-    members : for each group of ranks on this data axis, a list of the world ranks in it, in the same order as
+    members : for each group along this rank's data axis, the world ranks of the group, in the same order as in
         `own_ranks`"""
 
     axis: str
@@ -410,7 +412,7 @@ def connect_axes(
     mesh : the mesh; if a width is None, it is chosen so that all ranks of `comm` are used
     comm : communicator of all ranks in the mesh
     check : whether ranks compare a fingerprint of each collective before it starts
-    local : whether replicas train independently (local SGD), so that `group` consists of one replica
+    local : whether replicas train independently (local SGD); if so, `group` contains only the ranks of one replica
     samples : the groups of ranks that share samples (default: each data rank has its own samples)
 
     Returns

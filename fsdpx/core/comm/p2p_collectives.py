@@ -213,8 +213,8 @@ def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: in
 
 
 FIRST_RUN_ELEMENTS = 16
-"""Number of elements at the start of an array that an in-place cast converts through a temporary copy. For these
-elements, a direct cast could overwrite values before it reads them."""
+"""An in-place cast converts this many elements at the start of an array through a temporary copy. For these elements, a
+direct cast could overwrite values before it reads them."""
 
 
 def start_rounded_reduce_scatter(comm: Communicator, call: Call) -> Handle:

@@ -30,8 +30,8 @@ _NAMED = {letter: value for value, letter in _SINGLE.items()}
 
 
 def pack(value: Any) -> bytes:
-    """Encode a value as bytes. The value may consist of numbers, text, bytes, arrays, paths, fsdpx classes that only
-    hold values (and their instances), and collections of these.
+    """Encode a value as bytes. The value may be a number, text, bytes, an array, a path, an fsdpx class that only holds
+    values, an instance of such a class, or a collection of such values.
 
     Raise ConfigError for any other object. For user-defined objects, use `all_gather_object`."""
     buffer = io.BytesIO()
@@ -154,7 +154,8 @@ class _PlainReader:
 
     def read_values(self, depth: int) -> list[Any]:
         count = self.read_size()
-        if not 0 <= count <= len(self.data) - self.at:  # each value occupies at least one byte
+        # the count cannot exceed the number of remaining bytes, because each value occupies at least one byte
+        if not 0 <= count <= len(self.data) - self.at:
             raise ValueError(f"it ends before {count} values")
         return [self.read_value(depth + 1) for _ in range(count)]
 

@@ -54,7 +54,7 @@ def is_half(dtype: np.dtype) -> bool:
 
 
 def needs_rank_order_reduction(op: ReduceOp, dtype: np.dtype) -> bool:
-    """Return whether fsdpx itself combines the values of all ranks, in rank order, because a communication library
+    """Return whether fsdpx itself must combine the values of all ranks in rank order, because a communication library
     might compute a different result.
 
     The result is True for all reductions of 16-bit floats, and for MAX and MIN of other floats, where a NaN on any rank

@@ -1,5 +1,5 @@
 """Start and stop the watchdog, which reports ranks that have been waiting for each other for too long. The watchdog is
-used only if FSDPX_WATCH and the communicator allow it."""
+used only if there are several ranks, they run as processes, and the environment variable FSDPX_WATCH is not 0."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Window(ABC):
 
     def access_epoch(self, kind: str) -> AbstractContextManager[None]:
         """Return a context manager in which this rank accesses the memory of other ranks. `kind` is "pull" (read),
-        "push" (update) or "mix" (average with another rank)."""
+        "push" (update) or "mix" (average this rank's values with another rank's values)."""
         return nullcontext()
 
     def stop_accessing(self) -> None:  # noqa: B027 - only needed in simulated time
@@ -111,8 +111,8 @@ def allocate_aligned(nbytes: int) -> Array:
 
 
 class SharedWindow(Window):
-    """A window whose parts this process can all access directly in memory. `open_locked_part` yields a view of the
-    memory itself, not a copy."""
+    """A window in memory that this process can access directly, including the parts of other ranks. `open_locked_part`
+    yields a view of the memory itself, not a copy."""
 
     parts: list[Array]
 

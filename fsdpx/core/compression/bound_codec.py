@@ -23,8 +23,8 @@ class BoundCodec(NamedTuple):
     Attributes
     ----------
     memory : arrays that the codec keeps between steps, such as error feedback
-    scratch : bytes that the codec may use until its handle is complete
-    error_norms : two Euclidean norms of the last call, for reports: the norm of the compressed input
+    scratch : temporary memory (raw bytes) that the codec may use until the handle of its current call is complete
+    error_norms : two Euclidean norms from the last call, for reports: the norm of the values before compression
         (`gradient + kept error`), and the norm of the new compression error. Both are estimated from a sample of the
         elements
     what : name of the gradient in error messages

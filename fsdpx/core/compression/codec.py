@@ -35,7 +35,8 @@ class Codec(ABC):
     elementwise: bool = False
     """True if the result for an element is independent of the other elements reduced with it."""
     feedback: bool = False
-    """True if the codec keeps the rounding or truncation error of gradients, and so depends on the loss scale."""
+    """True if the codec keeps the rounding or truncation error of gradients. Like the gradients, this error contains
+    the loss scale as a factor, so the loss scale must not change."""
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum"}
     """The reshard rule of each memory array, keyed by name. Arrays that are not listed have the rule "reset". An array
     with the rule "sum" has as many elements as the gradient."""
@@ -46,8 +47,8 @@ class Codec(ABC):
 
         Parameters
         ----------
-        shapes : shapes of the tensors in order. If the shard holds only part of a tensor, the complete rows in this
-            part count as one tensor, and an incomplete row before or after them counts as a vector
+        shapes : shapes of the tensors in order. If a rank's shard holds only part of a tensor, the complete rows in
+            this part count as one tensor, and an incomplete row before or after them counts as a vector
 
         Returns
         -------

@@ -26,7 +26,7 @@ ANY_PARAMETER = "*"
 @dataclass(frozen=True)
 class HierarchicalCompression:
     """One gradient codec within replicas and another between them. With `strategy="hybrid"`, a replica is a host, so
-    these codecs are used within hosts and between hosts.
+    the codec `shard` is used within hosts and the codec `replica` between hosts.
 
     Parameters
     ----------

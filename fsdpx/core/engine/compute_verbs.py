@@ -34,9 +34,9 @@ UnitContexts = list[LayerContext]
 ANY_ORDER_KERNELS = frozenset(
     "channels_last relu gelu silu sigmoid tanh_backward max_pool avg_pool multiply_along_dim".split()
 )
-"""Kernels of layers whose compiled code gives the same bits for any memory order of fields."""
+"""Names of layer kernels whose compiled code gives bitwise identical results for any memory order of the arrays."""
 NO_VALUE = object()
-"""Placeholder for a node that gets no parameter gradient, in a list with one value per node."""
+"""Placeholder for a node (layer call) that gets no parameter gradient, in a list with one value per node."""
 
 
 def run_unit_forward(
@@ -149,8 +149,9 @@ def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept:
 
 
 def _fix_memory_order(env: LayerContext, names: Iterable[str] | None, values: Any) -> Any:
-    """Return an array, or a tuple of arrays, as the layer whose kernels are called `names` takes it: C-contiguous if
-    results may depend on the memory order, but must not."""
+    """Return `values` (an array or a tuple of arrays), converted to C-contiguous memory order if needed. This is needed
+    if results must not depend on the memory order, but the layer's kernels might depend on it. `names` holds the names
+    of these kernels."""
     if not env.ignores_memory_order or getattr(env.xp, "holds_no_data", False):
         return values
     is_compiled = env.xp is np and kernels.get_implementation_name("relu") == "numba"
@@ -167,7 +168,8 @@ UNIT_FUNCTIONS = UnitFunctions(run_unit_forward, run_unit_backward, run_unit_bac
 
 def _pop_output_gradients(node: Node, dvalues: dict[int, Any]) -> Any:
     """Remove the gradients of a node's outputs from `dvalues`, and return them as an array, or as a tuple if there are
-    several. In the tuple, an output that the loss does not depend on has None. If all outputs do, return None."""
+    several. The tuple contains None for each output that the loss does not depend on. If the loss depends on none of
+    the outputs, return None."""
     if len(node.outputs) == 1:
         return dvalues.pop(node.outputs[0], None)
     found = tuple([dvalues.pop(v, None) for v in node.outputs])
@@ -369,7 +371,8 @@ def _get_gradients_and_mark_blank(
 def _zero_unwritten_and_require_finite(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
     """Set to zero the gradients that no layer wrote. If the option `check_finite` is set, also check for NaN and Inf,
     except with a dynamic loss scale, where overflow is expected."""
-    # do not report tied parameters as idle, because they may get their gradient in another unit
+    # report only the parameters in `own_views` as idle (without a gradient), because tied parameters may get their
+    # gradient in another unit
     own_views = run.views.own[get_action_target(action)]
     for page in opened:
         run.workspace.state.idle.update((name, None) for name in page.zero_unwritten() if name in own_views)
@@ -392,7 +395,8 @@ def compute_loss_and_output_gradients(
     if not have:  # no layer is trained, so no gradient is needed
         return compute_loss_only(run, action, taken, read, added)
     env = run.get_layer_contexts_of_microbatch(batch)[0]
-    y = _fix_memory_order(env, (), taken[0] if len(taken) == 1 else taken)  # NumPy adds in this order
+    # make outputs C-contiguous if needed, because the result of a NumPy sum depends on the memory order
+    y = _fix_memory_order(env, (), taken[0] if len(taken) == 1 else taken)
     compute = getattr(type(find), "forward_and_backward", Loss.forward_and_backward)
     total, share, dy = compute(find, env, y, batch.target, run.scaler.value)
     each = (dy,) if len(taken) == 1 else tuple(dy)
@@ -420,7 +424,8 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
     env = run.get_layer_contexts_of_microbatch(batch)[0]
-    y = _fix_memory_order(env, (), taken[0] if len(taken) == 1 else taken)  # NumPy adds in this order
+    # make outputs C-contiguous if needed, because the result of a NumPy sum depends on the memory order
+    y = _fix_memory_order(env, (), taken[0] if len(taken) == 1 else taken)
     total, share, _ = run.placement.loss.forward(env, y, match_memory_order(batch.target, y))
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 

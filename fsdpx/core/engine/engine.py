@@ -135,7 +135,8 @@ class Engine:
             self._views = BufferViews(self.placement.layout, state.arena.generation, state.frozen)
         if blas.get_product_threads() != self.placement.product_threads:
             blas.set_product_threads(self.placement.product_threads)
-        if self._contexts.seed != state.seed:  # the cached layer contexts hold the random state of the old seed
+        # if the seed has changed, replace the cached layer contexts, which hold the random state of the old seed
+        if self._contexts.seed != state.seed:
             self._contexts = LayerContextCache(state)
         work, views, contexts = executable.workspace, self._views, self._contexts
         units: Sequence[Unit] = self.placement.layout.units
@@ -297,8 +298,8 @@ class DirectPrediction:
 
     @classmethod
     def from_last_program_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectPrediction | None:
-        """Return a `DirectPrediction` that repeats the last run. Return None if the program did more than inference on
-        one rank."""
+        """Return a `DirectPrediction` that repeats the last run. Return None unless the program did only inference, on
+        a single rank."""
         place, ops = engine.placement, {planned.action.op for planned in executable.steps}
         plain = (
             type(x) is np.ndarray and x.nbytes <= MAX_DIRECT_BYTES and len(executable.program.stage.used_inputs) == 1

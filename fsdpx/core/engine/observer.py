@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpx.core.base.dataclass import dataclass
 
-if TYPE_CHECKING:  # the launcher imports this module but must not load the engine
+# import the engine only for type checking, because the launcher imports this module and must not load the engine
+if TYPE_CHECKING:
     from fsdpx.core.comm.calls import TimedTransfer
     from fsdpx.core.engine.operations import ExecutableAction
     from fsdpx.core.engine.run import UnitFunctions

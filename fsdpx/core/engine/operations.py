@@ -162,14 +162,14 @@ def _pack_values_for_step_all_reduce(run: ProgramRun, pairs: Values, weight: Val
 
 
 def _compute_mean_loss_from_gathered_rows(run: ProgramRun, rows: list[list[float]]) -> LossMean:
-    """Return the mean loss. `rows` holds one list per rank with the numbers that this rank sent. Raise DataError if the
-    total loss weight of the global batch is zero. If replicas train independently, raise no error, because the weight
-    of a single replica's samples may be zero."""
+    """Return the mean loss. `rows` holds one list for each rank, with the numbers that the rank sent. Raise DataError
+    if the total loss weight of the global batch is zero. If replicas train independently, raise no error, because the
+    weight of a single replica's samples may be zero."""
     require_same_scheduled_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
-    # use the modulo, because in asynchronous training there is only one row, from this rank
+    # the modulo is needed in asynchronous training, where `rows` has only one row, from this rank
     lr = rows[run.sync_group.rank % len(rows)][-2]
     if math.isnan(lr):
-        # a rate of NaN marks an invalid rate; this call computes the rate again, and raises the error on all ranks
+        # NaN marks an invalid learning rate; this call computes the rate again, and raises the error on all ranks
         get_learning_rate(run.placement.optimizer, run.step + 1)
     shared = sum_exactly([row[0] for row in rows])
     if len(rows[0]) == 3:
@@ -554,5 +554,5 @@ TARGET_TEXTS: dict[str, Callable[[Placement, int], str]] = {
     "unit": lambda placement, number: f"unit {placement.layout.units[number].name!r}",
     "page": lambda placement, number: f"page {placement.format_page_name(number)!r}",
 }
-"""For each kind of target of an action ("unit", "page" or "edge"), a function that takes (placement, number) and
-returns a phrase that names the target. Extensions add functions."""
+"""For each kind of target of an action ("unit", "page" or "edge"), a function that takes (placement, ID of the target)
+and returns a phrase that names the target. Extensions add functions."""

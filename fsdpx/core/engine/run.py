@@ -149,7 +149,7 @@ class LossMean:
     Attributes
     ----------
     total, weight : sums of loss and loss weight over all samples
-    shared : total weight by which summed gradients are divided; 0 if there were no samples
+    shared : total loss weight of all accumulated gradients, by which their sum is divided; 0 if there were no samples
     rate : the learning rate, which is 0 in a program without an update; ranks send it with the loss to check that all
         ranks have the same rate
     """
@@ -224,8 +224,8 @@ class Workspace:
     def take_next_temporary_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
         """Return the part of the slab (memory for short-lived buffers) that is reserved for the next use of a buffer.
 
-        A buffer is identified by its `kind`, such as "full", and the number of its page (flat parameter buffer).
-        Buffers must be taken in program order."""
+        A buffer is identified by its `kind`, such as "full", and the index of its page (flat parameter buffer). Buffers
+        must be taken in program order."""
         slot = Slot(kind, page)
         life = slot, self.births[slot]
         self.births[slot] += 1
@@ -397,8 +397,9 @@ class ProgramRun:
 
 
 Operation = Callable[[ProgramRun, Action, Values, Values, Values], Values]
-"""Function (run, action, taken, read, added) that returns the values of the slots that the action fills, followed by
-the slots that it adds to, both in the order of the table of verbs."""
+"""Function (run, action, taken, read, added) that performs an action. It returns the new values of the slots (named
+values) that the action fills, followed by the new values of the slots that it adds to. Both are in the order of the
+table of verbs."""
 
 
 def get_microbatch_number(action: Action) -> int:

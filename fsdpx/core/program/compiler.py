@@ -120,7 +120,7 @@ class ProgramRequest:
     resident : pages whose full parameters are already gathered
     grads, parts : pages that have unreduced gradients (`grads`) or reduced gradient shards (`parts`) from earlier
         programs
-    has_loss_weight : whether an earlier program left its share of the loss weight (the number by which gradients are
+    has_loss_weight : whether earlier programs have already added to the loss weight (the number by which gradients are
         divided)
     order : forward and backward actions of this rank's stages, in execution order; if None (default), each microbatch
         runs forward and backward before the next one
@@ -157,8 +157,8 @@ class Program:
     ----------
     kind : a key of `PROGRAM_KINDS`
     actions : actions in the order in which they run
-    stage : the part of the model to which the numbers of units (groups of layers), pages (flat parameter buffers) and
-        values refer
+    stage : the part of the model to which the program's IDs of units (groups of layers), pages (flat parameter buffers)
+        and values (activations) refer
     microbatches : number of microbatches that the program runs; 0 for a program that computes nothing
     begins, ends : slots (named buffers) that are filled before the program (`begins`) or after it (`ends`)
     results : slots that are filled at the end and that the caller reads
@@ -173,7 +173,7 @@ class Program:
     results: tuple[Slot, ...] = field(default=())
 
     def __str__(self) -> str:
-        # the pages of the documentation are 88 columns wide
+        # wrap lines so that they fit into the documentation, whose pages are 88 columns wide
         return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)
 
     @cached_property
@@ -320,8 +320,8 @@ def _list_slots_filled_at_begin(request: ProgramRequest) -> frozenset[Slot]:
 
 
 def _list_slots_required_at_end(request: ProgramRequest) -> frozenset[Slot]:
-    """Return the slots (named buffers) that must be filled at the end. They are derived from the kind of program.
-    `check` can therefore compare them with the slots that the actions fill."""
+    """Return the slots (named buffers) that must be filled at the end. They are derived from the kind of program and
+    not from its actions, so that `check` can compare them with the slots that the actions fill."""
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
     slots = _list_lasting_slots(stage) | set(_list_result_slots(request))
     if request.keep_full:

@@ -21,8 +21,8 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
 
     Parameters
     ----------
-    drawn : a schedule, in which the forward pass and each half of the backward pass are drawn as one time step; or a
-        list of events, in which the duration of the shortest event is the time step
+    drawn : a schedule or a list of events. For a schedule, the forward pass and each half of the backward pass take one
+        time step. For events, one time step is the duration of the shortest event
     width : number of characters per line; longer lines are truncated and end in "..."
 
     Returns
@@ -87,12 +87,12 @@ def _format_cells_of_each_rank(events: Sequence[ActionEvent], letters: dict[int 
 
 
 def format_marked_schedule_step(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
-    """Format an excerpt of the action lists of all ranks around one entry, with a ^ below this entry. A line looks like
-    "rank 1 F1.0 B1.0 F1.1".
+    """Format an excerpt of a schedule, with a ^ below the marked entry. There is one line per rank, such as "rank 1
+    F1.0 B1.0 F1.1". The lines show the actions at list positions close to the marked entry.
 
-    Entries are shown in list order, not by time, so the function also works for schedules that cannot run. `position`
-    is the index of the marked entry in the list of rank `rank`. If `position` is the length of this list, the mark
-    shows that an entry is missing at the end of the list."""
+    Actions are aligned by list position and not by time, so the function also works for schedules that cannot run.
+    `position` is the index of the marked entry in the list of rank `rank`. If `position` is the length of this list,
+    the mark shows that an entry is missing at the end of the list."""
     words = [[str(action) for action in row] for row in schedule.ranks]
     wide = max((len(word) for row in words for word in row), default=1) + 1
     lead = len(f"rank {len(words) - 1}") + 2

@@ -38,7 +38,7 @@ def expand_stages_to_units(order: Sequence[Action], stage: Stage, end: str | Non
 
     Parameters
     ----------
-    order : actions F, E, B, I and W of this rank's stages; their `unit` is the number of the stage
+    order : actions F, E, B, I and W of this rank's stages; their `unit` is the index of the stage
     stage : the part of the model on this rank
     end : operation that ends the forward pass of each microbatch on the rank that computes the loss (LOSS or SCORE);
         None if there is none
@@ -86,8 +86,8 @@ class _ScheduleStep:
 
     def can_receive_early(self, before: _ScheduleStep) -> bool:
         """Return whether the receives of this action can be posted before the preceding action, `before`. They cannot
-        if this action is a backward and `before` works on the same microbatch, because the gradient would arrive in a
-        buffer that `before` still uses."""
+        be posted early if this action is a backward pass and `before` works on the same microbatch, because the
+        gradient would arrive in a buffer that `before` still uses."""
         return self.forward or before.mb != self.mb
 
 
@@ -176,7 +176,7 @@ def make_leftover_reduces(pages: Sequence[int], behind: int) -> Actions:
 
 
 def _interleave_reduces(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
-    """Insert reductions of gradients into a list of actions, with at most `behind` pending at a time.
+    """Insert reductions of gradients into a list of actions. At most `behind` reductions are pending at a time.
 
     A page is a flat parameter buffer. Each of `steps` has three entries: actions, the pages whose gradients these
     actions add to, and the pages whose gradients are complete after these actions."""

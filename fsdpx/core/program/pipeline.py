@@ -1,7 +1,7 @@
 """The model as a program sees it, divided into stages on pipeline ranks, with messages between stages.
 
-Units (groups of layers), pages (flat parameter buffers) and values (activations) are identified by numbers. This module
-also resolves the words in the table of verbs, such as "full:pages", to slots (named buffers)."""
+Units (groups of layers), pages (flat parameter buffers) and values (activations) are identified by integer IDs. This
+module also resolves the words in the table of verbs, such as "full:pages", to slots (named buffers)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StageUnit:
 
     Attributes
     ----------
-    pages : pages (flat parameter buffers) that the unit uses, its own first
+    pages : pages (flat parameter buffers) that the unit uses, in the order in which its layers first use them
     takes : input values that this unit frees, because no later unit reads them
     reads : all other input values
     gives : output values that other units read
@@ -60,7 +60,7 @@ class Edge:
     Attributes
     ----------
     number : index in `Stage.edges`
-    value : number of the value
+    value : ID (an integer) of the value
     source, target : sending and receiving stage
     sender, receiver : pipeline ranks of the sending and the receiving stage
     gradient : whether the gradient of the value is sent
@@ -79,7 +79,7 @@ class Edge:
 class Stage:
     """The part of the model that one pipeline rank runs. Without a pipeline, this is the full model.
 
-    Units (groups of layers), pages (flat parameter buffers) and values (activations) are identified by numbers.
+    Units (groups of layers), pages (flat parameter buffers) and values (activations) are identified by integer IDs.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Stage:
         rank
     trainable : for each page, whether it is trained
     inputs, outputs : IDs (integers) of the values that enter the model and of those that leave it
-    own_stages : this rank's stages as (number, units)
+    own_stages : this rank's stages as (stage index, units) pairs
     edges : all messages between pipeline ranks
     twins : groups of pages that hold the same (tied) parameter for units of different stages
     partial : pages whose gradients must be summed over tensor-parallel ranks, because each rank computes only a partial
@@ -400,7 +400,7 @@ def make_stages(
     units : (pages, values read, values computed) of each unit, in execution order
     trainable : for each page, whether it is trained
     inputs, outputs : IDs (integers) of the values that enter the model and of those that leave it
-    stages : for each unit, the number of its stage, in ascending order
+    stages : for each unit, the index of its stage; the indices are in ascending order
     home : pipeline rank of each stage
     constant : values whose gradient is not needed; if None, they are derived from the units
     """

@@ -227,11 +227,11 @@ class NamedSchedule:
     ----------
     make_schedule : function of the numbers of ranks, microbatches and stages per rank
     steady : number of microbatches per pipeline rank above which each additional microbatch lengthens the step by the
-        same time; None if this number is unknown. Plans then do not search this schedule, and list it as not searched
-    fixed : if stages cannot be placed on other ranks, text that describes the required placement (its gaps are filled
-        by W actions); otherwise ""
+        same time. If it is None (unknown), plans do not search this schedule, and list it as not searched
+    fixed : if the schedule allows only one placement of stages, text that describes this placement; otherwise "".
+        Schedules with a fixed placement fill idle time with W actions
     interleaves : whether each rank has several stages, which run in rounds with one microbatch per rank
-    frugal : whether no more microbatches are in flight than in 1F1B
+    frugal : whether the number of microbatches in flight never exceeds that of 1F1B
     """
 
     make_schedule: Callable[[int, int, int], PipelineSchedule]

@@ -112,12 +112,12 @@ Waits = tuple[tuple[Hashable, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTask:
-    """An action to simulate, with its dependencies. A dependency is expressed by a key: one task completes the key, and
-    other tasks wait for it.
+    """An action to simulate, with its dependencies. A dependency is expressed by a key: one or more tasks have this
+    key, and other tasks wait until all of them have ended.
 
     Attributes
     ----------
-    key : key that the task completes; if several tasks have the same key, the last one completes it
+    key : key of this task; a key is complete when all tasks with this key have ended
     waits : (key, delay in seconds) pairs: the task can start once each key has been complete for its delay
     seconds : duration of the task
     lane : lane on which the task runs, concurrently with its rank; if None, the task occupies its rank
@@ -138,10 +138,10 @@ class Deadlock:
 
     Attributes
     ----------
-    rank : number of the blocked rank
+    rank : index of the blocked rank
     at : index of the task that it cannot start
     keys : incomplete keys that this task waits for
-    ranks : ranks with unfinished tasks that would complete these keys
+    ranks : ranks that have unfinished tasks with these keys
     """
 
     rank: int
@@ -153,7 +153,7 @@ class Deadlock:
 def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
     """Simulate the tasks of all ranks until all tasks are done or none can run. Return the events of each rank, and the
     ranks that do not finish."""
-    # unfinished tasks per key: a key is complete when its last task ends
+    # number of unfinished tasks for each key; a key is complete when the last of these tasks ends
     left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])
     ends, lanes, free = dict[Hashable, float](), dict[Hashable, float](), [0.0] * len(rows)
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
@@ -201,8 +201,8 @@ def _make_rank_events(
 
 
 def _make_deadlock(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[SimulatedTask]]) -> Deadlock:
-    """Explain why a rank is blocked: its task number `at` waits for `keys`. `ahead` lists the unfinished tasks of each
-    rank."""
+    """Explain why a rank is blocked: its task with index `at` waits for `keys`. `ahead` lists the unfinished tasks of
+    each rank."""
     ranks = tuple(other for other, row in enumerate(ahead) if any(task.key in keys for task in row))
     return Deadlock(rank, at, tuple(keys), ranks)
 
@@ -217,8 +217,8 @@ def group_events_by_rank(events: Iterable[ActionEvent]) -> dict[int, list[Action
 
 PerStage = float | Sequence[float]
 Done = tuple[str, int, int]
-"""The key that a finished action completes: ("F" | "I" | "W", stage, microbatch). B completes the keys of both I and
-W."""
+"""The key that is complete once an action has finished: ("F", "I" or "W", stage, microbatch). After B, the keys of both
+I and W are complete."""
 
 
 @dataclass(frozen=True)
@@ -271,8 +271,8 @@ class StageCosts:
 
 
 def get_completion_key(action: Action) -> Done:
-    """Return the key under which the simulator notes that an action of a schedule is complete. A B has the key of an I,
-    because other stages wait only for the input gradient, which both compute."""
+    """Return the key under which the simulator notes that an action of a schedule is complete. B has the same key as I,
+    because other stages wait only for the input gradient, and both B and I compute it."""
     assert action.unit is not None
     assert action.mb is not None
     return ("I" if action.op == "B" else action.op), action.unit, action.mb
@@ -337,8 +337,9 @@ def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, co
     events : events returned by `simulate`; span is the maximum, over all ranks, of the time from the rank's first start
         to its last end
     schedule : the schedule that was simulated
-    costs : the simulated times; work is the maximum, over all ranks, of the total time of the rank's actions. With
-        equal stages, work is microbatches x stages per rank x (forward + both halves of backward)
+    costs : the costs with which the schedule was simulated; work is the maximum, over all ranks, of the total time of
+        the rank's actions. With equal stages, work is microbatches x stages per rank x (forward + both halves of
+        backward)
 
     Returns
     -------
@@ -361,8 +362,8 @@ class ActionTimes:
     ----------
     seconds : either a function (rank, action) that returns the duration, or a mapping from (operation, unit) to the
         duration. If an entry is missing, the entry for (operation, None) is used. If this entry is also missing, the
-        duration is 0. For SEND, the unit is the number of the message (`Stage.edges`), and the duration is the time of
-        the message on the link
+        duration is 0. For SEND, the unit is the index of the message in `Stage.edges`, and the duration is the time
+        that the message takes on the link
     """
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds

@@ -28,8 +28,8 @@ PAGED_KINDS = ("full", "shard", "parts")
 
 @dataclass(frozen=True)
 class TrafficSizes:
-    """The sizes that determine the traffic of a rank. A page is a flat parameter buffer. Mappings use the number of a
-    page as its key.
+    """The sizes that determine the traffic of a rank. A page is a flat parameter buffer. Mappings from pages use the
+    index of the page as the key.
 
     Attributes
     ----------
@@ -46,8 +46,9 @@ class TrafficSizes:
     grad_itemsize: int
     widths: dict[str, int]
     carried: Mapping[tuple[str, str], Mapping[int, Transfers]] = field(default_factory=dict)
-    """collectives of gradient codecs: for each (axis, collective) of an uncompressed reduction, a dict that maps a page
-    to the collectives by which the codec of the page replaces it; pages that are not listed are sent uncompressed"""
+    """collectives of gradient codecs. A key (axis, collective) identifies an uncompressed reduction. Its value is a
+    dict that maps a page to the collectives that the page's codec uses instead of this reduction; pages that are not
+    listed are sent uncompressed"""
     # for each page, (axis, collective, elements) of each transfer that sums the page's tied gradients
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
     tie_itemsize: int = 4
@@ -134,12 +135,13 @@ class SlotLifetime:
 
 
 def find_lifetimes(program: Program) -> list[SlotLifetime]:
-    """Return the lifetimes of all temporary buffers of a program, sorted by start: the buffers that the program both
-    fills and empties, and scratch memory.
+    """Return the lifetimes of all temporary buffers of a program, sorted by start. Temporary buffers are scratch
+    memory, and the buffers that the program both fills and empties.
 
     Consecutive slots (named values) that use the same buffer share a lifetime. For example, the lifetime of the
     gradient buffer grad3 continues with sum3. A buffer may have several lifetimes. Scratch memory that is kept for a
-    later action lives until this action or, if there is none, until the last action of the program.
+    later action lives until that action. If the program has no such action, it lives until the last action of the
+    program.
 
     Parameters
     ----------

@@ -36,9 +36,10 @@ class Action:
     Parameters
     ----------
     op : the operation, a key of `VERBS`
-    unit : number of the target of the action: a unit (group of layers), a page (flat parameter buffer) for transfers of
-        parameters and gradients, or a message for sends and receives; None for other operations
-    mb : number of the microbatch; None for operations that do not work on a microbatch
+    unit : ID (an integer) of the target of the action. The target is a unit (group of layers), a page (flat parameter
+        buffer) for transfers of parameters and gradients, or a message for sends and receives; None for operations
+        without a target
+    mb : index of the microbatch; None for operations that do not work on a microbatch
     """
 
     op: str
@@ -55,7 +56,8 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
     Parameters
     ----------
-    text : one word per action: the operation in capitals, followed by the unit number and ".microbatch" if applicable
+    text : one word per action: the operation in capitals, followed by the ID of the target (if any), and by "." and the
+        index of the microbatch (if any)
 
     Returns
     -------
@@ -92,8 +94,8 @@ class Slot(NamedTuple):
     Attributes
     ----------
     kind : a key of `SLOTS`
-    at : number of the page (flat parameter buffer), unit (group of layers) or value (activation)
-    mb : number of the microbatch
+    at : ID (an integer) of the page (flat parameter buffer), unit (group of layers) or value (activation)
+    mb : index of the microbatch
     """
 
     kind: str
@@ -114,8 +116,8 @@ class SlotKind:
     buffer : the kind of slot whose memory slots of this kind use, such as "grad" for the kind "sum". Two slots that use
         the same memory are never alive at the same time
     memory : category under which memory reports count these slots
-    in_slab : whether the memory is in the slab (the block that is planned for each program), unless the slot is alive
-        before or after the program
+    in_slab : whether the memory is in the slab (the block that is planned for each program). Even if this is true,
+        slots that are alive before or after the program are not in the slab
     raw : whether the values are untyped bytes
     """
 

@@ -63,7 +63,7 @@ class SequentialAccumulation:
     bitwise = False
     """True if results must not depend on the number of ranks or on how pages (flat parameter buffers) are sharded."""
     times = 1
-    """Maximum number of partial gradients of a page that are kept at the same time."""
+    """Maximum number of partial gradients of a page (flat parameter buffer) that are kept at the same time."""
 
     def __init__(self, axes: MeshAxes) -> None:
         self.axes, self.ranks = axes, axes.data.size
@@ -155,8 +155,8 @@ class SequentialAccumulation:
 class TreeAccumulation:
     """Adds the gradients of equal chunks of the global batch along one binary tree over chunk numbers, so that results
     are bitwise identical on any number of ranks. Each rank first adds the gradients of its own chunks, as far as the
-    tree allows. A single reduction then combines all remaining partial sums, which sends fewer bytes than one reduction
-    per chunk."""
+    tree allows. A single reduction then combines all remaining partial sums. This sends fewer bytes than one reduction
+    per chunk would."""
 
     bitwise = True
 
@@ -256,15 +256,15 @@ class TreeAccumulation:
 
     @property
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
-        """For each rank along this rank's shard axis, the nodes of the binary tree whose values add up to the sum over
-        the chunks (parts of the batch) of this rank."""
+        """For each rank along this rank's shard axis, a tuple of nodes of the binary tree. The values of these nodes
+        add up to the sum over the chunks (parts of the batch) that the rank computes."""
         base = self.replica[0] * self.shard[1]
         return [self._cover_chunks_of_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
-        """For each replica, the nodes of the binary tree whose values add up to the sum over the chunks (parts of the
-        batch) of this replica."""
+        """For each replica, a tuple of nodes of the binary tree. The values of these nodes add up to the sum over the
+        chunks (parts of the batch) that the replica computes."""
         width = self.shard[1]
         return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 

@@ -1,5 +1,5 @@
-"""A record of the dataset samples that the arrays of a batch hold. Ranks that must have the same samples use this
-record to check that they do."""
+"""Keep track of which samples of the dataset the arrays of a batch hold. Ranks that must have the same samples can then
+check that they do."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def record_sample_digest(batch: Any, digest: int) -> None:
 
 
 def get_digest_of_first_recorded_array(batch: Any) -> int | None:
-    """Return the recorded digest of the first array in a batch that has one, or None if there is none. If an array is a
-    view, use the digest of the viewed array."""
+    """Find the first array of a batch for which a digest has been recorded, and return this digest. Return None if
+    there is no such array. If an array is a view, use the digest of the viewed array."""
     for array in _iterate_arrays(batch):
         reference, digest = _known.get(id(owner := _find_owner(array)), (None, 0))
         if reference is not None and reference() is owner:

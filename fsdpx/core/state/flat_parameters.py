@@ -96,12 +96,12 @@ class Page:
 
     Attributes
     ----------
-    index : number of the page in the model
+    index : position of the page in the model's list of pages
     fields : the parameters, in the order in which they are stored
     size : number of elements
     trainable : whether the parameters have gradients
     partial : whether each tensor rank computes only a partial sum of the gradient
-    rule : number of the rule that chooses how the gradient is compressed when it is reduced
+    rule : index of the rule that determines how the gradient is compressed when it is reduced
     """
 
     index: int

@@ -180,8 +180,9 @@ class FullGradient:
         return TimedTransfer(r.carrier.start_reduce_scatter(full, out, r.page.counts), lambda: out)
 
     def use_as_only_shard(self, part: Any, first: bool) -> Any:
-        """Return this rank's shard of the sum over a shard axis with a single rank. It is `part`, to which the gradient
-        is copied, if `first` is True, and otherwise the gradient itself. The arguments are as in `Reduction`."""
+        """Return this rank's shard of the sum over a shard axis with a single rank. This shard is the full gradient. If
+        `first` is True, copy the gradient to `part` and return `part`. Otherwise, return the buffer that holds the
+        gradient. The arguments are described in `Reduction`."""
         if first and not has_same_address(self.buffer, part):
             part[...] = self.buffer
         return part if first else self.buffer

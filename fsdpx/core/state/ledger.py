@@ -31,8 +31,8 @@ class LedgerKind:
     memory : heading under which memory reports list arrays of this kind
     slot : kind of slot (named value of a program) through which programs access arrays of this kind; "" if programs do
         not access them
-    saved : whether checkpoints store these arrays, resharding moves them and recovery keeps copies of them; all other
-        arrays can be recomputed from these arrays
+    saved : whether arrays of this kind are stored in checkpoints, moved by resharding and copied for recovery; all
+        arrays that are not saved can be recomputed from the saved arrays
     prefix : prefix of the arrays' names in checkpoints
     """
 
@@ -66,9 +66,9 @@ LEDGER_KINDS = {
 
 Owner = Literal["shard", "all", "data", "replica", "private"]
 """The ranks that hold the same elements. "shard": all ranks with the same index on the shard axis. "all": all ranks; if
-another axis shards the tensor, those with the same index on it. "data": all ranks with the same index on the data axis,
-because replicas also shard the array. "replica": like "shard", but only within one replica, because replicas have
-different values. "private": only this rank."""
+the tensor is sharded over an axis other than the shard axis, only the ranks with the same index on that axis. "data":
+all ranks with the same index on the data axis, because replicas also shard the array. "replica": like "shard", but only
+within one replica, because replicas have different values. "private": only this rank."""
 
 Level = Literal["device", "host", "slow", "map", "rank"]
 """Where an array is stored. "device": in the memory of the device that computes. "host": in host memory. "slow": at a
@@ -88,7 +88,7 @@ class LedgerKey(NamedTuple):
     Attributes
     ----------
     kind : name of the row's `LedgerKind`, such as "master" or "grad"
-    page : number of the page (flat parameter buffer); None for a tensor that does not belong to a page
+    page : index of the page (flat parameter buffer); None for a tensor that does not belong to a page
     name : name of the tensor, or name of the array within a page, such as the optimizer slot "m"
     """
 
@@ -263,7 +263,8 @@ def _iterate_rows_as_if_not_offloaded(placement: Placement, windows: bool, share
 
 def _list_parameter_rows_of_page(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
     """Yield two rows for a page (flat parameter buffer): one for its full parameters, and one for this rank's parameter
-    shard. If the full parameters are kept between uses and have the same dtype, the shard is a view of them."""
+    shard. If the full parameters are kept between uses and have the same dtype as the shard, the shard is a view of
+    them."""
     p = page.page.index
     dtype, gathered = placement.formats.master, placement.formats.compute
     kept = placement.keeps_full_parameters or sharers > 0

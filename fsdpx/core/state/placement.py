@@ -253,7 +253,7 @@ class Placement:
 
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:
-        """All pages (flat parameter buffers) of this pipeline rank, with their shards, keyed by page number."""
+        """All pages (flat parameter buffers) of this pipeline rank, with their shards, keyed by page index."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
         return {
@@ -283,8 +283,8 @@ class Placement:
 
     @property
     def keeps_full_parameters(self) -> bool:
-        """True if gathered parameters are kept until the update. This requires that shards are not offloaded, and that
-        the sharding keeps full parameters for the step or there is only one shard."""
+        """True if gathered parameters are kept until the update. There are two conditions: shards are not offloaded,
+        and either there is only one shard or the sharding keeps full parameters for the whole step."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.has_resident_shards
 
@@ -319,7 +319,7 @@ class Placement:
 
     @cached_property
     def running_statistics_names_by_unit(self) -> dict[int, tuple[str, ...]]:
-        """Names of the running statistics that the layers in each unit (group of layers) update, keyed by unit number.
+        """Names of the running statistics that the layers in each unit (group of layers) update, keyed by unit index.
         Only units that run on this rank and have running statistics are included."""
         units = (self.layout.units[u] for u in self.stage.own_units)
         statistics_by_unit = {unit.index: list_unit_statistics(self.layout, unit) for unit in units}
@@ -341,7 +341,7 @@ class Placement:
     @cached_property
     def _codec_routes(self) -> dict[int, CodecRoute]:
         """The result of `get_codec_route` for each page (flat parameter buffer), bound to the shapes of the page's
-        tensors. The dict is keyed by page number."""
+        tensors. The dict is keyed by page index."""
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (
@@ -353,7 +353,7 @@ class Placement:
 
     @cached_property
     def segments_of_own_shard_by_page(self) -> dict[int, ShardSegments]:
-        """The segments that the optimizer updates in each page (flat parameter buffer), keyed by page number. There is
+        """The segments that the optimizer updates in each page (flat parameter buffer), keyed by page index. There is
         one segment for each parameter in this rank's shard. Only trained pages are included."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {

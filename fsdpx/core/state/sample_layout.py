@@ -1,5 +1,5 @@
-"""The distribution of samples over ranks. Each sample is on a single data rank, unless a `domain` splits each sample
-over several ranks."""
+"""The distribution of samples over ranks. By default, each sample is on a single data rank. With the option `domain`,
+each sample is split over several ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class SampleLayout(Protocol):
 
     def to_model_output_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
         """Convert the caller's output gradients to the gradients from which this rank's backward pass starts. If
-        several ranks hold an output in full, their gradients for it must add up to the caller's gradient."""
+        several ranks hold the same full output, the sum of their gradients for this output must equal the caller's
+        gradient."""
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         """Convert an array computed by the model to the layout of the caller's arrays. `batched` is True if the
@@ -90,8 +91,9 @@ class SampleLayout(Protocol):
         """Return a version of `loss` that can handle outputs that are split over ranks."""
 
     def get_output_domain(self) -> Domain | tuple[Domain | None, ...]:
-        """Return how the model's output is split over ranks. If the model has several outputs, return a tuple with None
-        for outputs that are not split. Raise ConfigError if the model's only output is not split."""
+        """Return how the model's output is split over ranks. If the model has several outputs, return a tuple with one
+        entry for each output. The entry is None if the output is not split. Raise ConfigError if the model's only
+        output is not split."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ class Domain(ABC):
     Attributes
     ----------
     dims : number of ranks along each split dimension
-    excluded : name that core/trainer/option_rules.py uses for options that cannot be combined with this kind of domain
+    excluded : name of this kind of domain in core/trainer/option_rules.py, which lists the options that cannot be
+        combined with it
     """
 
     dims: tuple[int, ...]
@@ -200,8 +203,8 @@ class Domain(ABC):
     @abstractmethod
     def shard_model(self, model: Layer, parts: Sequence[FieldPartition] | None = None) -> tuple[Layer, Sequence[Kind]]:
         """Return the model that each rank runs on its part of a sample, and how each output of this model is
-        distributed over the ranks. `parts` holds one partition for all inputs or one for each input. If None, use the
-        partitions of this domain.
+        distributed over the ranks. `parts` holds one partition for all inputs, or one for each input. If `parts` is
+        None, use the partitions of this domain.
 
         Raise ConfigError if a layer cannot run on a part of a sample."""
 

@@ -35,8 +35,8 @@ class StateStorage:
 
     def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
         """Return the number of bytes that each transfer to or from this storage moves, in the format of
-        `TrafficSizes.amounts`: for each kind of item, such as "record", a dict that maps (item number, microbatch) to
-        bytes. For activations, use the sizes from the last batch."""
+        `TrafficSizes.amounts`: for each kind of item, such as "record", a dict that maps (item index, microbatch index)
+        to a number of bytes. For activations, use the sizes from the last batch."""
         return {}
 
     def get_fetch_buffer_nbytes(self, slot: Slot) -> int | None:
@@ -68,7 +68,8 @@ class StorageLevelChoice(ABC):
 
         Parameters
         ----------
-        pages : maps the number of each page (flat parameter buffer) to whether the page is trained
+        pages : maps the index of each page (flat parameter buffer) to True if the page is trained, and to False
+            otherwise
         units : number of units (groups of layers)
         slots : whether the optimizer has state
 

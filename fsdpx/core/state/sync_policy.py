@@ -24,7 +24,8 @@ class SyncChoice:
 
     Attributes
     ----------
-    excluded : name that core/trainer/option_rules.py uses for options that cannot be combined with this strategy
+    excluded : name of this kind of strategy in core/trainer/option_rules.py, which lists the options that cannot be
+        combined with it
     replicas : whether replicas train independently, so that the ranks of each replica form a group
     optimizers : additional optimizers, besides the one that updates parameters in each step
     outer_codec : compression codec for communication between replicas; None for the same codec as within a replica
@@ -134,8 +135,8 @@ class SyncPolicy:
 
     def list_saved_name_prefixes(self, replicas: int | None) -> list[str]:
         """Return the name prefixes, such as "m", that checkpoints use for the optimizer state of a parameter.
-        `replicas` is the number of replicas that have their own optimizer state. If None, use the number of replicas in
-        the mesh."""
+        `replicas` is the number of replicas that have their own optimizer state. If it is None, use the number of
+        replicas in the mesh."""
         return list(self.placement.slot_formats)
 
     def on_created(self, state: Any) -> None:
@@ -195,11 +196,11 @@ class SyncPolicy:
     def read_common_state_and_get_setter(
         self, state: Any, kinds: Sequence[str]
     ) -> Callable[[], Callable[[], None]] | None:
-        """For the given kinds of arrays, read the state that all ranks have in common. Return a function that sets this
-        rank's arrays to this state, or None if no arrays need to change.
+        """For the given kinds of arrays, read the state that all ranks have in common. Return a function that copies
+        this state into this rank's arrays. Return None if no arrays need to change.
 
-        The returned function must be called once all ranks have read the common state. It returns another function,
-        which restores the rank's own state."""
+        The returned function may be called only after all ranks have read the common state. It returns another
+        function, which restores this rank's own state."""
         return None
 
     def copy_parameters_and_get_restorer(self) -> Callable[[], None] | None:

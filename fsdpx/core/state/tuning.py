@@ -122,7 +122,7 @@ T = TypeVar("T")
 MIN_SPEEDUP = 1.25
 """Another BLAS library is chosen only if it is faster than the default library by more than this factor."""
 MULTI_RANK_GROUP_BYTES = 4 << 20
-"""Minimum number of bytes of parameters in a unit if there are several ranks, based on measurements
+"""Minimum number of bytes of parameters in a unit (group of layers) if there are several ranks, based on measurements
 (docs/decisions/0010)."""
 
 

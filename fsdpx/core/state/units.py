@@ -42,11 +42,12 @@ takes longer than the latency."""
 
 ReductionRuleFunction = Callable[[Sequence[str]], tuple[int, bool]]
 """Function that takes the names of a parameter and returns a pair: the index of the rule for reducing its gradient, and
-whether the reduced value of an element depends on the other elements in the page. If the result depends on other
-elements, a parameter that all tensor ranks hold in full must not share a page with sharded parameters. Sharded
-parameters differ between tensor ranks, so the results for the full parameter would differ too."""
+whether the reduced value of an element depends on the other elements in its page (flat parameter buffer). If the result
+depends on other elements, a parameter that all tensor ranks hold in full must not share a page with sharded parameters.
+Sharded parameters differ between tensor ranks, so the results for the full parameter would differ too."""
 PageKind = tuple[bool, bool, str, int, bool]
-"""Properties that all parameters in a page have in common (see `kind_of` in `lay_out_model`)."""
+"""Properties that all parameters in a page (flat parameter buffer) have in common (see `kind_of` in
+`lay_out_model`)."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class Unit:
 
     Attributes
     ----------
-    inputs, outputs : activation numbers, as in `LayerList`
-    stage : number of the unit's pipeline stage
+    inputs, outputs : IDs (integers) of activations, as in `LayerList`
+    stage : index of the unit's pipeline stage
     trains : for each node, whether it has trainable parameters
     """
 
@@ -191,7 +192,8 @@ class ModelLayout:
 
     @cached_property
     def tied_copy_pages(self) -> frozenset[int]:
-        """The indices of the pages (flat parameter buffers) that hold a copy of a tied parameter in an earlier page."""
+        """The indices of the pages (flat parameter buffers) that hold a copy of a tied parameter. For each copy, an
+        earlier page holds the original."""
         return frozenset(p for group in self.twins for p in group[1:])
 
     @property
@@ -230,7 +232,7 @@ def lay_out_model(
 
     def kind_of(name: str) -> PageKind:
         """Return the properties that all parameters in a page must have in common, as a tuple: whether the parameter is
-        frozen, whether tensor ranks compute partial sums of its gradient, its name if it needs its own page, the number
+        frozen, whether tensor ranks compute partial sums of its gradient, its name if it needs its own page, the index
         of its reduction rule, and whether it must be separate from sharded parameters.
 
         A tied parameter that several units (groups of layers) use gets its own page (flat buffer). The page is gathered
@@ -354,8 +356,8 @@ def _group_nodes_by_minimum_weight(weights: list[int], limit: int, start: int) -
 
 
 def _find_last_readers(model: LayerList) -> dict[int, int]:
-    """Return a dict that maps each activation number to the index of the last node (layer call) that reads the
-    activation. For an output of the model, the index is the number of nodes, as if the output were read after the last
+    """Return a dict that maps the ID (an integer) of each activation to the index of the last node (layer call) that
+    reads it. For an output of the model, the index is the number of nodes, as if the output were read after the last
     node."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
@@ -495,8 +497,8 @@ def require_enough_layers(model: LayerList, count: int, why: str) -> None:
 
 
 def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, ...]:
-    """Split a sequence of costs into `count` non-empty runs of consecutive entries that minimize the cost of the most
-    expensive run. Return the start index of each run.
+    """Split a sequence of costs into `count` non-empty runs of consecutive entries, so that the cost of the most
+    expensive run is minimal. Return the start index of each run.
 
     The method bisects over the maximum cost of a run, and fills runs from the left up to this cost (chains-on-chains
     partitioning, Pinar and Aykanat 2004)."""
@@ -514,7 +516,8 @@ def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, .
 
 
 def _find_run_starts_within_cost_limit(costs: Sequence[float], limit: float) -> list[int]:
-    """Fill runs from the left, so that each costs at most `limit`. Return the start index of each run."""
+    """Split a sequence of costs into runs of consecutive entries. From left to right, make each run as long as possible
+    without exceeding a total cost of `limit`. Return the start index of each run."""
     starts, total = [0], 0.0
     for i, cost in enumerate(costs):
         if total + cost > limit * (1 + 1e-12) and i > starts[-1]:

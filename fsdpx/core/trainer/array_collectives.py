@@ -264,7 +264,7 @@ def send(x: Any, dest: int, tag: int = 0) -> None:
     ----------
     x : array
     dest : rank that receives the message with `recv`
-    tag : number of the message, 0 to 16383; the receiver passes the same number
+    tag : number that identifies the message, 0 to 16383; the receiver must pass the same number
     """
     comm, x = default_communicator(), _as_contiguous_array(x).reshape(-1)
     if unwrap_message_backend(comm) is not None:
@@ -279,7 +279,7 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
     ----------
     out : contiguous array, of the size and dtype of the message
     source : rank that sends the message with `send`
-    tag : number of the message, 0 to 16383; must be the number that the sender passes
+    tag : number that identifies the message, 0 to 16383; must be the number that the sender passes
 
     Returns
     -------
@@ -349,9 +349,9 @@ def _agree_on_signature(
 
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
-    """Start an asynchronous collective on a separate communicator. This is needed because ranks may order it
-    differently relative to other collectives. If the backend of an extension provides no separate communicator, first
-    compare the calls of all ranks, and then use the default communicator."""
+    """Start an asynchronous collective. Use a separate communicator, because ranks may issue asynchronous collectives
+    in different orders relative to other collectives. If an extension's backend provides no separate communicator,
+    first compare the calls of all ranks, and then use the default communicator."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)

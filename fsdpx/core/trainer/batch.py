@@ -1,5 +1,5 @@
-"""Make ranks agree on calls and batches. Every collective call of a trainer begins with a small all-gather in which
-ranks compare the method that they have called. A batch is checked on each rank, compared with the batches of the other
+"""Make ranks agree on calls and batches. Every collective call of a trainer begins with a small all-gather, in which
+ranks compare the methods that they have called. A batch is checked on each rank, compared with the batches of the other
 ranks, and split into microbatches."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = [
 ]  # fmt: skip
 
 WIDTH, CALL = 4, 2
-"""Number of 8-byte integers that each rank sends, and the index of the integer that identifies its call. The other
-integers are the values exchanged by the call."""
+"""To compare calls, each rank sends WIDTH 8-byte integers. The integer at index CALL identifies the rank's call. The
+other integers are values that the ranks exchange in this call."""
 VALUE_COLUMNS = [column for column in range(WIDTH) if column != CALL]
 VALUE_COUNT = len(VALUE_COLUMNS)
 
@@ -124,7 +124,7 @@ def _all_gather_integers_and_check_call(comm: Communicator, call: str, values: S
 
 def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord) -> list[CallRecord]:
     """Return the call records of all ranks if all ranks have made the same call without an error. Otherwise, raise the
-    same error on all ranks. This is called only if a cheaper comparison of hashes has shown a difference.
+    same error on all ranks. This function is called only if a cheaper comparison of hashes has shown a difference.
     Collective."""
     everyone: list[CallRecord] = comm.all_gather_value(own_record)
     raise_first_error(everyone)
@@ -159,16 +159,16 @@ def hash_text(text: str) -> int:
 
 
 ENOUGH_EQUAL_SAMPLES = 8
-"""Number of consecutive samples that must be equal on all data ranks before a warning is issued. Fewer may be equal by
-chance."""
+"""Number of consecutive samples that must be equal on all data ranks before a warning is issued. Fewer samples may be
+equal by chance."""
 
 
 class DuplicateBatchDetector:
     """Warns if all data ranks train on the same samples, which usually means that the data was not sharded as intended.
     The detector stops checking after its warning, or as soon as samples differ between data ranks.
 
-    Two kinds of batches are ignored: batches without samples, and batches whose samples are all identical. They may be
-    intentional, or come from an idle rank.
+    Two kinds of batches are ignored: batches without samples, and batches whose samples are all identical. Such batches
+    may be intentional, or may come from an idle rank.
 
     Attributes
     ----------
@@ -180,8 +180,8 @@ class DuplicateBatchDetector:
         self.may_have_duplicates, self._same = self._size > 1, 0
 
     def count_samples_of_equal_batch_and_warn(self, equal_on_all_ranks: bool, arrays: Sequence[Any]) -> None:
-        """If the batch is equal on all data ranks, add its samples to the count of duplicates, and warn once there are
-        too many.
+        """If the batch is equal on all data ranks, add its samples to the count of duplicate samples. When this count
+        becomes too large, issue a warning.
 
         Every rank must pass the same `equal_on_all_ranks`, so that all ranks make the same decision."""
         if not equal_on_all_ranks:
@@ -291,8 +291,8 @@ def has_target_per_output(placement: Placement, y: Any) -> bool:
 
 
 def _prepare_target_of_output(placement: Placement, y: Any, samples: int, name: str, index: int, batched: bool) -> Any:
-    """Prepare the target of output number `index`, like `check_and_partition_target`. Error messages call this target
-    `name`."""
+    """Convert, partition and check the target of a single output, as `check_and_partition_target` does for all outputs.
+    `index` is the index of the output among the model's outputs. Error messages call the target `name`."""
     layout = placement.sample_layout
     target = layout.take_local_target(to_device_array(placement, y, name), index)
     target = layout.to_model_output(target, name, index, batched)
@@ -317,7 +317,7 @@ def _format_array_name(name: str) -> str:
 
 def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
     """Return `problem`, an error about the dtype of `x` or `y`. If the array was converted before the check, add the
-    dtype that the caller passed."""
+    dtype of the caller's array to the error text."""
     text, _, dtype = str(problem).rpartition("whole numbers, got ")
     given = getattr(y if "labels" in text else x, "dtype", None)
     known = not text or given is None or str(given) == dtype
@@ -326,8 +326,8 @@ def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
 
 def to_device_array(placement: Placement, value: Any, name: str = "", takes: str = "numbers") -> Any:
     """Return `value` as an array on this rank's device, in native byte order. Floats are converted to the compute
-    dtype. If this dtype has 16 bits and `takes` is "exact", they are converted to float32. `name` is the name of the
-    array in error messages: the name of an input, or TARGET."""
+    dtype, with one exception: if `takes` is "exact" and the compute dtype has 16 bits, floats are converted to float32.
+    `name` is the name of the array in error messages: the name of an input, or TARGET."""
     compute = choose_float_dtype(takes, placement.formats.compute)
     if value.__class__ is np.ndarray and placement.xp is np:  # fast path: the array can be used as it is
         dtype = value.dtype
@@ -436,13 +436,14 @@ def split_into_microbatches(
 ) -> list[Microbatch | None]:
     """Split this rank's samples into microbatches, in the order in which their gradients are added. Every rank gets the
     same number of microbatches; None stands for a microbatch without samples. If `evenly` is True, the split is as even
-    as possible. Otherwise, it follows the order of gradient accumulation."""
+    as possible. Otherwise, the rule for gradient accumulation determines the split. With reproducible chunks, for
+    example, each chunk is one microbatch."""
     bounds = [batch.size * m // microbatches for m in range(microbatches + 1)]
     if not evenly:
         sums, rank = placement.accumulation, placement.axes.data.rank
         bounds = sums.find_microbatch_bounds(batch.rows, rank, microbatches)
         microbatches = sums.count_microbatches(microbatches)
-    if bounds == [0, batch.size] and microbatches == 1:  # no array has to be sliced
+    if bounds == [0, batch.size] and microbatches == 1:  # the whole batch is one microbatch, so nothing is sliced
         return [Microbatch(batch.inputs, batch.target, batch.row)]
     own_microbatches: list[Microbatch | None] = []
     for a, b in pairwise(bounds):
@@ -456,7 +457,7 @@ def split_into_microbatches(
 def make_shape_only_microbatch(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
-    """Return a microbatch of shape-only arrays without data. It has as many samples as the largest microbatch of any
-    rank. `rows` holds the number of samples of each data rank."""
+    """Return a microbatch of arrays that have shapes but no data. It has as many samples as the largest microbatch of
+    any rank. `rows` holds the number of samples of each data rank."""
     most = placement.accumulation.count_samples_of_largest_microbatch(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

@@ -194,7 +194,8 @@ class CallRunner(ABC):
 
     @property
     def placement(self) -> Placement:
-        """This rank's placement: the choices that stay fixed until the set of ranks changes."""
+        """This rank's placement (model, layout, mesh, dtypes and options), which stays fixed until the set of ranks
+        changes."""
         return self.session.placement
 
     @property
@@ -298,7 +299,8 @@ class CallRunner(ABC):
 
     @abstractmethod
     def agree_on_end_of_batches(self) -> None:
-        """Tell the other ranks that this rank's data loader has no more batches. Collective: called instead of `step`.
+        """Tell the other ranks that this rank's data loader has no more batches. A rank without a batch makes this call
+        instead of `step`. Collective.
 
         Raises
         ------
@@ -316,7 +318,7 @@ class CallRunner(ABC):
 
         Returns
         -------
-        callable : function without arguments that restores the weights; collective
+        callable : function that takes no arguments and restores the weights; calling it is collective
         """
 
     @abstractmethod
@@ -403,7 +405,8 @@ class CallRunner(ABC):
         def save_on_training_ranks() -> None:
             self.agree_on_call("save" + ", in the background" * background)
             self.wait_for_save_within_call()
-            # if replicas train independently, each replica saves its own parameters, and resumes with them
+            # with local SGD, each replica saves its own parameters, and later resumes with them; asynchronous ranks
+            # save the parameters that are common to all ranks
             state, plain = self.session.state, choices.weights == "parameters" and not self.has_own_speed
             put = nullcontext() if plain else self.using_weights(choices.weights)
             with (
@@ -474,7 +477,9 @@ class CallRunner(ABC):
             with reporting_block_time(self.session.engine, WAITING):
                 self.background_save.wait()
         except RankLost:
-            raise  # keep the background save: the code that recovers from a lost rank decides what to do with it
+            # do not discard the background save here: the code that recovers from a lost rank decides what happens to
+            # it
+            raise
         except BaseException:
             self.background_save = None
             raise
@@ -501,7 +506,7 @@ class CallRunner(ABC):
 @contextmanager
 def reporting_block_time(engine: Engine, activity: str) -> Iterator[ByteCounter]:
     """Time a `with` block, and report the block's duration and byte count to the engine's observers under the name
-    `activity`. The block adds the bytes it moves to the yielded counter."""
+    `activity`. The context manager yields a counter, to which the block must add the number of bytes that it moves."""
     begin, count = perf_counter(), ByteCounter()
     try:
         yield count

@@ -247,7 +247,7 @@ def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
 
 
 def _explain_memory_error(recipe: Recipe, world: Communicator, *about: Any) -> OutOfMemory:
-    """Call `make_out_of_memory_error`, whose module is imported only when an error has occurred."""
+    """Import `make_out_of_memory_error`, which is needed only after an error. Call it, and return its result."""
     from fsdpx.core.trainer.out_of_memory import make_out_of_memory_error
 
     return make_out_of_memory_error(recipe, world, *about)
@@ -314,9 +314,9 @@ def _find_communicator_to_compare_arguments(comm: Any) -> Communicator | None:
     """Return an open communicator that ranks can use to compare their arguments. Return None if there is none, or if
     some of its ranks may have died.
 
-    If `comm` has as many ranks as were started, it has the same ranks as the default communicator. In that case, return
-    the default communicator. Ranks can then compare their arguments even if some of them pass `comm` and others pass
-    nothing.
+    If the size of `comm` equals the number of ranks that were started, `comm` has the same ranks as the default
+    communicator. In that case, return the default communicator. Ranks can then compare their arguments even if some of
+    them pass `comm` and others pass nothing.
     """
     if isinstance(comm, FakeCommunicator):  # a fake communicator has no other processes to compare with
         return None

@@ -26,7 +26,7 @@ from fsdpx.nn.layer import iterate_layers
 
 __all__ = ["fit"]
 
-_END = object()  # not None, because a loader that yields None is an error, not the end of an epoch
+_END = object()  # not None, so that a loader that wrongly yields None is not mistaken for the end of an epoch
 
 
 COUNT_ARGUMENTS = ("epochs", "steps", "every", "patience")
@@ -122,7 +122,7 @@ def fit(
     asked = preempt or None
     if preempt is None and checkpoints is not None:
         react = import_declared_extension("fit", "preemption")
-        asked = react(signals=(*STOP_SIGNALS, "INT"))  # also save a checkpoint on Ctrl-C
+        asked = react(signals=(*STOP_SIGNALS, "INT"))  # save a checkpoint on Ctrl-C as well as on the usual signals
     check_loader_sharding_on_all_ranks(call_runner, loader, validation)
     history = FitHistory()
     best = patience is not None if restore_best is None else restore_best
@@ -235,7 +235,7 @@ class _FitLoop:
         """Return whether the most recent training batch was the last one of the epoch. `count` is the number of batches
         that this pass over the loader has yielded so far. Return False if the loader cannot tell without reading
         another batch."""
-        # a resumed epoch may be partial, so do not count its batches
+        # ask the loader for its epoch instead of counting batches, because a resumed epoch may start in the middle
         if hasattr(self.loader, "state_dict") and hasattr(self.loader, "epoch"):
             return bool(self.loader.state_dict().get("epoch", epoch) > epoch)
         return hasattr(self.loader, "__len__") and len(self.loader) == count
@@ -304,9 +304,9 @@ class _Validation:
     routing: Any
 
     def run_validation(self) -> bool:
-        """Record the mean loss of the validation batches (each weighted by its loss weight), and the mean of each
-        metric, including metrics of expert load. Return False if there are no validation batches or this step has
-        already been validated."""
+        """Compute the loss and the metrics on the validation batches, and record their means in the history. The loss
+        of each batch is weighted by its loss weight. The metrics include those of expert load. Return False if there
+        are no validation batches or this step has already been validated."""
         history, metrics = self.history, MetricSums(self.metrics, self.trainer.call_runner.placement)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False

@@ -329,7 +329,7 @@ class FitCheckpointer:
         log_on_rank0(self.trainer.call_runner, f"the weights are those of {description}: {path}")
 
     def _make_resume_state(self) -> dict[str, Any]:
-        """Return the state of `fit` that is saved in the checkpoint so that a later run can resume."""
+        """Return the state of `fit` that a later run needs to resume. It is saved in the checkpoint."""
         history = self.history
         pairs = {name: [list(pair) for pair in values] for name, values in history.metrics.items()}
         return {

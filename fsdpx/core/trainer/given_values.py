@@ -33,7 +33,7 @@ def release_foreign_library_arrays(model: Layer, comm: Communicator) -> None:
 
 
 def _find_initial_values_of_other_library(layer: Layer) -> list[GivenValues]:
-    """Return the initial parameter values of a layer and all its child layers that come from another library."""
+    """Return the initial values from another library for the parameters of a layer and all its child layers."""
     own_values = [] if layer.given_values is None else [layer.given_values]
     net = getattr(layer, "net", None)  # a Rollout runs a model that is not its child
     inner = [*layer.children().values(), *([net] if isinstance(net, Layer) else [])]

@@ -48,7 +48,8 @@ def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | N
     require_valid_intracomm(comm)
     if comm is None:
         comm = default_communicator() if place_of_process().size > 1 else FakeCommunicator(0, 1)
-    if isinstance(comm, Communicator):  # compare calls first, so that an error names the differing calls
+    # compare calls first, so that if ranks make different calls, the error names these calls
+    if isinstance(comm, Communicator):
         agree_on_call(comm, "latest_checkpoint")
     path = agree_on_path(comm, "latest_checkpoint", folder)
 

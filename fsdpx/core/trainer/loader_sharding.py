@@ -41,7 +41,7 @@ def check_loader_sharding_on_all_ranks(call_runner: CallRunner, *loaders: Any) -
     """Raise an error on all ranks if a DataLoader is sharded over ranks other than the trainer's data ranks, or if the
     ranks' datasets differ in length or order. Warn if only the first samples of the datasets differ. Collective."""
     place = call_runner.data_group.rank, call_runner.data_group.size
-    # with the option `domain`, ranks hold different parts of a sample, so the hashes differ
+    # with the option `domain`, ranks hold different parts of a sample, so hashes of samples cannot be compared
     compared = call_runner.world.size > 1 and call_runner.placement.sample_layout.has_complete_samples
     samplers = [loader.sampler for loader in loaders if isinstance(loader, ShardingLoader)]
     wrong = [s.size for s in samplers if (s.rank, s.size) != place and not s.presharded]
@@ -79,9 +79,10 @@ def _encode_min_and_max(value: int | None) -> list[int]:
 
 
 def _encode_sample_or_batch_count(loader: Any, size: int) -> int | None:
-    """Return a number that must be equal on all ranks. If the loader shards a common dataset, it is `2 * samples`, an
-    even number. If each rank has its own part of the data, it is `2 * batches + 1`, an odd number. The two cases thus
-    never give equal numbers. Return None for a loader of any other kind. `size` is the number of data ranks."""
+    """Encode the length of the loader's dataset as a number that must be equal on all ranks. If the loader shards a
+    common dataset, return the even number `2 * samples`. If each rank has its own part of the data, return the odd
+    number `2 * batches + 1`. The two cases thus never give equal numbers. Return None for a loader of any other kind.
+    `size` is the number of data ranks."""
     if not isinstance(loader, ShardingLoader):
         return None
     return 2 * len(loader) + 1 if loader.sampler.presharded and size > 1 else 2 * len(loader.dataset)

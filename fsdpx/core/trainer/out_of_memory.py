@@ -26,7 +26,8 @@ from fsdpx.nn.container import unwrap_single
 __all__ = ["FITTING_SHARE", "format_cheaper_options", "iterate_cheaper_options", "make_out_of_memory_error"]
 
 FITTING_SHARE = 0.99
-"""An option is listed only if it needs less than this fraction of the memory that the previous row needs."""
+"""An option is listed only if it reduces the required memory to less than this fraction of the memory in the previous
+row."""
 
 
 def format_cheaper_options(

@@ -1,7 +1,7 @@
 """The recipe of a trainer: the model and all options of `distribute`. A session can be made from a recipe on any
 communicator, and a new session is made from it when the set of ranks changes.
 
-If no loss or no optimizer was given, a stand-in takes its place: the trainer can predict but not train."""
+If the loss or the optimizer is missing, a stand-in takes its place. Such a trainer can predict but not train."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ class RuntimeOptions:
     group_bytes : minimum size, such as "1MiB", of a unit (layers gathered together); small layers are grouped until the
         unit has this size (default: 4 MiB; 1 MiB on a single rank or if `tune` is off)
     prefetch : number of flat parameter buffers (pages) to gather ahead of their use (default: set by the strategy)
-    costs : dict that maps path patterns to the cost of each matching layer, for the automatic split into pipeline
-        stages
+    costs : dict that maps path patterns to the cost of each matching layer. The costs are used to split the model into
+        pipeline stages automatically
     check : if True, ranks compare their calls before each collective runs (default: as set by FSDPX_CHECK)
     check_finite : if True, check the results of every unit for NaN and Inf
     tune : if True, spend about 100 ms on measurements to find good values for options that were not given, and store

@@ -1,5 +1,5 @@
-"""A session runs a model on a fixed set of ranks: it checks batches, compiles programs for them, and runs the
-programs. A trainer gets a new session whenever that set changes."""
+"""A session runs a model on a fixed set of ranks: it checks batches, compiles programs for them, and runs the programs.
+Whenever the set of ranks changes, a trainer gets a new session."""
 
 from __future__ import annotations
 
@@ -54,10 +54,12 @@ TRAINS = ("step", "accumulate")
 """Kinds of programs that run forward and backward on samples and targets."""
 NO_GRADIENT, WRONG_SHARDING = "no gradient reaches some", "how samples are cut"
 MAX_SHAPES = 16
-"""Maximum number of `DirectPrediction` objects to keep, one for each small batch shape."""
+"""Maximum number of `DirectPrediction` objects to keep. Each of them predicts small batches of one shape and dtype
+without running a program."""
 READ_ONLY_KINDS = ("evaluate", "predict")
-"""Kinds of programs that change no state. During training, only two things change how these programs are compiled:
-which parameters are frozen, and which values earlier programs left in the store."""
+"""Kinds of programs that change no state. During training, besides the number of microbatches, only two things change
+how these programs are compiled: which parameters are frozen, and which values, such as gradients, earlier programs left
+behind."""
 
 
 class BatchComparison(NamedTuple):
@@ -66,8 +68,8 @@ class BatchComparison(NamedTuple):
     Attributes
     ----------
     ranks : communicator of the ranks that compare batches; None if this rank runs the program without comparing
-    can_start_uncoordinated : whether this rank may start without comparing, as long as all ranks have batches of the
-        same shape and dtype as before
+    can_start_uncoordinated : whether this rank may start the program without comparing its batch, as long as each
+        rank's batch has the same shape and dtype as its previous one
     digests : whether ranks also compare checksums of their samples: True if some ranks must hold the same samples, or
         if data ranks may hold the same samples by mistake
     may_have_duplicates : whether data ranks may, by mistake, have the same samples instead of different ones
@@ -129,7 +131,8 @@ class Session:
     ) -> None:
         self.engine = engine
         self.commit = commit
-        self._microbatch_counts = microbatches, microbatches  # (configured number, number used for the last batch)
+        # numbers of microbatches: (as configured, as used for the last batch)
+        self._microbatch_counts = microbatches, microbatches
         self.model, self.loss = model, loss
         self._duplicates = DuplicateBatchDetector(self.placement.axes)
         # if all ranks hold parts of the same samples, `predict` waits only for neighbors, not for all ranks
@@ -137,9 +140,11 @@ class Session:
         self._uncoordinated = (
             UncoordinatedPrediction(self.placement.axes.world, self._predict_on_zeros_after_error) if together else None
         )
-        # compiled programs, keyed by (request for the program, kinds of programs that had run before it)
+        # compiled programs; each key contains the request for the program, or what determines it, and the set of
+        # program kinds that had already run
         self._executables: dict[tuple[Any, ...], Executable] = {}
-        # for each kind of program, the entry of `_executables` that was used last: (request, kinds, program)
+        # for each kind of program, the entry of `_executables` that was used last, as (request, kinds that had run,
+        # program)
         self._last_executables: dict[str, tuple[ProgramRequest, frozenset[str], Executable]] = {}
         self._output_shapes: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # keyed by the shapes of the batch
         self._warned: set[str] = set()
@@ -147,13 +152,14 @@ class Session:
         self._largest_microbatch: Microbatch | None = None
         # recomputed units (groups of layers), keyed by batch size
         self._recomputed: dict[Any, frozenset[int]] = {}
-        # this rank's stage, keyed by (names of frozen parameters, indices of inputs that get gradients)
+        # variants of this rank's stage, keyed by (names of frozen parameters, indices of inputs that get gradients)
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}
         self.make_out_of_memory_error: Callable[[MemoryError, StepInputs], Exception] | None = None
 
     @property
     def placement(self) -> Placement:
-        """This rank's placement: the choices that stay fixed until the set of ranks changes."""
+        """This rank's placement (model, layout, mesh, dtypes and options), which stays fixed until the set of ranks
+        changes."""
         return self.engine.placement
 
     @property
@@ -204,17 +210,17 @@ class Session:
         self.placement.sync_policy.wait_for_last_step()
 
     def tell_sync_policy_parameters_are_set(self) -> None:
-        """Tell the synchronization policy that parameters and step number have been set on this rank, for example from
-        a checkpoint. In asynchronous training, this method is collective and waits for all ranks, so that no rank reads
-        values that another rank has not set yet."""
+        """Tell the synchronization policy that the parameters and the step count have been set on this rank, for
+        example from a checkpoint. In asynchronous training, this method is collective and waits for all ranks, so that
+        no rank reads values that another rank has not set yet."""
         self.placement.sync_policy.on_parameters_set(self.state.steps)
         if self.placement.sync_policy.own_speed:
             self.agree_on_call("begin to step apart")
 
     def swapping_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
-        """Return a context manager. If ranks train different parameters, as in local SGD, it temporarily replaces this
-        rank's parameters by those that are common to all ranks. Otherwise, it does nothing. `kinds` are the kinds of
-        arrays to replace, such as "master"."""
+        """Return a context manager. If ranks train different parameters, as in local SGD, it temporarily replaces
+        arrays of this rank with those that are common to all ranks. Otherwise, it does nothing. `kinds` says which
+        arrays to replace: "master" (parameters), "slot" (optimizer state) or "average" (averages of parameters)."""
         put = self.placement.sync_policy.read_common_state_and_get_setter(self.state, kinds)
         return nullcontext() if put is None else self.swapping_parameters(put, "the common model")
 
@@ -281,8 +287,9 @@ class Session:
     def _check_and_describe_batch(
         self, x: Any, y: Any, kind: str, comparison: BatchComparison, also: str
     ) -> CheckedBatch:
-        """Check this rank's batch as far as possible without communication. Return the batch, its error if it is
-        invalid, and a description (ending with `also`) that must be the same on other ranks."""
+        """Check this rank's batch as far as possible without communication. Return the batch, together with its
+        description and, if it is invalid, the error. The description includes `also`, and must be the same on the other
+        ranks."""
         place, checked = self.placement, CheckedBatch()
         layout = place.sample_layout
         try:
@@ -456,9 +463,9 @@ class Session:
 
     def _get_or_prepare_executable_of_request(self, request: ProgramRequest) -> Executable:
         # Preparing a program is collective, because it allocates shared memory. All ranks must therefore prepare a
-        # program in the same call. With the request alone as key, they might not: it depends on the contents of the
-        # store, which may differ between ranks. The key therefore also contains the kinds of programs that have run,
-        # which are the same on all ranks.
+        # program in the same call. If the key were only the request, some ranks might find a program while others have
+        # to prepare it, because the request depends on values left by earlier programs, and these may differ between
+        # ranks. The key therefore also contains the kinds of programs that have run, which are the same on all ranks.
         last = self._last_executables.get(request.kind)
         # comparing is faster than hashing, because most attributes are the same objects as in the last request
         if last is not None and last[0] == request and last[1] == self.state.ran:
@@ -542,8 +549,8 @@ class Session:
         )
 
     def _get_current_stage(self, batch: Microbatch | None = None) -> Stage:
-        """Return the pipeline stage of this rank, given which parameters are currently frozen. If `batch` is not None,
-        gradients of its floating-point inputs are also computed."""
+        """Return the pipeline stage of this rank, adjusted to the parameters that are currently frozen. If `batch` is
+        not None, gradients of its floating-point inputs are also computed."""
         place, frozen = self.placement, self.state.frozen
         inputs = () if batch is None else batch.inputs
         key = (frozen, frozenset(v for v, x in enumerate(inputs) if not has_integer_dtype(x)))

@@ -494,10 +494,10 @@ class Trainer:
         loader : a `data.DataLoader` whose position in the data is saved as well
         dtype : dtype of the weights in the file: "bf16", "float16", "float32" or "float64" (default: the trainer's
             dtype)
-        shard_bytes : split the weights into files of at most this many bytes each, and add an index file, like Hugging
-            Face
-        keep : number of newest checkpoints to keep: saving FOLDER/step-30 removes older checkpoints FOLDER/step-*, but
-            never a checkpoint with a higher number, a link, or the target of a link
+        shard_bytes : split the weights into files of at most this many bytes each, and add an index file in the format
+            of Hugging Face
+        keep : number of newest checkpoints to keep. Saving FOLDER/step-30 removes older checkpoints FOLDER/step-*.
+            Checkpoints with a higher number, links, and targets of links are never removed
         background : if True, write a copy in a thread while training continues. If writing fails,
             `call_runner.wait_for_background_save()` or the next save raises the error
         weights : if "average", save only the average of the weights over time
@@ -598,9 +598,10 @@ class Trainer:
         """Communicator of the ranks that hold different samples; pass it to `data.DataLoader` and
         `data.DistributedSampler`.
 
-        Ranks that differ only along the pipeline or tensor axis, or that hold parts of the same fields
-        (`domain_group`), have the same rank in this communicator and train on the same samples. With `elastic`, the
-        communicator contains only this rank, because every rank passes the global batch."""
+        Some ranks train on the same samples: ranks that differ only along the pipeline or tensor axis, and ranks that
+        hold parts of the same fields (`domain_group`). Each of these ranks has its own data group, and they all have
+        the same rank within their groups. With `elastic`, the communicator contains only this rank, because every rank
+        passes the global batch."""
         return self._call_runner.data_group
 
     @property

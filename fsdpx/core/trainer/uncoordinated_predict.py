@@ -8,7 +8,7 @@ batches of only some ranks differ, the lowest of these ranks writes an error int
 with the number of calls that have begun. Each rank then runs the calls that it has missed on a batch of zeros, so that
 no message remains unreceived and no rank waits for another. Some ranks learn of the error one call later than others.
 Therefore, each rank raises the error in all its calls up to the last call in which any rank learns of the error. After
-that, all ranks that continue make the same call again."""
+that call, all ranks that continue are again at the same call."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ __all__ = ["UncoordinatedPrediction"]
 
 CALL, STOP, READY, BEGUN, FAILS = range(5)
 """Indices of the 64-bit words in a rank's part of the window (shared memory). CALL: index and state of the rank's
-current call. STOP: the epoch (series of calls that ends with an error) in which the rank must stop. READY: the epoch
-whose error has been written into the window. BEGUN: the last call of that epoch that any rank has begun. FAILS: the
-last call that raises the error."""
+current call. An epoch is a series of calls that ends with an error. STOP: the epoch in which the rank must stop. READY:
+the last epoch for which an error has been written into the window. BEGUN: the last call that any rank has begun in that
+epoch. FAILS: the last call that raises the error."""
 STARTED, WAITING, RETURNED = range(3)
 """States of a rank's call: the rank runs the call, waits for the other ranks to begin it, or has returned from it."""
 HEAD, TEXT = 64, 1024  # sizes in bytes
 WINDOW_BYTES = HEAD + 2 * TEXT
 OWN, ERROR = HEAD, HEAD + TEXT
-"""Byte offsets of the texts in a rank's part of the window: the description of this rank's batch if it differs from the
-previous one, and the error that this rank has to raise."""
+"""Byte offsets of two texts in a rank's part of the window. OWN: the description of the rank's batch, or its error,
+written only if the batch is invalid or differs from the previous one. ERROR: the error that the rank has to raise."""
 CALLS = 1 << 32
-"""Maximum number of calls in an epoch. A new epoch begins whenever ranks have agreed on a batch after an error."""
+"""Maximum number of calls of `predict` in an epoch (series of calls that ends with an error). After an error, a new
+epoch begins when the ranks have agreed on a batch."""
 
 
 class UncoordinatedPrediction:
@@ -46,7 +47,7 @@ class UncoordinatedPrediction:
 
     Parameters
     ----------
-    comm : communicator of the ranks, each of which holds a part of the field
+    comm : communicator of the ranks that each hold a part of the field
     run_on_zeros : function that runs a prediction on zeros, given the shapes and dtypes of the inputs
     """
 
@@ -62,8 +63,8 @@ class UncoordinatedPrediction:
         self._failed: list[FsdpxError] = []
 
     def record_agreed_batch(self, batch_kind: tuple[str, int], inputs: tuple[Any, ...]) -> None:
-        """Record the batch that all ranks have just compared. Collective. On a backend without one-sided windows
-        nothing is recorded, because ranks then compare their batches in every call.
+        """Store the description of the batch that all ranks have just compared. Collective. On a backend without
+        one-sided windows, no description is stored, because ranks then compare their batches in every call.
 
         Parameters
         ----------
@@ -139,8 +140,9 @@ class UncoordinatedPrediction:
         self._window = self._agreed_kind = None
 
     def _encode_call_state(self, state: int) -> int:
-        """Encode epoch, call number and `state` (STARTED, WAITING or RETURNED) as one integer, ordered first by epoch,
-        then by call number, then by state."""
+        """Encode the state of this rank's current call as one integer. The integers are ordered by epoch (series of
+        calls that ends with an error), then by the index of the call in the epoch, then by `state` (STARTED, WAITING or
+        RETURNED)."""
         return 4 * (self._epoch * CALLS + self._count) + state
 
     def _require_new_batch_on_all_ranks(self, window: Window) -> bool:
@@ -212,9 +214,9 @@ def _describe_batch(batch_kind: tuple[str, int]) -> str:
 def _choose_common_error(texts: dict[int, list[str]], agreed: str) -> tuple[str, str]:
     """Return the class name and the text of the error that all ranks raise.
 
-    `texts` has an entry for each rank whose batch differs from the rank's previous batch: the class name and the text
-    of its error. If the batch is valid, the class name is empty, and the text describes the batch. `agreed` describes
-    the batch of the other ranks."""
+    `texts` has an entry for each rank whose batch differs from that rank's previous batch. For an invalid batch, the
+    entry holds the class name and the text of the error. For a valid batch, the class name is empty, and the text
+    describes the batch. `agreed` describes the batch of the other ranks."""
     for rank, (kind, text) in texts.items():
         if kind:
             return kind, f"rank {rank}: {text}"

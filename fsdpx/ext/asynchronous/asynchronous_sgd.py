@@ -52,8 +52,8 @@ class WindowItem(NamedTuple):
 
 
 class CommonMemory:
-    """Parameters and optimizer state in a shared-memory window, which every rank can read and update without involving
-    the rank that owns the data. The constructor is collective.
+    """Parameters and optimizer state in a shared-memory window. Every rank can read and update all data in the window
+    without involving the rank that owns them. The constructor is collective.
 
     Each rank owns one part of the window. A part consists of the rank's own counters, followed by its pages (flat
     parameter buffers). A page consists of arrays of these kinds: "words" (counters of the page), "master" (parameters),
@@ -284,7 +284,7 @@ class GossipSGD(OwnSpeed):
         return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
 
 
-# "pushed" means that this rank's gradient of a page (flat parameter buffer) was applied
+# the value "pushed" of a page (flat parameter buffer) exists once this rank's gradient of the page has been applied
 SLOTS.update({"pushed": SlotKind("pushed", "control")})
 
 # fmt: off
@@ -322,14 +322,15 @@ PROGRAM_KINDS.update({
 })  # fmt: skip
 
 CLOCK, SYNC_COUNT = 0, 1
-"""Indices of the counters at the start of each rank's part of the window: number of steps of the rank since all ranks
-last synchronized, and number of times that the rank has waited for all ranks."""
+"""Indices of the counters at the start of each rank's part of the window. CLOCK: number of steps of the rank since all
+ranks last synchronized. SYNC_COUNT: number of times that the rank has waited for all ranks."""
 AWAY_CLOCK = 1 << 62
 """Clock value of a rank that takes no more steps until all ranks synchronize. It is so large that no other rank waits
 for this rank."""
 UPDATES, ADDED, WEIGHT = 0, 1, 2
-"""Indices of the counters that the window stores before each page (flat parameter buffer): number of updates of the
-page, number of gradients in its sum of gradients, and total weight of these gradients (a float64)."""
+"""Indices of the counters that the window stores before each page (flat parameter buffer). UPDATES: number of updates
+of the page. ADDED: number of gradients in the page's sum of gradients. WEIGHT: total weight of these gradients (a
+float64)."""
 
 
 Update = Callable[[Any, Any, Mapping[str, Any], ShardSegments, int, float | None, float], None]
@@ -346,7 +347,8 @@ class AsynchronousPolicy(SyncPolicy):
     ----------
     clock : number of steps of this rank since all ranks last synchronized
     staleness_counts : maps each staleness to the number of this rank's updates that had this staleness. The staleness
-        of an update is how often other updates changed the page (flat parameter buffer) after this rank had read it
+        of an update is the number of other updates to the page (flat parameter buffer) between this rank's reading of
+        the page and its update
     """
 
     is_synchronous, own_speed = False, True
@@ -475,8 +477,8 @@ class AsynchronousPolicy(SyncPolicy):
             self._count_traffic("push", gradient.size, gradient.dtype)
 
     def _find_rank_to_add_gradient_next(self, rank: int, page: int) -> list[int]:
-        """Ranks take turns to add their gradients to the part of a page (flat parameter buffer) that rank `rank` owns.
-        Return a list with the rank whose turn it is, or an empty list if it is this rank's turn.
+        """Return a list with the rank whose turn it is to add its gradient, or an empty list if it is this rank's turn.
+        Ranks take turns to add their gradients to the part of a page (flat parameter buffer) that rank `rank` owns.
 
         Raises DataError if the rank whose turn it is has stopped taking steps."""
         turn = self.memory.read_page_counter(rank, page, ADDED)
@@ -580,7 +582,8 @@ class AsynchronousPolicy(SyncPolicy):
             return full
         living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_rank_died(rank)]
         dtype = self.memory.dtype_of(key)
-        # a mean of quantized optimizer state would be meaningless, so take the state of the lowest living rank
+        # a different dtype means quantized optimizer state, which cannot be averaged, so take the state of the lowest
+        # living rank
         if dtype != self.placement.formats.master:
             living = living[:1]
         total = np.zeros(self.memory.get_own_array(key).size)

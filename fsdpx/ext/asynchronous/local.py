@@ -46,8 +46,8 @@ SLOTS.update({
     "velocity": SlotKind("velocity", "outer optimizer"),
     "delta": SlotKind("delta", "gradients"),
     "next": SlotKind("next", "outer parameters"),
-    # "trained" holds one number for each fragment (set of pages sent together): the loss weight of the data that this
-    # replica has trained on since it last sent the fragment
+    # "trained" holds one number for each fragment (set of pages that are sent together). The number is the loss weight
+    # of the data that this replica has trained on since it last sent the fragment
     "trained": SlotKind("trained", "control"),
     "share": SlotKind("share", "control"),
     "parcel": SlotKind("parcel", "scratch", in_slab=True, raw=True),
@@ -155,8 +155,8 @@ class RoundSchedule:
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
     def count_outer_steps(self, page: int, step: int) -> int:
-        """Return how many updates by the outer optimizer a page (flat parameter buffer) has received after training
-        step `step`."""
+        """Return how many updates by the outer optimizer a page (flat parameter buffer) has received by the end of
+        training step `step`."""
         return (
             step - self.outer_gradient_delay_steps - self.find_first_send_step(self.get_fragment(page))
         ) // self.every + 1
@@ -168,10 +168,10 @@ class LocalSGD(SyncChoice):
     """Local SGD (Stich 2019) and DiLoCo (Douillard et al. 2023), streamed in fragments (Douillard et al. 2025).
 
     Every `sync_every` steps, each replica computes its outer gradient: the outer parameters (all parameters at the
-    start of the round) minus its current parameters. Then `outer_optimizer` takes one step on the outer parameters,
-    with the mean of all outer gradients, weighted by the amount of data that each replica has seen. All replicas
-    continue from the result. For P bytes of parameters on R replicas, a rank sends 2 P (R - 1) / R bytes per round.
-    Plain data parallelism sends this many bytes in every step.
+    start of the round) minus its current parameters. Then `outer_optimizer` takes one step on the outer parameters. The
+    gradient of this step is the weighted mean of all outer gradients. The weight of a replica is the amount of data
+    that it has trained on. All replicas continue from the new outer parameters. For P bytes of parameters on R
+    replicas, a rank sends 2 P (R - 1) / R bytes per round. Plain data parallelism sends this many bytes in every step.
 
     Parameters
     ----------
@@ -347,8 +347,8 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """Dict that maps page numbers to the parameters, or parts of parameters, that this rank updates in the outer
-        step."""
+        """Dict that maps the index of a page (flat parameter buffer) to the parameters, or parts of parameters, that
+        this rank updates in the outer step."""
         axes, trained = self.placement.axes, self.placement.stage.trained_pages
         alone = axes.data.size == axes.tensor.size == 1
         whole = axes.data.size == axes.world.size
@@ -393,8 +393,8 @@ class LocalSyncPolicy(SyncPolicy):
             array[...] = state.ledger.get_array("master", page)
 
     def on_loaded(self, state: TrainState) -> None:
-        """Begin a new round after loading a checkpoint: set the parameters to the outer parameters, and zero the
-        restored sums of outer gradients."""
+        """Begin a new round after loading a checkpoint: set the parameters to the outer parameters, and set the
+        restored sums of outer gradients to zero."""
         for page, array in _iterate_outer_parameters(state):
             state.ledger.get_array("master", page)[...] = array
         for row, array in state.ledger.iterate_saved_rows():
@@ -466,7 +466,8 @@ class LocalSyncPolicy(SyncPolicy):
 
 
 def _iterate_outer_parameters(state: TrainState) -> Iterator[tuple[int | None, Any]]:
-    """Yield (page number, array) for each array of outer parameters that this rank holds."""
+    """Yield a pair (index of its page, array) for each array of outer parameters that this rank holds. A page is a flat
+    parameter buffer."""
     return ((row.key.page, array) for row, array in state.ledger.iterate_saved_rows() if row.key.kind == "outer")
 
 

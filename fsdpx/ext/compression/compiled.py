@@ -58,7 +58,7 @@ def _quantize_blocks(first, last, all_x, all_q, scales, keep, by_chance, at, key
         x, q = (
             all_x[start : start + BLOCK_ELEMENTS],
             all_q[start : start + BLOCK_ELEMENTS],
-        )  # slices are indexed from 0, so that LLVM recognizes contiguous access
+        )  # take slices and index them from 0, so that LLVM recognizes contiguous access
         scales[b] = scale = _compute_scale(x)
         if not scale > 0:
             q[:] = 0
@@ -156,7 +156,8 @@ def _take_largest_blocks(first, last, all_x, block, per_block, rest, known, valu
     small = np.empty(block, np.float32)
     mask = np.int32(0x7FFFFFFF)
     for b in range(first, last):
-        x = all_x[b * block : (b + 1) * block]  # slices are indexed from 0, so that LLVM recognizes contiguous access
+        # take slices and index them from 0, so that LLVM recognizes contiguous access
+        x = all_x[b * block : (b + 1) * block]
         count = x.size
         k = per_block if count == block else rest
         if k == 0:
@@ -212,8 +213,8 @@ def select_largest_magnitudes_of_blocks(
     x: np.ndarray, block: int, per_block: int, rest: int, values: np.ndarray, positions: np.ndarray,
     residual: np.ndarray | None,
 ) -> None:  # fmt: skip
-    """Compiled version of `topk.select_largest_magnitudes_of_blocks`: write the elements of each block that are largest
-    in absolute value to `values`, and their indices within the block to `positions`.
+    """Compiled version of `topk.select_largest_magnitudes_of_blocks`: in each block, find the elements with the largest
+    absolute values. Write these elements to `values`, and their indices within the block to `positions`.
 
     `per_block` is the number of elements to take from each full block, and `rest` is the number to take from the last,
     shorter block."""

@@ -25,8 +25,8 @@ __all__ = [
 SIZE_MULTIPLE_BYTES = 8
 """Packed parts are padded to a multiple of this many bytes, so that each part is aligned for every dtype."""
 MAX_REDUCES = 1 << 24
-"""Number of reductions after which random numbers repeat. They depend on a counter of reductions, which may be stored
-as a float32, and a float32 counts exactly only up to this number."""
+"""Number of reductions after which random numbers repeat. Random numbers depend on a counter of reductions. The counter
+may be stored as a float32, which is exact only for integers up to this number."""
 
 
 class CompressedCodec(Codec):
@@ -68,7 +68,7 @@ class CompressedCodec(Codec):
         x : flat, float32 or float64; its contents may be overwritten
         wire : buffer of `packed_bytes(x.size)` bytes
         residual : receives the packing error of `x`, and may be `x` itself; None if the error is not kept
-        step : index of the reduction, at most `MAX_REDUCES`; `unpack_part` gets the same number
+        step : index of the reduction, at most `MAX_REDUCES`; `unpack_part` must get the same index
         numbers : random stream for this part in this reduction
         """
 
@@ -205,8 +205,8 @@ class CompressedCodec(Codec):
 
 
 def _make_random_stream(step: int, sender: int, owner: int | str, size: int) -> NumberRange:
-    """Return the random numbers that rank `sender` uses to round the part that it packs for `owner` (a rank, or "all"
-    for all ranks) in reduction number `step`."""
+    """Return the random numbers with which rank `sender` rounds a part in the reduction with index `step`. `owner` is
+    the rank that the part is packed for, or "all" if it is packed for all ranks."""
     return NumberRange(step, f"codec {sender} to {owner}", 0, size)
 
 

@@ -136,7 +136,7 @@ class PowerSGD(Codec):
             self._compute_left_factor_and_copy_rest(xp, grad, thin, left_sums, memory)
         handle = comm.all_reduce(left_sums, ReduceOp.SUM, what=what)
         if right_sums.size:
-            handle.wait()  # Q needs the sum of P over all ranks
+            handle.wait()  # wait for the sum of P over all ranks, because Q is computed from it
             if real:
                 self._compute_right_factor_and_residual(xp, thin, left_sums, right_sums, memory["error"])
             handle = comm.all_reduce(right_sums, ReduceOp.SUM, what=what)
@@ -196,7 +196,7 @@ class PowerSGD(Codec):
     def _multiply_factors_into(
         self, xp: Any, t: ThinFactors, left_sums: Array, right_sums: Array, out: Array, first: int
     ) -> None:
-        """Compute elements [first, first + out.size) of the gradient from P Q^T, and write them to `out`."""
+        """Write the elements of P Q^T that lie in the range [first, first + out.size) of the gradient to `out`."""
         p, q = self._view_factor(left_sums, t.left, t.rows), self._view_factor(right_sums, t.right, t.columns)
         low, high = max(t.start, first), min(t.stop, first + out.size)
         if low < high:
@@ -230,8 +230,8 @@ class PowerSGD(Codec):
         return whole + self.rank * sum(t.rows for t in thin), self.rank * sum(t.columns for t in thin)
 
     def _list_uncompressed_ranges(self, size: int, thin: Sequence[ThinFactors]) -> list[tuple[int, int, int]]:
-        """Return the ranges of the gradient that are sent uncompressed, as (offset, start, stop). They are stored from
-        `offset` on in the buffer of the first all-reduce."""
+        """Return the ranges [start, stop) of the gradient that are sent uncompressed, as (offset, start, stop). In the
+        buffer of the first all-reduce, the elements of a range are stored from index `offset` on."""
         at, start, found = self.rank * sum(t.rows for t in thin), 0, []
         for stop, after in [*((t.start, t.stop) for t in thin), (size, size)]:
             if start < stop:

@@ -1,4 +1,4 @@
-"""Top-k compression, which sends only the elements of a gradient that are largest in absolute value."""
+"""Top-k compression, which sends only those elements of a gradient that have the largest absolute values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _count_chosen_per_block(size: int, block: int, share: float) -> tuple[int, i
 def select_largest_magnitudes_of_blocks(
     xp: Any, x: Any, block: int, share: float, values: Any, positions: Any, residual: Any | None
 ) -> None:
-    """Take the elements of each block of `x` that are largest in absolute value, and store them in the order of `x`.
+    """From each block of `x`, take the elements with the largest absolute values, and store them in the order in which
+    they appear in `x`.
 
     `x` is a flat float32 or float64 array. The values of the elements taken are written to `values` (float32), and
     their indices within the block to `positions`. Among equal elements, the first are taken. `residual` receives x
@@ -109,7 +110,8 @@ INITIAL_SHARE = 0.25
 
 
 class TopK(CompressedCodec):
-    """Codec that sends only the ceil(fraction * n) elements of each part that are largest in absolute value.
+    """Codec that sends, from each part of n elements, only the ceil(fraction * n) elements with the largest absolute
+    values.
 
     Each element sent takes 4 bytes for its index and 4 for its value. The elements not sent are added to the next
     gradient (Deep Gradient Compression, Lin et al. 2018). Among equal elements, the first are sent.
@@ -169,12 +171,12 @@ class TopK(CompressedCodec):
         return wire[: 4 * k].view(np.float32), wire[4 * k : 6 * k].view(np.uint16)
 
     def get_sent_element_share(self, step: int) -> float:
-        """Return the share of elements that is sent in reduction number `step`. After the warm-up, the share is
+        """Return the share of elements that is sent in the reduction with index `step`. After the warm-up, the share is
         `fraction`.
 
         Parameters
         ----------
-        step : number of the reduction, from 0
+        step : index of the reduction, from 0
 
         Returns
         -------

@@ -54,10 +54,10 @@ class Snapshot(NamedTuple):
 class Bridge:
     """Connects ranks that run a solver with ranks that train on its fields. Collective over `comm`.
 
-    Both sides partition the same global field, each with its own grid; each sender rank sends each receiver rank the
-    cells that both hold, in one message. Both sides use the same methods: one side receives what the other sends. All
-    ranks of a side must make the same calls in the same order. A rank is on one side only; if solver and training share
-    ranks, no bridge is needed.
+    Both sides partition the same global field, each with its own grid. A sender rank sends each receiver rank one
+    message with the cells that both ranks hold. Both sides have the same methods: one side receives what the other side
+    sends. All ranks of a side must make the same calls in the same order. A rank is on one side only; if solver and
+    training share ranks, no bridge is needed.
 
     On the solver ranks::
 
@@ -281,8 +281,8 @@ class Bridge:
     def _plan_field_streams(
         self, side: str, parts: Mapping[str, Mapping[int, PartFacts]], mode: str, depth: int | None
     ) -> tuple[list[Sender], list[Receiver]]:
-        """Determine which cells this rank exchanges with each rank of the other side, and return the senders and
-        receivers of both field streams."""
+        """Determine which cells this rank exchanges with each rank of the other side. Return the senders and receivers
+        of the two streams of fields, one stream in each direction."""
         comm, ours, theirs = self._comm, parts[side], parts[self._other]
         place = list(ours).index(comm.rank)
         out = find_overlaps_with_receivers(self._part, place, len(ours), theirs)
@@ -418,8 +418,8 @@ def _require_ranks_sent_equal_fields(messages: list[tuple[Overlap, Any, list[np.
 
 def _register_end_announcement_at_exit(comm: Communicator, senders: list[Sender], receivers: list[Receiver]) -> Any:
     """Register an exit handler that tells the other side that this rank's script has ended without closing the bridge,
-    and return the handler. If ranks are threads, the handler is not registered, because threads report a missing call
-    themselves."""
+    and return the handler. If ranks run as threads, the handler is returned but not registered, because such ranks
+    report a missing call themselves."""
 
     def announce_end() -> None:
         for receiver in receivers:

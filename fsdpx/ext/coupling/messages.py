@@ -54,8 +54,8 @@ class PartFacts(NamedTuple):
         return tuple(sizes[letter] for letter in self.layout if letter != "c" or channels >= 0)
 
     def make_slices_for_ranges(self, ranges: Mapping[str, tuple[int, int]], has_channels: bool) -> tuple[slice, ...]:
-        """Return the index that selects the cells in `ranges` from an array for this part. `ranges` refer to cells of
-        the full field."""
+        """Return a tuple of slices that selects the cells in `ranges` from an array of this part. `ranges` refer to
+        cells of the full field."""
         own, index = self.ranges, []
         for letter in self.layout if has_channels else self.layout.replace("c", ""):
             if letter == "c":
@@ -124,8 +124,8 @@ def to_native_byte_order_on_host(array: Any, what: str) -> np.ndarray:
 
 
 def pack_message(facts: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Pack `facts`, which must be plain data, and arrays from `to_native_byte_order_on_host` into one array of
-    bytes, and return it. The arrays need not be contiguous.
+    """Pack `facts` and arrays into one array of bytes, and return this array. `facts` must be plain data, and the
+    arrays must be in the form that `to_native_byte_order_on_host` returns. The arrays need not be contiguous.
 
     Raises DataError if `facts` are not plain data."""
     head = pack([facts, [[array.dtype.name, list(array.shape)] for array in arrays]])

@@ -39,7 +39,7 @@ class ReplayBatch(NamedTuple):
     Attributes
     ----------
     ids : integers that identify the samples; a sample's ID is the number of samples that were added before it
-    fields : each field of all samples, with a leading dim of samples
+    fields : one array for each field, which holds the field's values in all samples; samples are along dim 0
     weights : importance weight of each sample, at most 1, which compensates for drawing in proportion to priorities
     """
 

@@ -1,9 +1,10 @@
 """Streams of messages from the ranks of one side of a `Bridge` to the ranks of the other side.
 
 A stream has a tag for data and one for control messages. A sender rank sends each of its receiver ranks a header of
-four integers: (kind, number, how many snapshots in advance the rank knew that it would send this snapshot, size of the
-body in bytes). A body follows if the kind is DATA. A receiver rank sends control messages of two integers: (kind,
-value). Messages between two ranks arrive in the order in which they were sent. There are three ways to send:
+four integers: (kind, number of the snapshot, early, size of the body in bytes). The integer `early` says how many
+snapshots in advance the rank knew that it would send this snapshot. A body follows if the kind is DATA. A receiver rank
+sends control messages of two integers: (kind, value). Messages between two ranks arrive in the order in which they were
+sent. There are three ways to send:
 
 1. Every snapshot arrives (modes "lockstep" and "queue"). Receivers answer each snapshot with RECEIVED. In mode "queue",
    sender ranks wait while `depth` snapshots are unanswered. In lockstep, they wait for the answers to the snapshot that
@@ -14,15 +15,15 @@ value). Messages between two ranks arrive in the order in which they were sent. 
    instead of sending it, and drop any older snapshot that they had kept. The last snapshot kept is sent when the stream
    is closed.
 
-3. The receiver side asks (mode "latest", solver to trainer). Sender ranks must wait neither for receivers nor for each
-   other, yet must all send the same snapshots, even though each of them may be at a different step. Rank 0 of the
-   receivers, called the lead, decides:
+3. The receiver side asks (mode "latest", solver to trainer). Sender ranks must not wait for receivers or for each
+   other. Each of them may be at a different step, but all must send the same snapshots. Rank 0 of the receivers, called
+   the lead, decides:
 
    - The lead sends ASK to all sender ranks when the receivers want a snapshot.
    - A sender rank notices ASK in its next `send`, and answers AT with the number of the snapshot of that `send`.
    - The lead sends TAKE n, where n is the highest of these numbers plus a margin of at least 1.
-   - A sender rank that notices TAKE at or before snapshot n sends snapshot n. A rank that notices it later has already
-     overwritten n, and sends MISSED instead.
+   - A sender rank that notices TAKE at or before snapshot n sends snapshot n. A rank that notices TAKE later no longer
+     has the data of snapshot n, and sends MISSED instead.
    - If any rank has sent MISSED, all receivers learn this in a collective among themselves and discard the snapshot,
      and the lead asks again with a larger margin. If all ranks noticed TAKE early, the margin shrinks.
 
@@ -50,7 +51,8 @@ from fsdpx.errors import CommTimeout
 __all__ = ["Receiver", "Sender", "wait_until"]
 
 DATA, MISSED, END, AT = range(4)
-"""Kinds of headers. If ranks receive different kinds for the same snapshot, the highest kind applies."""
+"""Kinds of headers, as integers. If ranks receive headers of different kinds for the same snapshot, the kind with the
+highest integer applies."""
 RECEIVED, ASK, TAKE, CLOSED = range(4)
 """Kinds of control messages."""
 POLLING_SECONDS, LONGEST_PAUSE_SECONDS = 2e-3, 1e-3
@@ -139,8 +141,9 @@ class Sender:
     comm : communicator of both sides
     tag : tag of the data; control messages have the next higher tag
     receivers : ranks that receive messages from this rank; the first one is the lead
-    depth : maximum number of unanswered snapshots when `send` returns: if there are more, `send` waits for answers. 0
-        means lockstep. Not used with `agree` or `on_request`, because snapshots may then be dropped
+    depth : maximum number of snapshots that are unanswered when `send` returns. If there are more, `send` waits for
+        answers. 0 means lockstep. `depth` is not used with `agree` or `on_request`, because snapshots may then be
+        dropped
     agree : a collective that returns whether all ranks of this side pass True. If given, the sender ranks agree on
         whether to send a snapshot or keep it for later. Default None
     on_request : whether a snapshot is sent only after the receivers have asked for one
@@ -267,7 +270,7 @@ class ReceivedBodies(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of a message, with its integers in the order in which they are sent."""
+    """The header of a message. The fields are integers, and are sent in this order."""
 
     kind: int
     number: int
@@ -311,7 +314,7 @@ class StreamSnapshotSelector:
 
     def adjust_snapshot_margin(self, headers: Sequence[Header]) -> None:
         """Adjust the margin between the newest snapshot and the wanted snapshot. Increase the margin if a sender rank
-        learned too late which snapshot was wanted, and reduce it if all sender ranks learned early."""
+        learned too late which snapshot was wanted. Reduce the margin if all sender ranks learned this early."""
         late = max((header.number - self.wanted for header in headers if header.kind == MISSED), default=0)
         early = min(header.early for header in headers)
         self._margin = self._margin + 2 * late if late else max(1, self._margin - early // 2)
@@ -348,8 +351,8 @@ class Receiver:
         self._count = 0
 
     def receive(self, wait: bool) -> ReceivedBodies | None:
-        """Return the next snapshot, or None if the stream has ended. With `wait` False, do not wait: return None if any
-        rank of this side has not received the entire snapshot yet. Collective over this side if the stream is
+        """Return the next snapshot, or None if the stream has ended. If `wait` is False, do not wait, but return None
+        unless every rank of this side has received the entire snapshot. Collective over this side if the stream is
         `on_request` or `wait` is False."""
         while not self.has_ended:
             self._ask_for_snapshot()
@@ -382,8 +385,8 @@ class Receiver:
         return None
 
     def start_closing(self, is_ending: bool = False) -> None:
-        """Tell the senders that this rank accepts no more snapshots. If `is_ending` is true, also tell them that this
-        rank's script is ending, so the rank will not even receive the messages in transit."""
+        """Tell the senders that this rank accepts no more snapshots. If `is_ending` is true, also tell the senders that
+        this rank's script is ending. The rank then does not even receive messages that are already in transit."""
         if self._choice is not None:
             self._choice.cancel()
         self._send_control(CLOSED, int(is_ending))

@@ -139,7 +139,7 @@ class Assembly:
     training : the ranks that train
     group : communicator of the training ranks; None on an idle rank
     session : the training session of this rank; on an idle rank, it holds no data
-    copies : copies of the state in the memory of other ranks
+    copies : manages the copies of the state that ranks keep in memory for each other
     step : number of the step that training continues from; 0 for initial parameters
     watchdog : the watchdog that finds hanging ranks, if any
     copied : whether the copies of the state after step `step` have arrived on this rank
@@ -248,8 +248,8 @@ class Assembler:
 
 
 def _find_tensors_complete_over_ranks(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that are complete if the ranks combine their snapshots after step `step`, as a dict that maps
-    names to shapes."""
+    """Find the tensors that are complete if the ranks combine the snapshots that they took after step `step`. Return
+    them as a dict that maps names to shapes."""
     parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)

@@ -43,7 +43,7 @@ class BatchPair(NamedTuple):
 
 
 class RecentBatches:
-    """Copies of the most recent batches, by step number (from 1), so that their steps can be repeated.
+    """Copies of the most recent batches, keyed by step number (from 1). With these copies, the steps can be repeated.
 
     Copies are needed because the caller may reuse its arrays."""
 
@@ -225,8 +225,8 @@ class ElasticRunner(CallRunner):
         return self._retry_until_agreed(all_reduce_once)
 
     def agree_on_end_of_batches(self) -> None:
-        """Do nothing: in elastic training, all ranks have the same batches, so the data of all ranks end at the same
-        step."""
+        """Do nothing: in elastic training, all ranks have the same batches, so all ranks reach the end of the data at
+        the same step."""
 
     def copy_weights_and_get_restorer(self, trainer: Any) -> Callable[[], None]:
         """Copy the current weights of `trainer`, and return a function that restores them. Collective.
@@ -240,7 +240,7 @@ class ElasticRunner(CallRunner):
         Returns
         -------
         function
-            function without arguments, which all ranks must call
+            function that takes no arguments and restores the weights; all ranks must call it
         """
         values = trainer.parameters()
         return lambda: trainer.load_parameters(values)
@@ -263,8 +263,8 @@ class ElasticRunner(CallRunner):
 
         Parameters
         ----------
-        ranks : number of ranks, at least 1; if fewer ranks exist, or if the mesh cannot use that many, as many as
-            possible train
+        ranks : number of ranks, at least 1. If fewer ranks exist, or if the mesh cannot use so many ranks, the largest
+            possible number of ranks trains
 
         Raises
         ------
@@ -345,8 +345,9 @@ class ElasticRunner(CallRunner):
         """Run the collective call `mine` on the training ranks, and return its result on all ranks, including idle
         ranks.
 
-        `what` is the name of the call, and `effect` says what it changes. If the call replaces the trainer's state, for
-        example by loading a checkpoint, this method also waits until ranks hold copies of each other's new state."""
+        `what` is the name of the call, and `effect` says what the call changes. If the call replaces the trainer's
+        state, for example by loading a checkpoint, this method also waits until ranks hold copies of each other's new
+        state."""
         if self.is_training:
             found = self._run_and_send_errors_to_idle_ranks(partial(self._run_and_raise_abandoned_save, what, mine))
             self._coordinator.send_result_to_idle_ranks(what, (found, self.loss_weight))

@@ -34,8 +34,8 @@ class ElasticConfig(CallRunnerChoice):
     every : number of steps from one copy to the next, and therefore the maximum number of steps to repeat after a
         failure (default: chosen so that copying takes about 1 % of the time)
     ranks : number of ranks that train at first (default: all that the mesh can use); the other ranks are idle
-    resize : path of a file that contains a number of ranks; when the number changes, that many ranks train, starting
-        with the next step
+    resize : path of a file that contains the number of ranks that should train; a change of this number takes effect at
+        the next step
     """
 
     excluded: ClassVar[str] = ELASTIC

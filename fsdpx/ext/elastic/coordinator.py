@@ -47,13 +47,14 @@ NO_LOSS, COPIES_ARRIVED, SIZE_UNCHANGED = 1, 2, 4
 """Flags that a rank sets at each agreement. If all ranks set NO_LOSS, no rank was lost; if all set COPIES_ARRIVED, all
 pending copies have arrived; if all set SIZE_UNCHANGED, no change of the number of ranks is requested."""
 INTERVAL_SHIFT, MAX_INTERVAL_LOG2 = 3, 10
-"""The flags from bit INTERVAL_SHIFT upward stand for copy intervals of 1, 2, 4, ... 2^MAX_INTERVAL_LOG2 steps. A flag
-is set if its interval is cheap enough. The shortest interval that all ranks consider cheap enough is used."""
+"""The flags from bit INTERVAL_SHIFT upward stand for copy intervals of 1, 2, 4, ... 2^MAX_INTERVAL_LOG2 steps. A rank
+sets a flag if it finds the interval cheap enough. Ranks use the shortest interval for which all of them set the
+flag."""
 MAX_COPY_TIME_SHARE = 0.01
 """Maximum share of the training time that copies may take, if the user does not set the interval."""
 SEND_COST_FACTOR = 3.0
-"""Time by which sending and receiving a copy slows down a rank that is training, as a multiple of the time that it
-takes to create the copy."""
+"""Assumed cost of sending and receiving a copy, in training time lost, as a multiple of the time that it takes to
+create the copy."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,8 @@ class StepUndoPoint:
     step : number of the last step that all ranks committed
     secure_step : newest step that will never be repeated, because its state has been copied
     scalars : copy of the scalars, such as the loss scale, made before the next step
-    before : copies of the running statistics and codec memory, made before the next step, because a step changes these
-        before all ranks have agreed on it
+    before : copies of the running statistics and of the codec memory, made before the next step. They are needed
+        because a step changes these arrays before all ranks have agreed that the step counts
     under_way : number of the step after which the pending copies were taken; None if no copies are pending
     updating : whether all ranks have agreed on a step whose update this rank has not finished
     """
@@ -188,7 +189,7 @@ class Coordinator:
         self.asked = False
         self._assembler = Assembler(recipe, tuning, elastic, commit)
         self._initial_rank = control.rank
-        self._refused: int | None = None  # the latest requested number of ranks that fits no mesh
+        self._refused: int | None = None  # last requested number of ranks for which there is no mesh
         self._abandoned: list[tuple[SurvivorCommunicator, Watchdog]] = []
         self._copy_interval = CopyInterval(elastic)
         self._set_current_assembly(self._assembler.build_initial_assembly(control, self.ranks))
@@ -248,8 +249,8 @@ class Coordinator:
     def count_step_and_start_due_copy(self) -> None:
         """Count a finished step, and start to copy the state if a copy is due.
 
-        This method does not wait for other ranks, because another rank may just have learned of a loss. Whether a copy
-        is due follows from the last agreement, so all ranks make the same decision."""
+        This method does not wait for other ranks: a rank that has just learned of a loss might not make this call.
+        Whether a copy is due follows from the last agreement, so all ranks make the same decision."""
         self._copy_interval.record_step()
         at = self._make_step_undo_point(self.last_step + 1, self.newest_copied_step, self._position.under_way)
         if not self.assembly.copies.needed:
@@ -285,8 +286,8 @@ class Coordinator:
         return found
 
     def replicate_state_to_ranks_and_wait(self) -> None:
-        """Copy the state to other ranks and wait for the copies, because the state was replaced, for example by a
-        checkpoint. Collective."""
+        """Copy the state to other ranks, and wait until the copies have arrived. This is needed when the state was
+        replaced, for example by a checkpoint. Collective."""
         if self.assembly.copies.needed:
             self.assembly.copies.abandon_generation()
             self._position = replace(self._position, under_way=self.last_step + 1)
@@ -341,7 +342,8 @@ class Coordinator:
         begin, before, members = perf_counter(), self.last_step, self.assembly.initial_ranks
         self.report_to_observers("recovery: begins")
         self.assembly.control.revoke()
-        if not isinstance(error, AgreementRefused):  # after AgreementRefused, all ranks already know of the loss
+        # this agreement tells all ranks of the loss; after AgreementRefused, they already know of it
+        if not isinstance(error, AgreementRefused):
             self.assembly.control.agree_on_flags(0)
         self._drain_transfers_and_abandon_copies()
         control, generations, tried = self.assembly.control, self._list_snapshots_in_memory(), []
@@ -430,8 +432,8 @@ class Coordinator:
         return found
 
     def _drain_transfers_and_abandon_copies(self) -> None:
-        """Drop unfinished copies, and wait for transfers of the interrupted step to end, because their buffers will be
-        reused."""
+        """Drop unfinished copies, and wait until the transfers of the interrupted step have ended, because the buffers
+        of these transfers will be reused."""
         drain_transfers_for_limited_time(self.assembly.session.engine.abandon_transfers())
         self.assembly.copies.abandon_generation()
         self.assembly.copies.drop_old_generations()

@@ -62,8 +62,8 @@ def assign_copy_holders_to_each_rank(hosts: Sequence[str], copies: int) -> list[
 def form_state_backup_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
     """Return groups of ranks that keep each other's state, spread over hosts.
 
-    Ranks, sorted by host, are assigned to groups round-robin, so a group has two ranks of the same host only if that
-    host has more ranks than there are groups."""
+    Ranks are sorted by host, and assigned to groups round-robin. Two ranks of the same host are therefore in the same
+    group only if the host has more ranks than there are groups."""
     ranks = _group_ranks_by_host(hosts)
     count = max(len(ranks) // (copies + 1), 1)
     dealt = len(ranks) if count == 1 else count * (copies + 1)
@@ -103,7 +103,7 @@ MESSAGE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StateGeneration:
-    """The part of the state after step number `step` that this rank holds in memory.
+    """The part of the training state that this rank holds in memory, as it was after step `step`.
 
     `parts` are this rank's own state and the copies that it keeps for other ranks. They are views that stay valid
     until `StateCopies.start_copying_to_buddies` has been called twice."""
@@ -170,9 +170,9 @@ class StateCopies:
 
     A generation consists of the snapshots of all ranks after one step. `start_copying_to_buddies` begins a generation.
     Once all ranks have agreed that all of its copies have arrived (`progress_and_test_transfers`), `promote_generation`
-    makes it the newest complete generation. Until then, the previous generation is complete and unchanged, so that
-    whenever a rank dies, the surviving ranks have a complete generation in common. Nothing is kept if there are enough
-    replicas. Idle ranks have no state of their own, but keep copies for other ranks.
+    makes it the newest complete generation. Until then, the previous generation remains complete and unchanged.
+    Therefore, the surviving ranks always have a complete generation in common, no matter when a rank dies. No copies
+    are kept if there are enough replicas. Idle ranks have no state of their own, but keep copies for other ranks.
 
     A rank sends `copies` times the bytes of its state for each generation. If a rank has no buddies on other hosts, its
     copies are on its own host."""
@@ -196,7 +196,7 @@ class StateCopies:
         self._lost: RankLost | None = None
         weakref.finalize(
             self, drain_transfers_for_limited_time, self._transfers
-        )  # MPI may still be writing to the buffers
+        )  # the buffers must not be freed while MPI may still write to them
         self._begun = 0.0
         self._buffer_count = 0
         self._partners = CopyPartners((), [], {})
@@ -219,8 +219,8 @@ class StateCopies:
         """Take a snapshot of this rank's state, and start sending it to the buddies.
 
         Returns as soon as the snapshot is taken. `progress_and_test_transfers` advances the transfers, and also raises
-        the error if a rank was lost during this call. `step` is the number of the step, by default the one in
-        `scalars`."""
+        the error if a rank was lost during this call. `step` is the step number of the snapshot; if None, it is taken
+        from `scalars`."""
         assert self._under_way is None, "the copies of the last take have not been promoted or abandoned"
         if not self.needed:
             return
@@ -292,8 +292,8 @@ class StateCopies:
     def drop_old_generations(self) -> None:
         """Free all generations except the newest complete one.
 
-        Older generations are stored on the same ranks as the newest one, so a death that makes the newest one
-        incomplete also makes the older ones incomplete."""
+        Older generations are useless, because all generations are stored on the same ranks: if the death of a rank
+        makes the newest generation incomplete, the older ones are incomplete as well."""
         for buffers in (*(buffers for buffers, _, _ in self._complete[1:]), *self._spare):
             buffers.free_ledger_rows()
         del self._complete[1:]

@@ -107,8 +107,8 @@ def find_element_runs_of_shard(part: ShardDescriptor) -> ElementRuns:
 def iterate_up_to_date_shards(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
     """Yield the local shards of the train state that are up to date on this rank.
 
-    Running statistics are up to date only on the pipeline rank that `placement.pipe_rank_by_statistic` gives for them.
-    `before` contains arrays to use instead of those that an unfinished step has changed (see
+    Running statistics are up to date only on one pipeline rank, which `placement.pipe_rank_by_statistic` specifies for
+    each of them. `before` contains arrays to use instead of those that an unfinished step has changed (see
     `iterate_state_changed_before_agreement`)."""
     home, here = state.placement.pipe_rank_by_statistic, state.placement.axes.coordinates.pipe
     for part in iterate_local_state_shards(state):
@@ -423,8 +423,8 @@ ALIGN_BYTES = 8
 def choose_sources_of_shard(
     want: ShardDescriptor, index: int, receiver: int, supplies: Sequence[ShardSupply], holder_offset: int, chunk: int
 ) -> list[ElementMove]:
-    """Choose which rank supplies which elements of the shard `want`, and return one move per source shard, with its
-    runs in the order of `want`.
+    """Choose the rank that supplies each element of the shard `want`. Return one move for each source shard; the runs
+    of a move are in the order of `want`.
 
     `want` has the index `index` among the shards that `receiver` wants. The receiver copies elements that it holds
     itself. For all other elements, the ranks that hold them take turns every `chunk` elements; `holder_offset` and the
@@ -463,8 +463,8 @@ def choose_sources_of_shard(
 
 
 def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chunk: int) -> np.ndarray:
-    """Return positions that divide the wanted elements into intervals. Each rank holds either all elements of an
-    interval or none, so that a single rank can send an interval."""
+    """Return positions that divide the wanted elements into intervals. The positions are chosen so that each rank holds
+    either all elements of an interval or none of them. A single rank can then send a whole interval."""
     first, last = int(wanted.start[0]), int(wanted.stop[-1])
     lines = np.arange(-(-first // chunk) * chunk, last, chunk, dtype=np.int64)
     edges = np.concatenate([*wanted[:2], *(edge for some in held for edge in some[:2]), lines])
@@ -482,7 +482,8 @@ def _find_local_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray
 MAX_MESSAGES_IN_FLIGHT = 8
 """Maximum number of messages that a rank sends or receives at the same time."""
 _undrained_transfers: list[Handle] = []
-"""Broken transfers that did not end in time. They may still write to their memory, so it is never freed."""
+"""Broken transfers that did not end in time. These transfers may still write to their buffers, so the buffers are never
+freed."""
 
 
 def reshard_arrays(
@@ -518,7 +519,7 @@ def drain_transfers_for_limited_time(handles: Iterable[Handle]) -> bool:
 
 @dataclass(frozen=True)
 class ReshardTransfer:
-    """A message of a reshard that is being transferred. `on_complete` is called when it is complete."""
+    """A message of a reshard while it is in transit. `on_complete` is called when the message has been transferred."""
 
     handle: Handle
     on_complete: Callable[[], None]

@@ -24,7 +24,8 @@ def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.
     widths : for each dim, an array with the width of each cell of the full field, such as `np.diff(bounds)`, or one
         width for all cells, which requires `grid`. Other weights, such as those from `compute_latitude_weights`, can
         take the place of the widths along a dim
-    grid : the grid that determines the part of the field whose volumes are computed; if None (default), the full field
+    grid : the grid of the field. If given, return only the volumes of the cells in this rank's part of the field; if
+        None (default), return those of the full field
 
     Returns
     -------

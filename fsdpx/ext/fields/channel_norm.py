@@ -17,8 +17,8 @@ class ChannelLayerNorm(Layer):
     eps) * weight + bias.
 
     This is ConvNeXt's LayerNorm with data_format="channels_first" (Liu et al. 2022), which torchvision and timm call
-    LayerNorm2d. Unlike with `GroupNorm(1, num_channels)`, cells do not affect each other, so ranks that hold parts of a
-    field do not communicate.
+    LayerNorm2d. In contrast to `GroupNorm(1, num_channels)`, each cell is normalized independently, so ranks that hold
+    parts of a field do not communicate.
 
     Parameters
     ----------

@@ -20,8 +20,8 @@ __all__ = [
 
 
 class ChannelStatistics(NamedTuple):
-    """The mean and standard deviation of each channel, in the order that `nn.Standardize` expects. The standard
-    deviation of a constant channel is set to 1, so that dividing by it is safe."""
+    """A pair (mean, standard deviation), each with one value per channel, in the order in which `nn.Standardize` takes
+    them. The standard deviation of a constant channel is set to 1, so that dividing by it is safe."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -42,7 +42,7 @@ def gather_channel_statistics(
     ----------
     batches : this rank's arrays, such as samples, time steps, or parts of fields without ghost cells
     dim : index of the channels dim, such as -1 if channels are last; default 1
-    comm : communicator of the ranks whose data is merged, such as `grid.comm` or the solver's communicator; if None
+    comm : communicator of the ranks that merge their data, such as `grid.comm` or the solver's communicator; if None
         (default), only this rank's data is used
     skipna : whether to ignore NaN values, such as those of land cells; default False
 
@@ -76,7 +76,8 @@ def merge_batch_into_moments(moments: np.ndarray | None, batch: np.ndarray, skip
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
     count = counted.sum(axis=1).astype(np.float64)
     lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
-    # in a constant channel, subtracting the lowest value leaves only zeros, so its mean has no rounding error
+    # subtract the lowest value of each channel first: in a constant channel, only zeros remain, so the mean has no
+    # rounding error
     with np.errstate(invalid="ignore", over="ignore"):  # such values raise DataError below
         above = np.where(counted, rows - lowest[:, None], 0.0)
         mean = above.sum(axis=1) / np.maximum(count, 1.0)

@@ -105,17 +105,17 @@ class ConvWindow:
     def count_zeros_kernel_adds_before_field(self, parts: FieldPartition) -> tuple[int, ...]:
         """Return, for each dim, the number of zeros that the compute kernel itself adds before the field.
 
-        The kernel adds none along a dim that is partitioned, has ghost cells, or has a padding mode other than "zeros",
-        because the halo exchange provides the padding there."""
+        The number is 0 for a dim that is partitioned, has ghost cells, or has a padding mode other than "zeros",
+        because there the halo exchange provides the padding."""
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
         return tuple(pad if self._is_padding_added_by_kernel(parts, cuts, mode) else 0 for cuts, pad, mode in rows)
 
     def _is_padding_added_by_kernel(
         self, parts: FieldPartition, cuts: Cuts, mode: tuple[PaddingSide, PaddingSide]
     ) -> bool:
-        """Return whether the compute kernel itself adds the padding along a dim. The kernel adds none if any dim is
-        padded with a number. In this case, the halo exchange pads all dims, because each corner gets the padding of the
-        last dim."""
+        """Return whether the compute kernel itself adds the padding along a dim. The kernel can add only zeros. It adds
+        none if any dim is padded with a number: the halo exchange then pads all dims, so that each corner gets the
+        padding of the last dim."""
         has_numbers = any(not isinstance(side, str) for sides in self.modes for side in sides)
         return len(cuts) == 2 and mode == ("zeros", "zeros") and not parts.ghosts and not has_numbers
 
@@ -268,10 +268,10 @@ class Conv(WindowLayer):
     dilation : distance between neighboring cells of a window; default 1
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether to add a bias; default True
-    padding_mode : values beyond the ends: "zeros", "circular", "reflect", "replicate" (no gradient at the end), or a
-        number, which is the value of all cells beyond the end in all channels (Dirichlet). Pass one mode for all dims,
-        or one mode per dim. The mode of a dim may be a pair (before, after), as in (("reflect", 1.5), "circular").
-        Corners get the padding of the last dim. Default "zeros"
+    padding_mode : values beyond the ends of the field: "zeros", "circular", "reflect", "replicate" (zero slope at the
+        end), or a number, which is the value of all cells beyond the end in all channels (Dirichlet). Pass one mode for
+        all dims, or one mode per dim. The mode of a dim may be a pair (before, after), as in (("reflect", 1.5),
+        "circular"). Corners get the padding of the last dim. Default "zeros"
     init : initial values of `weight`; if None (default), the uniform distribution
     """
 
@@ -307,8 +307,8 @@ class Conv(WindowLayer):
         outputs, halos, kernel_padding = self.plan_outputs_halo_and_padding(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        # use one array for field and halo here: halo slabs support neither ghost cells nor fixed padding values, and
-        # adding their results would round 16-bit sums twice
+        # in these cases, copy field and halo into one array instead of using separate halo slabs: slabs support neither
+        # ghost cells nor fixed padding values, and adding the results of slabs would round 16-bit sums twice
         if x.dtype.itemsize < 4 or any(halo.ghosts or halo.has_constants for halo in halos):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         if not halos:

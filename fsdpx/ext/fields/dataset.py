@@ -343,13 +343,14 @@ class FieldDataset:
     the time of the last state in `x`, and at the times of all states in `y` except the last. `nn.Rollout(net,
     steps=targets, inputs=inputs, constants=dataset.constants, forcing=...)` accepts these inputs.
 
-    With `scalars`, samples are ((x, s), y), or ((x, f, s), y) if there is forcing as well, where `s` holds the scalars
-    (n,) of the trajectory.
+    With `scalars`, samples are ((x, s), y). With both `forcing` and `scalars`, samples are ((x, f, s), y). `s`, of
+    shape (n,), holds the n scalars of the trajectory.
 
-    If the grid has a grid for each input of the model (`Grid.with_inputs`), the state consists of several fields, such
-    as velocities on faces and a pressure in cells. `fields` and `forcing` then have one entry for each of these grids,
-    in this order, and samples are ((x1, x2, ..., f1, f2, ..., s), (y1, y2, ...)), as a Rollout of several fields takes
-    them. An entry is the name of a dataset, or a sequence of names whose datasets are stacked along the channels.
+    If `grid` was made by `Grid.with_inputs`, it holds one grid for each input of the model, and the state consists of
+    several fields, such as velocities on faces and a pressure in cells. `fields` and `forcing` then have one entry for
+    each of these grids, in this order, and samples are ((x1, x2, ..., f1, f2, ..., s), (y1, y2, ...)), as a Rollout of
+    several fields takes them. An entry is the name of a dataset, or a sequence of names whose datasets are stacked
+    along the channels.
 
     Supported files are HDF5 (with the groups of The Well, or with PDEBench's datasets in one group or in one group per
     trajectory) and NetCDF-4, both read by h5py; Zarr folders that hold a group or an array; and `.npy` files. If an
@@ -385,9 +386,9 @@ class FieldDataset:
     ------
     ConfigError : on all ranks if `fields` and `forcing` do not have one entry for each grid of `Grid.with_inputs`, or
         if both name the same dataset
-    DataError : on all ranks if a file cannot be read, if a dataset is missing, does not hold real numbers, or does
-        not match the grid's number of cells, or if the fields of several grids are in different groups of a file, or
-        differ in their numbers of trajectories or steps. The message names the file
+    DataError : on all ranks if a file cannot be read, or if a dataset is missing, does not hold real numbers, or does
+        not match the grid's number of cells. With several grids, also if the fields of two grids are in different
+        groups of a file, or differ in their numbers of trajectories or steps. The message names the file
     """
 
     _reads_states = True
@@ -452,8 +453,8 @@ class FieldDataset:
         self._require_agreement(self.grid, problem, own)
 
     def _require_agreement(self, grid: GridLike, problem: FsdpxError | None, own: str) -> None:
-        """Raise an error on all ranks if `problem` is not None on any rank, or if ranks differ in `own`, a description
-        of what they read. Collective."""
+        """Raise an error on all ranks if `problem` is not None on any rank, or if `own`, each rank's description of
+        what it reads, differs between ranks. Collective."""
         everyone = grid.all_gather_value((str(problem or ""), isinstance(problem, ConfigError), own))
         for rank, (text, config, found) in enumerate(everyone):
             if text:
@@ -465,8 +466,8 @@ class FieldDataset:
         self, paths: Sequence[Path], grids: Sequence[Any], fields: tuple[Any, ...], dims: str | None,
         problem: FsdpxError | None,
     ) -> None:  # fmt: skip
-        """Open a dataset for each grid: those of the fields of the state, then those of forcing. If `problem` is not
-        None on any rank, raise it on all ranks. Collective."""
+        """Open one dataset for each grid: first the datasets with the fields of the state, then the datasets with
+        forcing. If `problem` is not None on any rank, raise it on all ranks. Collective."""
         given = f"fields={fields!r} and forcing={self.forcing!r}"
         if problem is None and (len(grids) != len(fields) + len(self.forcing) or not fields):
             problem = ConfigError(
@@ -531,7 +532,8 @@ class FieldDataset:
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
     def _copy_source_with_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
-        """Return a copy of `source` that records its number of time windows, computed from `steps`.
+        """Return a copy of `source` with its `windows` set to the number of time windows in a trajectory of `steps`
+        steps.
 
         Raises DataError if `source` is too short for one window, or if it differs from the first file in its fields or
         their numbers of channels."""
@@ -565,7 +567,7 @@ class FieldDataset:
 
     @property
     def _fields(self) -> tuple[FieldDataset, ...]:
-        """If the grid has the grids of several inputs, a dataset for each field of the state; otherwise ()."""
+        """One dataset for each field of the state if the grid was made by `Grid.with_inputs`; otherwise ()."""
         return self._each[: len(self._each) - len(self.forcing)] if self._each else ()
 
     @property
@@ -730,15 +732,15 @@ class FieldDataset:
 
 
 class _ForcingDataset(FieldDataset):
-    """Windows of forcing alone, which lies on another grid than the states. Samples are ((x, f), y), where x and y are
-    empty."""
+    """Time windows of a forcing that lies on a different grid than the states. This dataset reads no states: samples
+    are ((x, f), y), where x and y are empty."""
 
     _reads_states = False
 
 
 def _to_entries(names: Any) -> tuple[Any, ...]:
-    """Return the argument `fields` or `forcing` as a tuple. Lists in it become tuples, so that descriptions of equal
-    entries are equal on all ranks."""
+    """Return the argument `fields` or `forcing` as a tuple, in which each list of names is converted to a tuple. Ranks
+    compare text descriptions of their entries, so a list must give the same text as a tuple of the same names."""
     given = (names,) if isinstance(names, str) else names
     return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in given)
 
@@ -751,8 +753,9 @@ def _flatten_entries(entries: Sequence[Any]) -> list[Any]:
 def _require_same_trajectories(
     names: tuple[Any, Any], sources: Sequence[TrajectoryFile], others: Sequence[TrajectoryFile]
 ) -> None:
-    """Raise DataError unless the two fields `names` were found in the same groups of each file, with as many
-    trajectories and windows. If a file has one group of each field, these groups may differ."""
+    """Raise DataError unless the two fields `names` were found in the same groups of each file, and have the same
+    number of trajectories and the same number of windows in each group. If each field is in only one group of a file,
+    the two fields may be in different groups."""
     groups = [{(source.file, source.group) for source in each} for each in (sources, others)]
     counts = Counter(file for each in groups for file, _ in each)
     if unpaired := [place for place in groups[0] ^ groups[1] if counts[place[0]] > 2]:
@@ -783,8 +786,8 @@ def _merge_close_rows_into_slices(rows: np.ndarray) -> list[slice]:
 
 
 def _find_rows_in_concatenated_slices(rows: np.ndarray, runs: Sequence[slice]) -> np.ndarray:
-    """Return the position of each of `rows` in the array that is obtained by concatenating the slices `runs`.
-    `_merge_close_rows_into_slices` returned these slices for the same rows."""
+    """Return the position of each of `rows` in the concatenation of the slices `runs`. These slices are the result of
+    `_merge_close_rows_into_slices` for the same rows."""
     starts = np.array([run.start or 0 for run in runs])
     before = np.cumsum([0, *(run.stop - (run.start or 0) for run in runs)])[:-1]
     k = np.searchsorted(starts, rows, "right") - 1

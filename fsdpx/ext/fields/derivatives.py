@@ -158,8 +158,8 @@ class _DerivativeLayer(FieldLayer):
     def _find_halo_taps_and_dim(
         self, env: LayerContext, term: DerivativeTerm, x: Array
     ) -> tuple[HaloSpec, list[StencilTap], int]:
-        """Return what the derivative `term` needs: the halo, the stencil taps for this rank's cells, and the cell
-        dim."""
+        """Return the halo that the derivative `term` needs, the stencil taps for this rank's cells, and the cell dim
+        along which the derivative is taken."""
         dims = x.ndim - 2
         d = term.coordinate if self.along is None else self._expand_to_dims("along", self.along, dims)[term.coordinate]
         periodic, h = (self._expand_to_dims(name, getattr(self, name), dims)[d] for name in ("periodic", "spacing"))
@@ -357,9 +357,9 @@ def _find_stencil_taps_of_rank(
 def _find_stretched_taps(
     halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int], spacing: CellPositions, name: str
 ) -> tuple[StencilTap, ...]:
-    """Return the stencil taps of a rank along a dim whose cells lie at the positions `spacing`. The stencils cover the
-    same cells as for equidistant positions; their weights follow Fornberg (1988). Raises ShapeError, which names the
-    dim `name`, if the number of positions does not match the number of cells."""
+    """Return the stencil taps of a rank along a dim whose cells lie at the positions `spacing`. Each stencil covers the
+    same cells as a stencil for equidistant positions. The weights are computed as in Fornberg (1988). Raises
+    ShapeError, which names the dim `name`, if the number of positions does not match the number of cells."""
     start, stop, (first, _) = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank]
     n, found = halo.cuts[-1], []
     positions, period = spacing.compute_value_positions(n, periodic, name)

@@ -18,7 +18,7 @@ def duplicate_communicator_and_make_finalizer(domain: object, comm: Any) -> tupl
 
     The domain needs its own communicator, because the solver may free `comm`. A communicator without a `Dup` method is
     returned unchanged, with None instead of a finalizer. This function also frees the communicators of domains that
-    have been garbage-collected. If the duplicate still exists at exit, MPI frees it."""
+    have been garbage-collected. If the duplicate still exists when the process exits, MPI frees it."""
     while _UNFREED_COMMUNICATORS:
         _UNFREED_COMMUNICATORS.pop().Free()
     if not hasattr(comm, "Dup"):

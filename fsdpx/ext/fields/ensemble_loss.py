@@ -21,8 +21,8 @@ __all__ = ["CRPS"]
 
 
 class CRPS(Loss):
-    """Continuous ranked probability score of an ensemble of M members x_m and a target t: the mean of |x_m - t|, minus
-    half of the mean difference |x_m - x_n| between members, for each element (Gneiting and Raftery 2007).
+    """Continuous ranked probability score of an ensemble of M members x_m and a target t (Gneiting and Raftery 2007).
+    For each element, the score is the mean of |x_m - t|, minus half of the mean difference |x_m - x_n| between members.
 
     The output is (samples, members x channels, *cells), with all channels of the first member first; the target is
     (samples, channels, *cells). The fair score divides the sum of differences by M (M - 1), the standard score by M^2
@@ -48,7 +48,8 @@ class CRPS(Loss):
         self.counts = "unknown" if skipna else "samples"
 
     def bind_partition(self, parts: FieldPartition) -> Loss:
-        # on a mesh, a loss must override this method in order to see node features as channels
+        # this override is needed although it does nothing: on a mesh, only losses that override this method see node
+        # features as channels
         return self
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:

@@ -2,7 +2,7 @@
 (Harlow and Welch 1965).
 
 Along a dim of n cells, face i lies between cells i - 1 and i, so there are n + 1 faces. In many solvers, arrays hold
-only n of them: the low or the high face of each cell."""
+only n of these faces: either the low face of each cell or the high face of each cell."""
 
 from __future__ import annotations
 
@@ -190,8 +190,9 @@ class CellsToFaces(_NeighborLayer):
         distance between their centers
     spacing : common width of all cells, or an array of length n + 1 with the bounds of all n cells of the full field;
         default 1
-    faces : with "all" (default), all n + 1 faces of n cells, and the last rank that has cells holds the last face; with
-        "low" or "high", n faces, the low or the high face of each cell. Periodic dims have only n faces
+    faces : which faces of the n cells the output has. "all" (default) means all n + 1 faces; the last rank that has
+        cells holds the last face. "low" or "high" means n faces: the low or the high face of each cell. Periodic dims
+        have only n faces
     padding_mode : values of the cells beyond the ends, as for one dim of `Conv`. With "replicate" (default), the mean
         at a wall is the value of the adjacent cell, and the derivative is 0
     """
@@ -217,8 +218,9 @@ class FacesToCells(_NeighborLayer):
     derivative : 0 (default) for the mean, or 1 for the difference between the upper and the lower face, divided by the
         width of the cell
     faces : the faces of the input, as in `CellsToFaces`
-    padding_mode : value on the end face of the field, which is missing if `faces` is "low" or "high", as for one dim of
-        `Conv`. Default "zeros": nothing flows through the wall. Ignored if `faces` is "all"
+    padding_mode : value on the face that the input lacks at one end of the field if `faces` is "low" or "high". The
+        choices are the same as for one dim of `Conv`. Default "zeros": nothing flows through the wall. Ignored if
+        `faces` is "all"
     """
 
     def __init__(
@@ -259,7 +261,7 @@ class FaceDivergence(Graph):
 
     If `faces` is "all", there are `dims` inputs x0, x1, ..., one per coordinate, each with the fluxes on n + 1 faces.
     Otherwise, there is a single input, (samples, vectors x dims, *cells). Each component has its values on the low or
-    high faces, and the components of a vector are consecutive channels.
+    the high faces across the dim of its coordinate (see `along`). The components of a vector are consecutive channels.
 
     Parameters
     ----------

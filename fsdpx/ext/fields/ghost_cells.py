@@ -36,7 +36,7 @@ def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Ar
     ranks."""
     for cells in _list_indices_beyond_walls(env, parts):
         dinitial[cells] += dstate[cells]
-        dstate[cells] = 0  # corner cells lie beyond several walls; set them to zero so that they are not added twice
+        dstate[cells] = 0  # set to zero so that corner cells, which lie beyond several walls, are added only once
     return exchange_halo_backward(env, dstate, _make_ghost_halo_specs(parts))
 
 
@@ -76,7 +76,8 @@ def _make_ghost_halo_specs(parts: FieldPartition) -> tuple[HaloSpec, ...]:
 
 def _list_indices_beyond_walls(env: LayerContext, parts: FieldPartition) -> list[tuple[Any, ...]]:
     """Return the array indices of this rank's ghost cells beyond walls, which are the ends of dims that are not
-    periodic. There is one index per wall, so several indices may cover the same corner cell."""
+    periodic. There is one index per wall. A corner cell lies beyond several walls and is therefore covered by several
+    indices."""
     found = []
     for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
         (start, stop), (low, high) = get_local_range(env, cuts, d), sides[get_rank_along(env, cuts, d)]

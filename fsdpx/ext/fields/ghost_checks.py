@@ -1,5 +1,5 @@
-"""Check for lost ghost cells: a layer drops the ghost cells of an input, and this layer or a later one pads the field
-where these cells were."""
+"""Check that a model does not lose ghost cells. They are lost if a layer drops the ghost cells of an input, and this
+layer or a later one pads the field where these cells were."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class _GhostEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known about the ghost cells of a value, which is an input of the model or an output of a layer. Ghost
-    cells inside the field do not count, because layers without them receive the same values from other ranks.
+    """What is known about the ghost cells of a value, which is an input of the model or an output of a layer. Only
+    ghost cells beyond the ends of the field count. Ghost cells between two ranks' parts may be dropped, because later
+    layers receive the same values from the neighboring rank.
 
     Attributes
     ----------
@@ -59,8 +60,8 @@ class _Value:
 
 
 def can_take_ghosts(layer: Layer) -> bool:
-    """Return whether a layer accepts inputs with ghost cells. A layer does if it reads ghost cells, or if it acts on
-    each element separately, so that the output has ghost cells as well."""
+    """Return whether a layer accepts inputs with ghost cells. A layer accepts them if it reads ghost cells, or if it
+    acts on each element separately. In the second case, the output has ghost cells as well."""
     return layer.takes_ghosts or layer.acts_on == "element"
 
 
@@ -68,8 +69,8 @@ def require_ghosts_are_not_ignored(model: Layer, kinds: Sequence[Kind]) -> None:
     """Raise ConfigError if the ghost cells of a model input beyond an end of the field would be ignored. This is so if
     three conditions hold: a layer drops the ghost cells; this layer or a later one pads the field at this end, and is a
     convolution, a transposed convolution or a pool; and no convolution reads the ghost cells. A layer drops ghost cells
-    if it takes none, or if it combines the input with a field that has other ghost cells or none. `kinds` says how the
-    inputs of the model are distributed over the ranks."""
+    if it does not accept inputs with ghost cells, or if it combines the input with a field that has different ghost
+    cells or none. `kinds` says how the inputs of the model are distributed over the ranks."""
     read, padded = set[_GhostEnd](), dict[_GhostEnd, str]()
     values = [_Value(kind, _find_ghost_ends(i, kind)) for i, kind in enumerate(kinds)]
     if not any(value.sources for value in values):
@@ -101,9 +102,9 @@ def _find_ghost_ends(number: int, kind: Kind) -> frozenset[_GhostEnd]:
 def _propagate_ghosts_through_layer(
     layer: Layer, path: str, values: Sequence[_Value], read: set[_GhostEnd], padded: dict[_GhostEnd, str]
 ) -> list[_Value]:
-    """Return the outputs of a layer, given its inputs. Add the ends where the layer reads ghost cells of a model input
-    to `read`. Add the ends where the layer pads the field, because ghost cells were dropped earlier, to `padded`, with
-    a description."""
+    """Return the outputs of a layer, given its inputs. Add to `read` each end of the field where the layer reads ghost
+    cells of a model input. Add to `padded` each end where the layer pads the field because ghost cells were dropped
+    earlier, with a description of how this happened."""
     if isinstance(layer, Container):
         found = dict(zip(layer.inputs, values, strict=True))
         for step in layer.steps:
@@ -115,7 +116,7 @@ def _propagate_ghosts_through_layer(
     fields = [value for i, value in enumerate(values) if i not in scalars]
     if isinstance(net := getattr(layer, "net", None), Layer):
         count = len(list_input_names(net))
-        # the ghost cells of boundary values, inputs after those of `net`, become ghost cells of later states
+        # inputs after those of `net` are boundary values; their ghost cells become the ghost cells of later states
         given = [_merge_values_of_same_kind([value, *values[count + i :][:1]]) for i, value in enumerate(values)]
         results = _propagate_ghosts_through_layer(net, path, given[:count], read, padded)
         return [result.without_ghosts(f"{text} drops them") for result in results]

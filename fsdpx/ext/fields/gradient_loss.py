@@ -74,8 +74,9 @@ class RelativeH1(RelativeL2):
     def _get_error_target_and_weights(
         self, env: LayerContext, y: Array, target: Array
     ) -> tuple[Array, Array, Array | None]:
-        """Return the error, the target and the weights. The error and the target include their weighted gradients as
-        additional channels."""
+        """Return the error, the target and the weights of elements. The gradient of the error, scaled by
+        sqrt(`gradient_weight`), is appended to the error as further channels. The gradient of the target is appended to
+        the target in the same way."""
         error, target, w = super()._get_error_target_and_weights(env, y, target)
         xp, channels, scale = env.xp, y.shape[1], math.sqrt(self.gradient_weight)
         # allocate in C order even if the input has channels last in memory, because stencils then read memory

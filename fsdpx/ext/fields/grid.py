@@ -298,8 +298,8 @@ class Grid(Domain):
         Returns
         -------
         Grid
-            to be passed as `domain=`. A model output that has the same size as one of the inputs, or as the cells or
-            faces of this grid, is partitioned in the same way
+            to be passed as `domain=`. If a model output has the size of one of the inputs, or of the cells or faces of
+            this grid, the output is partitioned like that input, or like those cells or faces
 
         Raises
         ------
@@ -404,8 +404,8 @@ class Grid(Domain):
 
     @property
     def joined_partition(self) -> tuple[FieldPartition, ...] | None:
-        """The partitions that the model's inputs would have if a single process held the full fields. Only the ghost
-        cells outside the domain remain. None if the grid has no ghost cells."""
+        """The partitions that the model's inputs would have if a single process held the full fields. Of the ghost
+        cells, only those outside the domain remain. The result is None if the grid has no ghost cells."""
         if not any(parts.ghosts for parts in self.input_partitions):
             return None
         return tuple(parts.make_single_rank_partition() for parts in self.input_partitions)
@@ -724,7 +724,8 @@ class Grid(Domain):
         return len(shape) >= len(self.layout) and self._replace_cell_sizes_in_shape(cells, shape) == shape
 
     def _make_slices_of_rank_part(self, coords: Sequence[int], ndim: int) -> tuple[slice, ...]:
-        """Return the index that selects the part of the rank at `coords` from a full array with `ndim` dims."""
+        """Return the index into a full array with `ndim` dims that selects one rank's part. `coords` are the rank's
+        coordinates in the grid."""
         index = [slice(None)] * ndim
         for cuts, dim, r in zip(self.parts.cuts, self._find_cell_dims(ndim), coords, strict=True):
             index[dim] = slice(cuts[r], cuts[r + 1])
@@ -766,7 +767,8 @@ class Grid(Domain):
         )
 
     def _explain_if_array_is_whole_field(self, array: Any, parts: FieldPartition) -> str:
-        """Return a sentence for error messages if an array has the cells of the whole field `parts`, otherwise ""."""
+        """Return a sentence for error messages if an array has as many cells as the whole field, of which `parts` is
+        the partition. Otherwise, return ""."""
         joined = parts.make_single_rank_partition()
         around = [sum(side) for (side,) in joined.ghosts] if joined.ghosts else [0] * len(joined.shape)
         with_ghosts = [n + more for n, more in zip(joined.shape, around, strict=True)]
@@ -851,8 +853,8 @@ class FieldSamples(SplitSamples):
         return make_overlapping_parts_warning(shared) if shared else self.padding_mistake
 
     def compute_full_input_shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
-        """Given the shape of this rank's part, return the shape of the full field of input number `index`, including
-        ghost cells outside the domain."""
+        """Return the shape of the full field of the model input with index `index`, including ghost cells outside the
+        domain. `shape` is the shape of this rank's part."""
         kind = self.input_kinds[index]
         if not isinstance(kind, FieldPartition):
             return shape
@@ -887,7 +889,8 @@ class FieldSamples(SplitSamples):
         return self.grid.view_in_grid_layout(array, batched)
 
     def take_local_target(self, y: Any, index: int) -> Any:
-        """Return `y`, this rank's part of the target of output number `index`, without its ghost cells."""
+        """Return `y` without its ghost cells. `y` is this rank's part of the target of the model output with index
+        `index`."""
         for parts in (*self.input_kinds, self.grid.input_partition):
             if isinstance(parts, FieldPartition) and parts.without_ghosts() == self.output_kinds[index]:
                 return self.grid._strip_ghosts(y, parts)
@@ -1047,8 +1050,8 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
 
 
 def _describe_cell_count_along_dim(args: GridArguments, d: int, quantity: str) -> str:
-    """Return a phrase for error messages that states a rank's number of cells or ghost cells (`quantity`) along dim
-    `d`."""
+    """Return a phrase for error messages that says how many cells a rank has along dim `d`. `quantity` ("cells" or
+    "ghosts") tells whether own cells or ghost cells are counted."""
     if quantity == "cells":
         return f"{args.own[d]} cells"
     return "{} ghost cells before and {} after".format(*args.ghosts[d])

@@ -86,7 +86,7 @@ class GroupNorm(Layer, HoldsLocalArray):
         alone = env.mesh.parts.size == 1 and env.xp is np and self.weights is None
         if not (alone and has_rows_of_channels(x)):
             x = put_channels_last(env.xp, x)
-        elif env.ignores_memory_order:  # the loops for channels first add in another order
+        elif env.ignores_memory_order:  # use channels last: the loops for channels first add in a different order
             x = channels_last(np, x)
         count = float(self.num_channels // self.num_groups * math.prod(x.shape[2:]))
         if env.mesh.parts.size == 1 and count == 1 and self._refuses_single_values(env, x):
@@ -125,7 +125,7 @@ class GroupNorm(Layer, HoldsLocalArray):
         mean, scale, along, across = cast_channel_arrays(x, mean, scale, along, across * rstd)
         if self.weights is None:
             return kernels.group_norm_backward(env.xp, dy, x, mean, scale, along, across), (sums,)
-        # values that are divided by the sum of weights may not fit in 16 bits
+        # compute in the dtype of the weights: quotients of values and the sum of weights may not fit in 16 bits
         weights = self._get_weights(env, x)
         shared = kernels.group_norm_affine(env.xp, x.astype(weights.dtype, copy=False), mean, across, along) * weights
         return (dy * scale.reshape(*scale.shape, *(1,) * (x.ndim - 2)) - shared).astype(dy.dtype, copy=False), (sums,)
@@ -145,8 +145,8 @@ class GroupNorm(Layer, HoldsLocalArray):
         return xp.stack([xp.full(mean.shape, count, dtype=np.float64), mean, squares])
 
     def _all_reduce_weighted_moments(self, env: LayerContext, x: Array) -> Array:
-        """Return, as (3, samples, groups) in float64, the sum of weights, the weighted mean and the weighted sum of
-        squared deviations for each sample and group over all cells of the field."""
+        """Return the sum of weights, the weighted mean and the weighted sum of squared deviations for each sample and
+        group, as a float64 array (3, samples, groups). All three cover all cells of the field."""
 
         def split(a: Array) -> Array:
             groups = self.num_groups if a.shape[1] > 1 else 1

@@ -2,7 +2,7 @@
 
 The activations of a field are (samples, channels, *cells). Along each cell dim, the ranks in a line of the grid own
 consecutive intervals of cells. Intervals may have any size and may be empty. All ranks know the bounds of these
-intervals. Ranks derive a layer's halo from these bounds, without negotiation at run time."""
+intervals. Each rank therefore derives a layer's halo from these bounds, and ranks need not negotiate at run time."""
 
 from __future__ import annotations
 
@@ -199,8 +199,9 @@ def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
 
 
 def _map_padding_to_cells(cells: np.ndarray, n: int, sides: tuple[PaddingSide, PaddingSide]) -> np.ndarray:
-    """Replace indices of cells beyond the ends of a field of n cells with the indices of the cells whose values pad the
-    field. If the padding has a fixed value, as in mode "zeros", leave the indices unchanged."""
+    """Replace each index of a cell beyond the ends of a field of n cells with the index of the cell inside the field
+    that provides the padding value. If the padding has a fixed value, as in mode "zeros", leave the indices
+    unchanged."""
     turned = [np.where(cells < 0, -cells, 2 * (n - 1) - cells)] if "reflect" in sides else []
     maps = {"circular": lambda: cells % n, "replicate": lambda: np.clip(cells, 0, n - 1), "reflect": lambda: turned[0]}
     low, high = (maps[side]() if side in maps else cells for side in sides)

@@ -32,7 +32,8 @@ Shape = tuple[int, ...]
 
 
 class CellCopy(NamedTuple):
-    """A copy of cells from a local box into a message or slab. The box is the rank's own part or a received slab.
+    """Describes which cells are copied from a local box into a message or slab. The box is the rank's own part or a
+    received slab.
 
     Attributes
     ----------
@@ -51,7 +52,7 @@ class OwnCells(NamedTuple):
     backward pass.
 
     `copies` is for the forward pass. `adds` is for the backward pass, and covers the same cells. A cell that is copied
-    n times occurs in n entries of `adds`, because each entry adds only one of its n gradients."""
+    n times gets n gradients. It occurs in n entries of `adds`, because each entry adds only one gradient per cell."""
 
     copies: tuple[CellCopy, ...]
     adds: tuple[CellCopy, ...]

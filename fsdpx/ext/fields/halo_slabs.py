@@ -171,8 +171,8 @@ def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], paddin
     """Return one array that contains `x`, this rank's part of a field, and its halo. Communicates with the ranks that
     own the halo cells.
 
-    `padding_value` is the value of cells beyond the ends of the field in mode "zeros". In corners where the fixed
-    values of several dims meet, the value of the last dim applies."""
+    `padding_value` is the value of cells beyond the ends of the field in mode "zeros". If several dims are padded with
+    fixed values, the corner cells get the value of the last of these dims."""
     for halo in halos:
         if halo.ghosts:
             x = x[slice_dim(env.xp, halo.dim, halo.get_read_slice(get_rank_along(env, halo.cuts, halo.dim - 2)))]
@@ -204,8 +204,8 @@ def _fill_beyond_ends(env: LayerContext, y: Array, halo: HaloSpec, padding_value
 def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpec]) -> Array:
     """Return the gradient of this rank's part, given the gradient `dy` of the array with the part and its halo.
 
-    This is the adjoint of `exchange_halo`: the gradient of each halo cell is sent to the cell's owner, which adds it to
-    its own gradient."""
+    This is the adjoint of `exchange_halo`: the gradient of each halo cell is sent to the rank that owns the cell, and
+    is added to the cell's gradient there."""
     shape, mine = list(dy.shape), [halo for halo in halos if not halo.is_covered_by_ghosts]
     for halo in mine:
         start, stop = halo.provided_cell_intervals[get_rank_along(env, halo.cuts, halo.dim - 2)]

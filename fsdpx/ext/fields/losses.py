@@ -231,8 +231,8 @@ class BandRMSE(RootLoss):
 
     A mode has k1, k2, ... waves along the dims of the full field, and |k| is the length of the vector (k1, k2, ...).
     PDEBench uses the bands from 0 to 4, from 4 to 12, and from 12 on. It sums a quarter of the modes and averages over
-    shells. In contrast, if several `BandRMSE` bands together cover all wavenumbers, their squared errors add up to the
-    squared `RMSE`. Only the modes below `high` are communicated. If `high` is None, the modes below `low` are
+    shells. In contrast, the squared errors of several `BandRMSE` add up to the squared `RMSE` if their bands cover each
+    wavenumber exactly once. Only the modes below `high` are communicated. If `high` is None, the modes below `low` are
     communicated instead and subtracted from the error.
 
     Parameters
@@ -256,7 +256,7 @@ class BandRMSE(RootLoss):
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
         if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._get_cuts(y)):
-            # the grid cannot represent waves this short, so only rounding errors would remain
+            # return an error of 0: the grid cannot represent waves this short, so only rounding errors would remain
             return apart * 0, target, None
         last = self.low if self.high is None else self.high
         inside = self._filter_band(env, apart.astype(np.float64), last)

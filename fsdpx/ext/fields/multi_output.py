@@ -97,7 +97,7 @@ class MultiOutputLoss(Loss):
     __rmul__ = __mul__
 
     def bind_output_shardings(self, kinds: Sequence[Kind]) -> MultiOutputLoss:
-        """Return this loss, adapted to the distribution of each output over ranks in `kinds`.
+        """Return a copy of this loss that is adapted to `kinds`, the distribution of each output over the ranks.
 
         Parameters
         ----------

@@ -137,8 +137,8 @@ def list_to_tuple(value: Any) -> Any:
 
 
 def _find_window_start(cell: int, cells: int, size: int, periodic: bool) -> int:
-    """Return the first cell of the window of a cell along a dim of `cells` cells. This cell may be negative if the dim
-    is periodic."""
+    """Return the index of the first cell in the window of cell `cell`, along a dim of `cells` cells. The index may be
+    negative if the dim is periodic."""
     return cell - size // 2 if periodic else min(max(cell - size // 2, 0), cells - size)
 
 

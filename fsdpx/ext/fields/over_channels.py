@@ -13,8 +13,8 @@ from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 __all__ = ["OverChannels"]
 
 INPUT = object()
-"""Placeholder for the input among the inner layer's saved values. The inner layer reads a view of the saved field
-instead."""
+"""Placeholder for the input among the inner layer's saved values. Before the backward pass of the inner layer, a view
+of the saved field replaces the placeholder."""
 ONLY_INPUT = (INPUT,)
 """The saved values of an inner layer that saves only its input, such as `Linear`. `OverChannels` then saves only its
 own input, because `AttentionContainer` requires this of its last step."""

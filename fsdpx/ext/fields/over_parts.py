@@ -67,10 +67,10 @@ def partition_model_of_fields(
 ) -> PartitionedModel:
     """Like `partition_model`, but allow several inputs and outputs, which may be fields or scalars.
 
-    `parts` are the partitions of the inputs that are fields: one partition shared by all, or one per input. If an
-    output has as many cells as one of these partitions or of those in `known`, it gets the same partition. If several
-    have as many cells, the output keeps its partition if it is one of them, and otherwise gets the first. `outputs` may
-    name another partition for each of the first outputs, which applies if it has as many cells."""
+    `parts` are the partitions of the inputs that are fields: one partition shared by all, or one per input. An output
+    gets a partition from `parts` or `known` that has the same number of cells along each dim. If several match, the
+    output keeps its partition if it is one of them; otherwise, the first match is used. `outputs` holds preferred
+    partitions for the first outputs, which take precedence if they match."""
     scalars = find_scalar_inputs(model)
     fields = scalars.count(False)
     if len(parts) not in (1, fields):
@@ -96,8 +96,9 @@ def partition_model_of_fields(
 
 
 def _choose_output_partition(kind: Kind, own: Kind | None, choices: Sequence[FieldPartition]) -> Kind:
-    """Return how an output of the model is distributed, given its distribution `kind`. If `own`, or otherwise one of
-    `choices`, has as many cells, return it."""
+    """Return the distribution that an output of the model should have. `kind` is its present distribution. If `kind` is
+    a partition, the result is `own` if it has as many cells, or otherwise one of `choices` that has as many. In all
+    other cases, the result is `kind`."""
     if not isinstance(kind, FieldPartition):
         return kind
     if isinstance(own, FieldPartition) and own.shape == kind.shape:
@@ -149,9 +150,9 @@ def find_scalar_inputs(model: Layer) -> tuple[bool, ...]:
     if it is a field.
 
     An input is assumed to consist of scalars if the layer that reads it, directly or through elementwise layers, cannot
-    run on a part of a field (such as `Linear`) or expects scalars (such as `FiLM`). If this applies to all inputs,
-    return False for all of them. Sharding the model then raises an error, which names the layer that cannot run on a
-    part."""
+    run on a part of a field (such as `Linear`) or expects scalars (such as `FiLM`). If all inputs would be scalars by
+    this rule, return False for all of them. The sharding of the model then raises an error, which names the layer that
+    cannot run on a part."""
     count = len(list_input_names(model))
     found = tuple(_make_scalar_input_flags(model, count, [False] * model.n_outputs))
     return (False,) * count if all(found) else found
@@ -159,7 +160,7 @@ def find_scalar_inputs(model: Layer) -> tuple[bool, ...]:
 
 def _make_scalar_input_flags(layer: Layer, count: int, wanted: Sequence[bool]) -> Iterable[bool]:
     """Return one bool for each of the layer's `count` inputs: whether the input must consist of scalars. `wanted` holds
-    the same for each output."""
+    one bool per output: whether the output must consist of scalars."""
     if isinstance(layer, Container):
         reads = dict(zip(layer.outputs, wanted, strict=True))
         for step in reversed(layer.steps):
@@ -213,7 +214,8 @@ def _plan_redistributions_of_layer_inputs(reader: Layer, kinds: Sequence[Kind]) 
 
     `kinds` describes the distribution of each input over the ranks. Fields of the same shape can have different
     partitions, for example after odd strides. The common partition is the one with the smallest maximum part size. In a
-    tie, the first partition is chosen. A container needs none, because this function plans those of its steps."""
+    tie, the first partition is chosen. All entries are None for a container, because this function is called separately
+    for each of the container's steps."""
     if isinstance(reader, Container | TakesSeveralGrids):
         return [None] * len(kinds)
     first = min(

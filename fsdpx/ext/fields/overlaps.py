@@ -1,5 +1,6 @@
-"""Warnings about likely mistakes in a `Grid`: parts that overlap, for example because ghost cells were not declared in
-`ghosts`, whole fields in place of parts, and layers whose padding conflicts with the grid's periodicity."""
+"""Warnings about likely mistakes in the use of a `Grid`: parts that overlap (for example because ghost cells were not
+declared in `ghosts`), whole fields that are passed in place of parts, and layers whose padding conflicts with the
+grid's periodicity."""
 
 from __future__ import annotations
 
@@ -98,16 +99,17 @@ def count_overlap_rows_by_dim(
 def are_parts_of_all_ranks_identical(dims: Sequence[int], ends: Sequence[Ends]) -> bool:
     """Return whether the parts of all ranks begin and end with the same rows along each dim.
 
-    Return False if there is only one rank, or if the rows are too uniform to compare along a dim that is divided: parts
-    of a field that does not vary along this dim are equal. `dims` holds the number of ranks along each dim, and `ends`
-    holds the hashes from all ranks of the field."""
+    Return False if there is only one rank, or if the rows are too uniform to compare along a dim that is divided. For
+    example, if a field does not vary along this dim, its parts are equal, which is no mistake. `dims` holds the number
+    of ranks along each dim, and `ends` holds the hashes from all ranks of the field."""
     divided = [of_dim for of_dim, ranks in zip(ends[0], dims, strict=True) if ranks > 1]
     return len(ends) > 1 and all(one == ends[0] for one in ends) and all(any(map(any, of_dim)) for of_dim in divided)
 
 
 def make_same_array_on_all_ranks_warning(cells: Sequence[int], ranks: int, whole: Sequence[int]) -> str:
     """Return a warning that all ranks pass the same array. `ranks` is the number of ranks, `cells` is the size of the
-    array along each dim, and `whole` is the size of the field that the grid makes of these arrays."""
+    array along each dim, and `whole` is the size of the full field that results if each array is taken as one rank's
+    part."""
     own, field = (" x ".join(map(str, sizes)) for sizes in (cells, whole))
     return (
         f"fsdpx: all {ranks} ranks of the grid pass the same array of {own} cells, of which it makes a field of "

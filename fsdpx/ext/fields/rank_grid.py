@@ -57,8 +57,8 @@ def find_rank_grid_of_parts(parts: Sequence[Part], letters: str, rank0: int = 0)
 
 
 def _find_rank_intervals_along_dim(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
-    """Return the slabs of a dim in order. Slabs are the intervals [start, stop) into which the ranks divide the dim.
-    Raise ConfigError if slabs overlap or leave a gap.
+    """Return the slabs of a dim in the order of their positions. Slabs are the intervals [start, stop) into which the
+    ranks divide the dim. Raise ConfigError if slabs overlap or leave a gap.
 
     Each slab is held by the same number of ranks. Several slabs without cells may be at the same position."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None

@@ -44,8 +44,8 @@ class SavedStates(NamedTuple):
 
     Attributes
     ----------
-    states : for each time, starting with those of the input states, a tuple with one state per field; None if no step
-        with a gradient reads these states
+    states : one entry per point in time, beginning with the times of the input states. An entry is a tuple with one
+        state per field, or None if these states are read only by steps without a gradient
     constants : for each field, the constant channels, or None
     others : all inputs of the model that are not states
     walls : for each field, the values of the ghost cells beyond walls in each step; () without boundary values
@@ -80,8 +80,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars, TakesSeveralGrids):
     `Grid.with_inputs`, its own grid, such as velocities on faces and a pressure in cells. States may also be scalars.
 
     Inputs named in `forcing` hold the values for all steps, stacked along dim 1, (samples, steps x channels, ...). All
-    other inputs are the same in every step. Further inputs are fields or scalars (samples, n). Inputs have the names
-    that they have in the model.
+    other inputs are the same in every step. Each of these inputs is a field, or consists of scalars (samples, n). All
+    inputs have the same names as in the model.
 
     If the arrays of a grid have ghost cells, each rank receives the ghost cells of later states from neighboring ranks.
     Periodic dims wrap around. Ghost cells beyond walls keep their values from the input or, with `boundary`, get new
@@ -155,7 +155,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars, TakesSeveralGrids):
         self.n_inputs = len(names) + bool(boundary) * count
         self.scalar_inputs = tuple(i for i, scalar in enumerate(find_scalar_inputs(net)) if scalar)
         words = find_dtypes_read_by_inputs(net, len(names), [frozenset({"numbers"})] * count)
-        # later states have the dtype of the results, so a state that layers read in several dtypes is passed as numbers
+        # if layers read a state in several dtypes, pass it as "numbers", because later states have the dtype of the
+        # model's results
         of_states = (choose_dtype_word(one) if len(one) == 1 else "numbers" for one in words[:count])
         self.takes = (*of_states, *map(choose_dtype_word, words[count:]), *["numbers"] * (self.n_inputs - len(names)))
         self.collective, self.kernel_names = net.collective, list_kernels(net)
@@ -351,8 +352,9 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars, TakesSeveralGrids):
 def _parse_each(
     name: str, value: Any, count: int, is_shared: bool, parse: Callable[[str, Any], Any]
 ) -> tuple[Any, ...]:
-    """Return a tuple of the results of `parse(name, entry)` for each of `count` states. If the value is shared, or if
-    there is one state, the entry of each state is `value`; otherwise, `value` is a sequence of entries."""
+    """Return a tuple with the result of `parse(name, entry)` for each of `count` states. If `is_shared`, or if there is
+    only one state, `value` itself is the entry of each state. Otherwise, `value` is a sequence with one entry per
+    state."""
     if count == 1 or is_shared:
         value = [value] * count
     elif not isinstance(value, list | tuple) or len(value) != count:

@@ -1,4 +1,5 @@
-"""The states that a `Rollout` feeds back to its model: how they are split, get noise, and receive ghost cells."""
+"""The states that a `Rollout` feeds back to its model. This module splits inputs into states, adds noise to states, and
+fills their ghost cells."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class StateField:
 
     @property
     def ghosts(self) -> FieldPartition | None:
-        """The partition of a state if arrays have ghost cells, otherwise None."""
+        """The partition of a state, or None if the arrays of this field have no ghost cells."""
         return self.parts if self.parts is not None and self.parts.ghosts else None
 
     @property
@@ -71,7 +72,7 @@ class StateField:
 
     @property
     def order_advice(self) -> str:
-        """Advice for error messages if the Rollout has several fields, otherwise ""."""
+        """Advice on the order of states, for error messages. The text is "" if the Rollout has only one field."""
         return ", and return the states in the order of its inputs" * bool(self.label)
 
     def require_ghost_cells(self, owner: object, parts: FieldPartition | None) -> None:
@@ -98,8 +99,8 @@ class StateField:
         return states, take_range(x, dim, self.inputs * channels, self.constants) if self.constants else None
 
     def require_fitting_result(self, owner: object, y: Array, last: Array) -> None:
-        """Raise ShapeError unless `y`, the result of a step, has as many channels as the state `last` and, without
-        ghost cells, the same shape."""
+        """Raise ShapeError unless `y`, the result of a step, has as many channels as the state `last` and, if states
+        have no ghost cells, the same shape."""
         dim = self.stack_dim
         if y.shape[dim] != last.shape[dim] or (self.ghosts is None and tuple(y.shape) != tuple(last.shape)):
             raise ShapeError(
@@ -116,15 +117,16 @@ class StateField:
             raise ShapeError(f"{owner!r} wants boundary values of shape {wanted}{about}, got {tuple(walls.shape)}")
 
     def take_walls(self, walls: Array, channels: int, step: int) -> Array:
-        """Return a view of the boundary values of step number `step`, of `channels` channels."""
+        """Return a view of the boundary values for the step with index `step`. These are `channels` channels of
+        `walls`."""
         return take_range(walls, self.stack_dim, step * channels, channels)
 
     def adds_noise(self, env: LayerContext) -> bool:
         return env.training and self.noise > 0
 
     def fill_ghosts(self, env: LayerContext, y: Array, initial: Array) -> Array:
-        """Return the state `y` with ghost cells, which it needs as the input of the next step. Ghost cells beyond walls
-        are copied from `initial`. Without ghost cells, return `y`."""
+        """Return the state `y` with ghost cells added, for use as the input of the next step. Ghost cells beyond walls
+        are copied from `initial`. If the states of this field have no ghost cells, return `y` unchanged."""
         return y if self.ghosts is None else exchange_ghost_cells(env, y, initial, self.ghosts)
 
     def fill_ghosts_backward(self, env: LayerContext, dstate: Array, dinitial: Array | None) -> Array:
@@ -133,8 +135,8 @@ class StateField:
         return dstate if self.ghosts is None else exchange_ghost_cells_backward(env, dstate, dinitial, self.ghosts)
 
     def add_noise(self, env: LayerContext, owner: object, state: Array, index: int) -> Array:
-        """Return `state`, which is input state number `index`, with Gaussian noise in training. The noise is computed
-        with the Box-Muller method (1958) from random numbers that depend on the position in the full field."""
+        """Return `state`, the input state with index `index`, with Gaussian noise added in training. The noise is
+        computed with the Box-Muller method (1958) from random numbers that depend on the position in the full field."""
         if not self.adds_noise(env):
             return state
         ghosts, xp = self.ghosts, env.xp
@@ -184,8 +186,9 @@ class StateField:
 class StateGradients:
     """Accumulates the gradients of one field of a `Rollout` in the backward pass.
 
-    `state` is one of the field's states with ghost cells, which gives their shape. `constants` and `walls` are the
-    constant channels and the boundary values of the field, or None. Gradients have `dtype`."""
+    `state` is one of the field's states, including ghost cells; the gradient of each state has the same shape.
+    `constants` and `walls` are the constant channels and the boundary values of the field, or None. `dtype` is the
+    dtype of gradients."""
 
     def __init__(
         self, env: LayerContext, field: StateField, steps: int, state: Array, constants: Any, walls: Any, dtype: Any
@@ -198,8 +201,9 @@ class StateGradients:
         self.boundary = None if walls is None else env.xp.zeros(walls.shape, dtype=dtype)
 
     def take_gradient_of_result(self, dy: Array | None, step: int) -> Array | None:
-        """Return the gradient of the result of step number `step`, given `dy`, the gradient of the results of all steps
-        (None if the loss does not depend on them). Return None if nothing depends on the result."""
+        """Return the gradient of the result of the step with index `step`. `dy` is the gradient of the results of all
+        steps, or None if the loss does not depend on these results. Return None if nothing depends on the result of
+        this step."""
         field, number = self.field, self.field.inputs + step
         own = None if dy is None else take_range(dy, field.stack_dim, step * self.channels, self.channels)
         own = None if own is None else self.env.xp.ascontiguousarray(own)
@@ -211,8 +215,8 @@ class StateGradients:
         return later if own is None else own + later
 
     def add_gradient_of_input(self, dwindow: Array, step: int, detach: bool) -> None:
-        """Add `dwindow`, the gradient of the model's input in step number `step`. With `detach`, skip states that the
-        model has computed."""
+        """Add `dwindow`, the gradient of the model's input in the step with index `step`, to the gradients of the
+        states and constant channels in this input. With `detach`, skip states that the model has computed."""
         inputs, dim = self.field.inputs, self.field.stack_dim
         for i in range(step, step + inputs):
             if i < inputs or not detach:

@@ -73,7 +73,8 @@ def _broadcast_to_cells(s: Array, x: Array) -> Array:
 
 
 class ConcatScalars(ScalarsToField):
-    """Appends n channels to a field, each of which holds one of n scalars in all cells.
+    """Appends n scalars to a field as n additional channels. Each of these channels has the value of its scalar in all
+    cells.
 
     The layer takes two inputs: a field (samples, channels, *cells), and scalars (samples, n), which every rank of a
     grid passes in full. It returns (samples, channels + n, *cells). On a mesh, the field is (samples, nodes,
@@ -259,7 +260,7 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         w, below, shape = saved
-        # each rank's dy reflects only its own use of the result, so sum dy over ranks
+        # each rank's dy comes only from that rank's own use of the result, so sum dy over ranks
         total = all_reduce_over_parts(env, dy.astype(np.float64), env.random.path) / below
         dx = total.astype(dy.dtype).reshape(*total.shape, *(1,) * (len(shape) - 2))
         return self._to_input_gradient(env, dx if w is None else (dx * w).astype(dx.dtype), shape), ()
@@ -269,7 +270,7 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
         if w is None:
             return max(math.prod(self.get_partition(x).shape), 1)
         key = "sums of weights over all parts", id(self.weights), x.shape[1], w.dtype.str
-        if key not in env.constants:  # the weights never change, and a check makes the host wait for a GPU
+        if key not in env.constants:  # check only once: weights never change, and a check makes the host wait for a GPU
             total = env.xp.broadcast_to(w, (1, *x.shape[1:])).sum(axis=tuple(range(2, x.ndim)), dtype=np.float64)
             total = all_reduce_over_parts(env, total, env.random.path)
             if not getattr(env.xp, "holds_no_data", False) and not bool((total > 0).all()):
@@ -294,7 +295,7 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
 
 class GlobalSum(GlobalMean):
     """Sum of each channel over all cells of the field, for example to compute a force from stresses and areas. Input,
-    output and `weights` are as in `GlobalMean`, but the weighted sum is not divided."""
+    output and `weights` are as in `GlobalMean`, but the weighted sum is not divided by the sum of weights."""
 
     def _all_reduce_divisor(self, env: LayerContext, x: Array, w: Array | None) -> Any:
         return 1.0
@@ -325,7 +326,7 @@ class GlobalMax(_GlobalReduction):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         hits, count = saved
-        # each rank's dy reflects only its own use of the result, so sum dy over ranks
+        # each rank's dy comes only from that rank's own use of the result, so sum dy over ranks
         share = all_reduce_over_parts(env, dy.astype(np.float64), env.random.path) / count
         dx = (hits * share.reshape(*share.shape, *(1,) * (hits.ndim - 2))).astype(dy.dtype)
         return self._to_input_gradient(env, dx, hits.shape), ()

@@ -162,7 +162,7 @@ class SliceAttention(FieldLayer):
         dy = parts.to_channels_first(dy)
         rows, values, slopes = (self._split_into_heads(env, field) for field in (*fields, dy))
         weights = kept_weights[0] if kept_weights else self._compute_slice_weights(env, p, rows)
-        # each rank has only its own cells, so the gradients of tokens and of their projections are partial sums
+        # each rank sums only over its own cells, so the gradients of tokens and of their projections are partial sums
         dfound = xp.matmul(weights.swapaxes(-1, -2), slopes)
         dheads = kernels.attention_backward(xp, q, k, v, found, lse, dfound, False, self._scale)
         projections = self._get_token_projections(p, tokens.dtype)

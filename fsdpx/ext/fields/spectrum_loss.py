@@ -102,8 +102,8 @@ class SpectrumRMSE(FieldLoss):
     def _compute_error_and_derivative(
         self, xp: Any, of_y: Array, of_target: Array, shells: _Shells
     ) -> tuple[Array, Array]:
-        """Return the error of each channel, and the derivatives of this error with respect to the amplitudes of y. Each
-        derivative is divided by its amplitude. Amplitudes are (samples, channels, wavenumbers)."""
+        """Return the error of each channel, and the derivative of this error with respect to each amplitude of y,
+        divided by that amplitude. Amplitudes are (samples, channels, wavenumbers)."""
         k, high = np.arange(shells.total), math.inf if self.high is None else self.high
         counted = xp.asarray(((k >= self.low) & (k < high)).astype(np.float64))
         if self.log:
@@ -131,7 +131,7 @@ class _Shells(NamedTuple):
     ----------
     total : number of wavenumbers of the full field
     index : wavenumber of each mode, rounded
-    index_of_parts : the same for the real and the imaginary part of each mode
+    index_of_parts : `index` with each wavenumber given twice: for the real and for the imaginary part of a mode
     multiplicity : 2 for modes that also stand for their complex conjugates, otherwise 1
     """
 

@@ -71,7 +71,8 @@ class SplitSamples(ABC):
         "". `samples` is a digest of the samples that this rank passes, or None if it is unknown.
 
         Raise DataError on all ranks if the digests of ranks that hold parts of the same samples differ. Each rank
-        checks the groups of all pipeline stages, because ranks that did not raise would wait for those that did."""
+        checks the groups of all pipeline stages, so that all ranks raise the error. If only some did, the others would
+        wait for them."""
         groups = self.axes.groups
         assert groups is not None
         rows = [("scalars", *pair) for pair in zip(inputs, self.input_kinds, strict=True)]
@@ -126,7 +127,7 @@ class SplitSamples(ABC):
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return two shapes that an output should have: the shape over all ranks, and the shape of this rank's part.
         `kind` says how the output is split over the ranks. `shape` is the shape of the output if the model runs on
-        whole samples, which tells the number of samples and channels."""
+        whole samples. Only the numbers of samples and channels are taken from `shape`."""
 
     def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
         found = []
@@ -147,7 +148,7 @@ class SplitSamples(ABC):
 
     def convert_caller_scalars_for_model(self, array: Any, name: str, batched: bool) -> Any:
         """Return scalars from the caller as (samples, n), or as (samples,). Raise DataError, which gives the array's
-        `name`, if the scalars have other dims."""
+        `name`, if the array has the wrong number of dims."""
         if array.ndim not in ((1, 2) if batched else (0, 1)):
             wanted = "(samples, n)" if batched else f"(n,), as the {self.whole.removesuffix('s')} has no dim of samples"
             raise DataError(

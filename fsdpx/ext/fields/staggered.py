@@ -22,8 +22,8 @@ def compute_ghost_widths_of_faces(cuts: Cuts, faces: Cuts, sides: Sequence[Ghost
     cell belongs to the next rank, so it is an additional ghost cell.
 
     `cuts` and `faces` are the cuts of cells and of faces along the dim, and `sides` are the widths of ghost cells. If
-    the last ranks own no cells, they lie beyond the end of the field. Their arrays hold only the last face, as a ghost
-    cell before their empty part."""
+    the last ranks along the dim own no cells, their empty parts begin after the last face. The arrays of these ranks
+    hold only the last face, as a ghost cell before the empty part."""
     found = []
     for rank, (low, high) in enumerate(sides):
         lacks = cuts[rank + 1] - cuts[rank] + 1 - (faces[rank + 1] - faces[rank])

@@ -222,8 +222,8 @@ class GlooCommunicator(MessageBackend):
     def abort(self, code: int = 1) -> None:
         """End this process at once. Other ranks notice from the store and from their broken connections.
 
-        The process waits at most _SECONDS_TO_RECORD_END until the store has recorded its end. The store may not answer,
-        for example if the rank that hosts it has ended."""
+        The process waits at most _SECONDS_TO_RECORD_END for the store to record the end of this process. The wait is
+        limited because the store may not answer, for example if the rank that hosts it has ended."""
 
         def report_end() -> None:
             with suppress(Exception):
@@ -238,8 +238,8 @@ class GlooCommunicator(MessageBackend):
 def _make_gloo_device(rendezvous: Rendezvous) -> Any:
     """Return the network device that Gloo listens on.
 
-    If all ranks are on this host and the user has not chosen an interface, this is the loopback interface; otherwise,
-    it is the default device."""
+    The result is the loopback interface if all ranks are on this host and the user has not chosen an interface.
+    Otherwise, it is Gloo's default device."""
     if rendezvous.loopback and not environment.get_gloo_interface():
         return dist.ProcessGroupGloo.create_device(hostname=rendezvous.loopback)
     return dist.ProcessGroupGloo.create_default_device()

@@ -37,7 +37,7 @@ _MAX_ARRIVAL_BYTES = 4096
 
 _POLL_SECONDS = 0.02
 _SECONDS_TO_DIE = 1.0
-"""Maximum time that this rank waits, after a connection breaks, to see whether a process on this host has ended."""
+"""Maximum time that this rank waits, after a connection breaks, to find out whether another rank has ended."""
 
 opened_rendezvous: list[Rendezvous] = []
 """The rendezvous of this process. The list is empty until all ranks have arrived."""
@@ -81,7 +81,7 @@ def compute_hmac(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarra
 
 
 class Rendezvous:
-    """All ranks of a job after each of them has arrived at a common store.
+    """The ranks of a job, all of which have arrived at a common store.
 
     Attributes
     ----------
@@ -96,7 +96,8 @@ class Rendezvous:
     ) -> None:  # fmt: skip
         """Announce this rank, and wait at most `timeout` seconds until all other ranks have arrived. Collective.
 
-        A process that does not know `secret` cannot join the job. `timeout` counts from the time `since`."""
+        A process that does not know `secret` cannot join the job. The `timeout` seconds are counted from the time
+        `since`."""
         self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, location
         self.secret, self.worlds = secret, 0
         self._deadline = (time.monotonic() if since is None else since) + timeout
@@ -237,8 +238,8 @@ class Rendezvous:
 
 
 def join_rendezvous(settings: Environment) -> Rendezvous:
-    """Return the rendezvous of all ranks that the launcher has started. It is found through environment variables.
-    Collective.
+    """Return the rendezvous of all ranks that the launcher has started. Environment variables say where to find the
+    rendezvous. Collective.
 
     The rendezvous is made once per process. Raises LaunchError if the environment does not describe a rendezvous, or if
     a rank does not arrive."""

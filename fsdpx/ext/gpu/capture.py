@@ -2,8 +2,8 @@
 
 A graph holds kernels with their arguments, so each launch uses the same memory. During recording, nothing is computed,
 values cannot be read, and memory comes from a pool that the graphs share. As in PyTorch, graphs must be launched in the
-order in which they were recorded. In this order, the memory that was free when a graph was recorded is free again when
-the graph is launched."""
+order in which they were recorded. With this order, the memory that was free at the recording of a graph is also free at
+each launch of this graph."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GraphMemory:
         return cuda.MemoryPointer(memory, 0)
 
     def add_range(self, owner: Any, address: int, nbytes: int) -> None:
-        """Keep `owner`, which holds `nbytes` bytes at `address`, as part of the graphs' memory."""
+        """Add `nbytes` bytes at `address` to the graphs' memory. `owner` holds these bytes and is kept alive."""
         at = bisect_right(self._starts, address)
         self.keep(owner)
         self._starts.insert(at, address)
@@ -79,7 +79,8 @@ class Capture:
     def __init__(self, memory: GraphMemory) -> None:
         self.memory = memory
         self._graph: Any = None
-        self._made: dict[int, tuple[Any, Callable[[], Any]]] = {}  # random numbers that layers requested, keyed by id
+        # random numbers that layers requested and no kernel has taken yet, keyed by id
+        self._made: dict[int, tuple[Any, Callable[[], Any]]] = {}
         self._placed: list[Callable[[], Any]] = []
         self._blocks: list[Any] = []
 

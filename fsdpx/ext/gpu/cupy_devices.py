@@ -73,12 +73,12 @@ def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None)
 
 
 def select_gpu(number: int) -> None:
-    """Make this thread allocate and compute on GPU `number`, counted among the visible GPUs."""
+    """Make this thread allocate and compute on the GPU with index `number` among the visible GPUs."""
     import_cupy().cuda.Device(number).use()
 
 
 def get_current_gpu() -> int:
-    """Return the number of the GPU that this thread uses, counted among the visible GPUs."""
+    """Return the index, among the visible GPUs, of the GPU that this thread uses."""
     return int(import_cupy().cuda.Device().id)
 
 
@@ -88,7 +88,7 @@ def is_on_gpu(array: Any) -> bool:
 
 
 def get_gpu_number(array: Any) -> int | None:
-    """Return the number of the GPU that holds an array, or None if it is in host memory."""
+    """Return the index of the GPU that holds an array, or None if the array is in host memory."""
     return int(array.device.id) if is_on_gpu(array) else None
 
 

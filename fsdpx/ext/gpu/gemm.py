@@ -48,7 +48,7 @@ def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any
     found = _find_gemm_layout(*out)
     if found is None:
         return None
-    if found[0]:  # out is column-major, so its transpose out^T = b^T a^T is row-major
+    if found[0]:  # out is column-major: plan the product out^T = b^T a^T instead, because out^T is row-major
         turned = plan_cublas_gemm(_transpose_layout(out), _transpose_layout(b), _transpose_layout(a))
         return None if turned is None else turned._replace(turned=True)
     first, second = _find_gemm_layout(*b), _find_gemm_layout(*a)
@@ -158,7 +158,8 @@ class CublasLibrary:
         library.cublasGemmStridedBatchedEx.argtypes = [*head, *strided * 2, c_void_p, *strided, *[c_int] * 3]
 
     def set_stream(self, handle: int, stream: int) -> None:
-        """Make `handle` issue work on a stream. CuPy's wrappers set the stream again before each call."""
+        """Make `handle` issue work on a stream. The previous stream need not be restored, because CuPy's own wrappers
+        set the stream before each call."""
         self._check_status(self._library.cublasSetStream_v2(handle, stream))
 
     def gemmEx(self, *given: int) -> None:

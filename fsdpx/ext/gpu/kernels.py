@@ -1,7 +1,7 @@
 """CUDA kernels for CuPy arrays, compiled from `kernels.cu` and `attention.cu`.
 
-They implement the kernels of `fsdpx.core.array.kernels` and `fsdpx.optim` that would take several passes over memory as
-array operations. `find_gpu_kernel` selects the kernel for a call."""
+They implement those kernels of `fsdpx.core.array.kernels` and `fsdpx.optim` that would take several passes over memory
+if they were written as array operations. `find_gpu_kernel` selects the kernel for a call."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def _convert_number(kind: Any, value: Any) -> Any:
 
 @functools.cache
 def get_kernel_bits(dtype: Any) -> int:
-    """Return the number of bits that identifies the kernels for a dtype, or 0 if no kernel supports the dtype."""
+    """Return the number of bits of a dtype, 16, 32 or 64, which identifies its kernels. Return 0 if no kernel supports
+    the dtype."""
     return {"float64": 64, "float32": 32, "bfloat16": 16}.get(np.dtype(dtype).name, 0)
 
 
@@ -154,8 +155,8 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
 def find_gpu_kernel(name: str, arguments: tuple[Any, ...]) -> Body | None:
     """Return the GPU implementation of the kernel `name` for these arguments, or None if there is none.
 
-    The implementation is called with the array module, followed by the arguments. Dtypes without kernels have no
-    implementation, and neither do arrays that are empty or not contiguous."""
+    The implementation is called with the array module, followed by the arguments. There is no implementation if the
+    dtype of an array has no kernels, or if an array is empty or not contiguous."""
     return _find_kernel_for_dtypes(name, tuple(map(_describe_argument, arguments))) if name in GPU_KERNELS else None
 
 
@@ -841,7 +842,7 @@ also kept so that their ids stay unique."""
 
 
 def _get_sparse_matrix_on_gpu(launch: KernelLauncher, matrix: Any) -> tuple[Any, ...]:
-    """Return the arrays of a sparse matrix on the current GPU, which are kept for later steps."""
+    """Return the arrays of a sparse matrix on the current GPU. The arrays are kept on the GPU for later steps."""
     key = id(matrix.starts), launch.wide, launch.xp.cuda.Device().id
     _, entries = _matrices_on_gpu.get(key, (matrix, ()))
     if not entries:

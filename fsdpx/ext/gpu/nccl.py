@@ -81,7 +81,7 @@ class NcclCommunicator(Backend):
 
     A wait longer than `timeout` seconds aborts NCCL and raises CommTimeout. NCCL itself would round at each step of a
     float16 or bfloat16 sum. Therefore, the rank that owns a part of the result computes this part in float32, in rank
-    order. This takes as much scratch memory as the array to be reduced."""
+    order. This computation takes scratch memory of the size of the array to be reduced."""
 
     def __init__(self, carrier: Communicator, timeout: float) -> None:
         super().__init__(carrier.rank, carrier.size, carrier.progress)
@@ -175,7 +175,7 @@ class NcclCommunicator(Backend):
         if is_half(send.dtype):
             return self._reduce_scatter_half_in_float32(send, recv, partition, call.op)
         own = partition.get_piece(send, self.rank)
-        # `recv` may be the start of `send`, which is still to be sent and must not be overwritten by the result
+        # `recv` may be the start of `send`, and the result must not overwrite data that is still to be sent
         target = own if is_in_place(send, recv) else recv
         op = _get_nccl_operation(call.op, send)
         if partition.even and partition.total:
@@ -198,7 +198,7 @@ class NcclCommunicator(Backend):
                         )
         self._divide_if_average(call.op, target)
         if not is_in_place(recv, target):
-            recv[...] = target.copy()  # copied, because `recv` may overlap `target`
+            recv[...] = target.copy()  # `recv` may overlap `target`, so make a copy of `target` first
         return ()
 
     def _start_all_reduce(self, call: Call) -> Iterable[Array]:

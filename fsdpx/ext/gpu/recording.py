@@ -42,7 +42,7 @@ class UnitCall:
 
     Attributes
     ----------
-    function : function that runs the call; its argument is `saved`
+    function : the function to call; its only argument is `saved`
     unit : the unit whose layers run
     params, grads : parameters and gradients of each node of the unit
     values : ID of an activation -> array. Before the call, this holds the inputs; after the call, it also holds the
@@ -195,9 +195,10 @@ class Recording:
         self.runs, self.memory = runs, GraphMemory()
 
     def split_unrecordable_units(self, units: Sequence[Unit]) -> bool:
-        """Split each unit that could not be recorded into its nodes. If a unit was split before the last recording,
-        join its adjacent nodes that can be recorded into one part, and likewise those that cannot. Return whether the
-        parts of any unit have changed."""
+        """If a unit could not be recorded as a whole, split it into parts of one node each. If a unit was split before
+        the last recording, it is known which of its nodes can be recorded: join adjacent nodes that can be recorded
+        into one part, and adjacent nodes that cannot into another. Return whether the parts of any unit have
+        changed."""
         changed = bool(self.splitting)
         for index in self.parts:
             changed |= self._join_adjacent_parts_of_unit(units[index])

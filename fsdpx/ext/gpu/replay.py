@@ -108,9 +108,9 @@ class CudaGraphObserver(Observer):
         return ""
 
     def _make_program_key(self, program: Program) -> tuple[Hashable, ...]:
-        """Return a key for the recording of a program. The actions of a program issue the same work whenever the key is
-        the same. Once the last item of the key has changed, it never returns to an earlier value, so older recordings
-        are useless."""
+        """Return a key for the recording of a program. Whenever the key is the same, the program issues the same work.
+        If the last item of the key has changed, all recordings with an older value are useless, because this item never
+        returns to an earlier value."""
         state = self._state
         batch = tuple(
             None if one is None else tuple((x.shape, x.dtype, x.strides) for x in (*one.inputs, *one.targets))
@@ -240,7 +240,7 @@ class CudaGraphObserver(Observer):
         return result
 
     def _refuse_unit_part(self, now: Recording, unit: Unit, number: int, why: str) -> None:
-        """Run part `number` of a unit as usual, without a graph, from now on."""
+        """From now on, run the part with index `number` of a unit as usual, without a graph. `why` is the reason."""
         now.refusals.add((unit.index, number))
         self._log_why_not_recorded(f"unit {unit.name!r}: {why}")
 
@@ -275,7 +275,7 @@ class CudaGraphObserver(Observer):
         capture = Capture(now.memory)
         try:
             with capture.recording(self._state.moment):
-                # pass a copy because the call clears its list
+                # pass a copy because the function clears the list that it gets
                 result = call.function(None if saved is None else list(saved))
         except Exception as error:
             if call.unit.index in now.parts or len(call.unit.nodes) == 1:
@@ -322,8 +322,9 @@ class CudaGraphObserver(Observer):
 
 
 def _run_forward(run: Any, unit: Unit, envs: Any, params: Any, values: Arrays, *rest: Any) -> Any:
-    """Run the forward pass of a part (consecutive nodes of a unit). The last argument is None and is ignored: only
-    other calls get values there that an earlier call has saved."""
+    """Run the forward pass of a part (consecutive nodes of a unit). The last argument is ignored. In functions of other
+    calls, it holds the values that an earlier call saved; a forward pass needs no such values, so the argument is
+    None."""
     return run(unit, envs, params, values, *rest[:-1])
 
 

@@ -53,7 +53,8 @@ class GpuAwareness(NamedTuple):
 
 
 def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
-    """Decide for all ranks whether GPU arrays are passed to MPI or copied through the host. Collective.
+    """Decide for all ranks whether GPU arrays are passed to MPI or copied through the host, and return the decision.
+    Collective.
 
     The decision applies to the MPI communicator inside `world` and to groups split from it later. Returns None if
     there is no MPI. Raises ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the test fails."""
@@ -150,7 +151,7 @@ def probe_gpu_transfer_in_child(launcher: list[str] | None = None) -> tuple[bool
 
 
 class RankGpu(NamedTuple):
-    """The GPU of a rank: its number `gpu` among those visible to the process, and its PCI address `bus`."""
+    """The GPU of a rank: its index `gpu` among the GPUs visible to the process, and its PCI address `bus`."""
 
     host: str
     local_rank: int
@@ -161,8 +162,8 @@ class RankGpu(NamedTuple):
 class _RankFacts(NamedTuple):
     """Information that a rank sends to the other ranks before GPUs are assigned.
 
-    `known` is the rank's index, counted from 0, among all ranks on its host. It is needed only if the communicator
-    lacks some ranks of the job. `why` explains why the rank cannot use a GPU."""
+    `known` is the rank's index, counted from 0, among all ranks on its host. This index is needed only if some ranks of
+    the job are not in the communicator. `why` explains why the rank cannot use a GPU."""
 
     host: str
     process: int

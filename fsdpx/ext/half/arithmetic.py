@@ -20,9 +20,9 @@ def choose_float16_precision() -> Precision:
 
 
 def find_matmul_library_and_warn(formats: Precision, model: LayerList, is_warning_rank: bool) -> dict[str, str]:
-    """Return the name of the library that multiplies matrices in the compute dtype of `formats`, as a dict
-    {description: name}. All ranks must use the same library because results depend on it. If ranks differ, the error
-    message contains the description.
+    """Return the name of the library that multiplies matrices in the compute dtype of `formats`, as a dict with a
+    single item {description: name}. All ranks must use the same library because results depend on it. If the names on
+    ranks differ, the error message contains the description.
 
     If the library converts 16-bit numbers to float32, 16-bit training is slower than float32 training, so warn on one
     rank. Do not warn if other libraries compute all layers of the model."""

@@ -53,7 +53,7 @@ def list_16bit_matmul_libraries() -> dict[str, str]:
 
 def select_library(name: str | None) -> None:
     """Select the library that multiplies bfloat16 matrices from now on, or the default if `name` is None. All ranks of
-    a job must select the same one."""
+    a job must select the same library."""
     global requested_library
     if name is not None and name not in list_16bit_matmul_libraries():
         raise ConfigError(

@@ -81,7 +81,8 @@ NATIVE_KERNELS: dict[Any, Callable[..., Any]] = {aten.linear.default: run_linear
 RESHAPES: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """Views and the reshapes that replace them. A view is valid only for certain strides of a tensor. PyTorch's exporter
 knows the strides that PyTorch's operations produce in a single process, but fsdpx's operations and messages may produce
-other strides. Exported graphs never write in place, so a copy is as good as a view."""
+other strides. A reshape makes a copy if a view is impossible. The copy is as good as a view, because exported graphs
+never write in place."""
 
 
 def fuse_gelu_and_norm_into_next_linear(graph: fx.Graph) -> None:

@@ -20,8 +20,8 @@ __all__ = ["ChannelLinear", "ChannelParameter", "ChannelRange", "FixedBatchNorm"
 
 
 class ChannelLinear(OverChannels):
-    """Applies a `Linear` to the channels of each cell of (samples, in_features, *cells), ghost cells included, like
-    PyTorch after channels have been moved to the last dim.
+    """Applies a `Linear` to the channels of each cell of (samples, in_features, *cells), ghost cells included. A
+    PyTorch module computes the same values if it moves the channels to the last dim before its `Linear`.
 
     The parameters are the same as in `Linear`: `weight (out_features, in_features)` and `bias (out_features,)`.
 

@@ -28,7 +28,7 @@ class FieldValue:
     Attributes
     ----------
     name : name of the value in the container
-    channels_last : whether the tensor has its channels in the last dim, unlike the value
+    channels_last : whether the tensor has its channels in the last dim; the value always has them in dim 1
     mean_of : name of the field whose mean over all cells is this value, which is then a field of one cell; "" if the
         value is not such a mean
     unit_cells : whether the value consists of scalars (samples, n), while the tensor has additional dims of size 1,
@@ -45,7 +45,7 @@ class Steps(Protocol):
     """Protocol for building a container of layers. It holds the steps (calls of layers) added so far."""
 
     def get_value(self, tensor: torch.Tensor) -> FieldValue:
-        """Return the description of a tensor as a value. Raises NoTwinError if no layer computes the tensor."""
+        """Return the `FieldValue` that corresponds to a tensor. Raises NoTwinError if no layer computes the tensor."""
 
     def find_parameter(self, tensor: torch.Tensor) -> str:
         """Return the name of a parameter, given its tensor, or "" if the tensor is not a parameter."""
@@ -160,7 +160,7 @@ def _describe_shapes(a: torch.Tensor, b: torch.Tensor) -> str:
 def _convert_channelwise_operation(
     steps: Steps, name: str, left: tuple[torch.Tensor, FieldValue], right: tuple[torch.Tensor, FieldValue]
 ) -> FieldValue:
-    """Convert a sum or product of a field with one value per sample and channel."""
+    """Convert a sum or product of two operands: a field, and an array with one value per sample and channel."""
     (x, field), (s, scalars) = (right, left) if left[1].unit_cells else (left, right)
     if math.prod(x.shape[2:]) == 1 and not field.unit_cells and math.prod(s.shape[2:]) > 1:
         (x, field), (s, scalars) = (s, scalars), (x, field)
@@ -203,8 +203,8 @@ def _convert_operation_with_number(steps: Steps, name: str, a: Any, b: Any) -> F
 
 
 def _combine_with_parameter(steps: Steps, name: str, x: Any, w: Any, turned: FieldValue | None = None) -> FieldValue:
-    """Convert an operation on a field and a parameter. If `turned` is given, it is used in place of the field's own
-    value."""
+    """Convert an operation on the field `x` and the parameter `w`. If `turned` is given, it replaces the value of `x`
+    in the operation. For example, w - x is computed as w + turned, where `turned` is -x."""
     value = turned or steps.get_value(x)
     channels = x.shape[-1 if value.channels_last else 1]
     wide = (1,) * (x.ndim - w.ndim) + tuple(w.shape)
@@ -285,7 +285,7 @@ def _convert_reshape(call: FunctionCall) -> FieldValue:
 
 
 def _convert_expand(call: FunctionCall) -> FieldValue:
-    """Convert an expand that repeats one value per sample and channel over all cells."""
+    """Convert a call of `expand` that repeats one value per sample and channel over all cells."""
     value, before, after = call.steps.get_value(call.x), tuple(call.x.shape), tuple(call.result.shape)
     if before == after:
         return value

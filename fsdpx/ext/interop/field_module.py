@@ -41,7 +41,7 @@ class FieldModule(SplitModule):
     Parameters
     ----------
     steps, inputs, outputs : as in `fsdpx.nn.Container`
-    ties : names of parameters that the module holds more than once
+    ties : names of parameters that the module holds under more than one name
     module : the module, whose parameters are the initial values
     """
 
@@ -105,7 +105,7 @@ def _make_comparison_key(value: Any) -> Any:
 
 def _make_inputs(module: torch.nn.Module, example: Sequence[Any], grid: Grid, samples: int) -> list[torch.Tensor]:
     """Return input tensors without data for a module: fields of the size of the grid, and scalars (samples, n).
-    `samples` is at least 2 because a batch norm fails for one sample with one cell."""
+    `samples`, the number of samples, is at least 2 because a batch norm fails for one sample with one cell."""
     shapes = [tuple(a.shape) for a in example] or [(1, _guess_input_channel_count(module), *grid.shape)]
     fields = sum(len(shape) > 2 for shape in shapes)
     parts = list(grid.input_partitions)
@@ -151,7 +151,7 @@ class _FieldTrace(TorchFunctionMode):
         self.inputs = [f"{name}_input" if name in taken else name for name in names[: len(inputs)]]
         self._names, self._used = taken | set(self.inputs), set[str]()
         self._values: dict[int, FieldValue | ConfigError | NoTwinError] = {}
-        # PyTorch's write counters show whether a tensor has changed since its value was recorded
+        # values of PyTorch's write counters, which show whether a tensor has changed since its value was recorded
         self._versions = {id(t): t._version for t in (*module.parameters(), *module.buffers())}
         self._read_parameters: list[torch.Tensor] = []
         # values are looked up by tensor id, so tensors are kept alive to prevent the reuse of ids
@@ -295,8 +295,8 @@ class _FieldTrace(TorchFunctionMode):
             return self._make_conversion_error("", str(error))
 
     def _make_conversion_error(self, what: str, why: str) -> ConfigError:
-        """Return the error to raise when a result is used that no layer computes. `what` names the function that
-        computed the result ("" for a module), and `why` is the reason."""
+        """Return the error to raise if the module uses a result that no layer computes. `what` names the PyTorch
+        function that computed the result ("" for a module), and `why` is the reason why there is no layer."""
         what = what and f" calls {what}, which"
         remedy = find_remedy(self._stack[-1][1])
         return ConfigError(f"{self._describe_current_module()}{what} has no equivalent on a grid: {why}; {remedy}")

@@ -73,7 +73,7 @@ def convert_torch_module_to_layer(module: Any, x: torch.Tensor, y: torch.Tensor,
 
 
 def make_dim_layer(base: str, dims: int, *arguments: Any, **options: Any) -> Layer:
-    """Return the layer `base` (such as "Conv") of 1 to 3 dims."""
+    """Return the layer `base` for fields of `dims` cell dims (1 to 3), such as `Conv2d` for "Conv" and 2."""
     layer: Layer = getattr(nn, f"{base}{dims}d")(*arguments, **options)
     return layer
 

@@ -25,7 +25,8 @@ class InitialValues:
     ----------
     arrays : the values by name
     missing : name of a parameter without values -> message that explains why it has none
-    remakers : name -> function that returns the values again, or None once the object that owns them is gone
+    remakers : name of a parameter -> function that returns its values again. The function returns None if the object
+        that owns the values no longer exists
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class AutogradLayer(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         read = x if isinstance(x, tuple) else (x,)
-        if read[0].shape[0] == 0 and not self.collective:  # some PyTorch operations reject 0 samples, so use 1
+        if read[0].shape[0] == 0 and not self.collective:  # some PyTorch operations reject 0 samples, so compute with 1
             one = tuple(env.xp.zeros((1, *a.shape[1:]), dtype=a.dtype) for a in read)
             return self._record_forward(env, one, p, frozenset()).output[:0], (None, *read)
         found = self._record_forward(env, read, p, self.trained & p.keys())
@@ -314,8 +314,8 @@ def is_norm(module: torch.nn.Module) -> bool:
 
 
 def _collect_parameters_and_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a module and the buffers that it saves, by name. Raises ConfigError for a parameter
-    that is not a float on the CPU."""
+    """Return the parameters of a module and the buffers that it saves, by name. Raises ConfigError for a parameter that
+    is not a floating-point tensor on the CPU."""
     saved = module.state_dict(keep_vars=True)
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, p in module.named_parameters():
@@ -461,7 +461,7 @@ class RecordedForward:
 class _Inlet(torch.autograd.Function):
     """Autograd function that begins a graph at an input without keeping the input alive.
 
-    If the input were a leaf of the graph, it would live as long as the graph."""
+    If the input were a leaf of the graph, the graph would keep the input alive until the graph itself is freed."""
 
     @staticmethod
     def forward(ctx: Any, begin: torch.Tensor, x: list[torch.Tensor]) -> torch.Tensor:

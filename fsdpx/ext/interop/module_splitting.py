@@ -1,8 +1,8 @@
 """Splits a PyTorch module into layers that can be separately gathered, freed and placed on pipeline stages.
 
 In a child process, PyTorch exports the module's `forward` as a graph. The child returns a description of the resulting
-layers. The operations of each unit (a submodule) become one layer. Operations between units that have no parameters,
-such as masks and positions, are repeated in every layer that reads them."""
+layers. The operations of each unit (a submodule) become one layer. Operations that are outside of all units and read no
+parameters, such as the computation of masks and positions, are repeated in every layer that needs their results."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
 
 
 class OperationNumber(int):
-    """Number of an earlier operation in a graph. As an argument, this number stands for the result of that
-    operation."""
+    """Index of an operation in a graph. As an argument of a later operation, it stands for the result of the operation
+    with this index."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class OperationGraph:
-    """An fx graph as plain data: its operations in order, inputs first, and the subgraphs that they call (`inner`),
-    keyed by name.
+    """An fx graph as plain data. It lists the operations in order, with the inputs first. `inner` maps names to the
+    subgraphs that operations call.
 
     Graphs with the same operations have the same repr."""
 
@@ -178,7 +178,8 @@ class ModuleLayout:
     ----------
     units : the layers, in the order in which they run
     inputs, result : names of the module's inputs, and name of its result
-    borrowed : parameters that a unit reads but another unit owns: name in the unit -> names in the module
+    borrowed : name in the split module -> names in the original module, for each parameter that a unit reads but
+        another unit owns
     """
 
     units: Sequence[ModuleUnit]
@@ -260,8 +261,8 @@ COMPLETE_MARK = b"."  # the last byte that the child sends; without it, the resu
 def run_in_child_or_here(work: Callable[[], ModuleLayout]) -> ModuleLayout:
     """Run `work` in a child process if forking is safe, and return its result.
 
-    If, for whatever reason, the child returns no result, this process runs `work` itself, so any error is raised in
-    this process.
+    If the child returns no result, for example because `work` failed, this process runs `work` itself. An error in
+    `work` is then raised in this process.
     """
     return _compute_layout_in_forked_child(work) or work()
 
@@ -269,7 +270,8 @@ def run_in_child_or_here(work: Callable[[], ModuleLayout]) -> ModuleLayout:
 def _compute_layout_in_forked_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     others = {thread.name for thread in threading.enumerate() if thread is not threading.current_thread()}
     if not hasattr(os, "fork") or others - HARMLESS_THREADS or torch.cuda.is_initialized():
-        return None  # a forked child cannot use CUDA, and it would wait forever for locks held by other threads
+        # do not fork: a forked child cannot use CUDA, and it would wait forever for locks held by other threads
+        return None
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # ignore Python's warning about native threads: they belong to libraries that the child does not use
@@ -355,8 +357,8 @@ class UnitFunction(AutogradLayer):
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
         """Return a shape-only output without running the operations.
 
-        The shape is taken from the export if possible. Computing the shape with PyTorch would import as many modules as
-        the exporter does."""
+        If possible, the shape is taken from the export. Otherwise, PyTorch computes it, and then imports as many
+        modules as the exporter does."""
         found = None
         if self._known is not None and all(p[name].dtype.name == kind for name, kind in self._kinds.items()):
             found = self._known.find_result_shape_and_dtype(x if isinstance(x, tuple) else (x,))
@@ -459,7 +461,8 @@ class _ExportSegment:
 class _ExportPlan:
     """Assignment of the operations of an exported graph to layers.
 
-    `borrowed` maps the parameters that a unit reads but another unit owns: name in the unit -> names in the module."""
+    `borrowed` is a dict of name in the split module -> names in the original module. It has an entry for each parameter
+    that a unit reads but another unit owns."""
 
     def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units) -> None:
         self.borrowed: dict[str, list[str]] = {}
@@ -518,7 +521,7 @@ class _ExportPlan:
     def _make_unit_operation_graph(
         self, segment: _ExportSegment, needed: Sequence[fx.Node], given: Sequence[fx.Node], reads: Sequence[fx.Node]
     ) -> OperationGraph:
-        """Return the graph of a unit's operations, as a function of the values `given`."""
+        """Return the graph of a unit's operations. The nodes in `given` become the inputs of the graph."""
         made = fx.Graph()
         at = {node: made.placeholder(node.name) for node in given}
         for node in needed:
@@ -575,12 +578,12 @@ class _ExportPlan:
 
     def _name_layer_of_outside_operation(self, node: fx.Node) -> str | None:
         """Return the layer name for an operation that reads parameters but is outside all units, such as a matmul with
-        the weight of an embedding. Return None if the operation reads no parameters, or nothing but parameters.
+        the weight of an embedding. Return None if the operation gets no layer of its own.
 
-        An operation that reads nothing but parameters, such as a slice of position embeddings, gets no layer: each unit
-        that reads the result repeats the operation. If the operation reads a parameter of the root module after which
-        no layer is named yet, the layer gets the name of this parameter. Otherwise, it gets the name of the
-        operation."""
+        An operation that reads no parameters gets no layer. Nor does an operation that reads nothing but parameters,
+        such as a slice of position embeddings: each unit that reads the result repeats the operation. If the operation
+        reads a parameter of the root module, and no layer has that parameter's name yet, the layer is named after the
+        parameter. Otherwise, the layer is named after the operation."""
         sources = [source for source in node.all_input_nodes if _is_tensor(source)]
         reads = [name for source in sources for name in self._read.get(source, ())]
         if not reads:
@@ -615,13 +618,14 @@ class _ExportPlan:
         return False
 
     def _get_parameter_name_within_unit(self, segment: str, node: fx.Node) -> str:
-        """Return the name of a parameter within a unit. If the parameter belongs to another unit, record all of its
-        names in `borrowed`."""
+        """Return the name of a parameter within a unit. If the parameter belongs to another unit, add it to `borrowed`,
+        with all of its names in the module."""
         full = self._parameters[node]
         tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
         if segment in names:
-            return ""  # the layer is named after its only parameter, so the parameter's name within it is empty
+            # the layer has the same name as its only parameter, so the parameter's name within the layer is empty
+            return ""
         inside = next((n for n in (full, *names) if n.startswith(f"{segment}.") or not segment), None)
         if inside is None:
             self.borrowed[join_path(segment, full)] = names
@@ -716,8 +720,8 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _find_size_source(node: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
-    """Return (tensor, dim) such that `tensor` is one of `reads` and `node` returns the size of its dim `dim`. Return
-    None if there is no match."""
+    """Find a tensor in `reads` with a dim whose size equals the size that `node` returns. Return (tensor, dim), or None
+    if there is no match."""
     wanted = str(node.meta["val"])
     for read in reads:
         for dim, size in enumerate(getattr(read.meta.get("val"), "shape", ())):

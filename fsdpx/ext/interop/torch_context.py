@@ -28,9 +28,9 @@ aten: Any = torch.ops.aten
 def drawing_torch_numbers_from_context(env: LayerContext, samples: int, intercept: bool) -> Iterator[None]:
     """Context manager that makes this thread's PyTorch modules draw random numbers from `env`, for `samples` samples.
 
-    `intercept` states whether to intercept operations that draw random numbers. It is False if there are none. Raises
-    ConfigError if an operation still draws from PyTorch's generator, because the numbers would depend on the layout of
-    the ranks."""
+    `intercept` states whether to intercept operations that draw random numbers. It is False if the modules contain no
+    such operations. Raises ConfigError if an operation still draws from PyTorch's generator, because the numbers would
+    depend on the layout of the ranks."""
     _now.env = env
     before = torch.default_generator.get_state()
     try:

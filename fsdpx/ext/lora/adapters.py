@@ -37,8 +37,8 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
     """Save the LoRA adapters, without the other parameters, in the format of PEFT. Collective.
 
     Writes `adapter_config.json` and `adapter_model.safetensors`. If the model was loaded by
-    `fsdpx.models.from_pretrained`, layers have the same names as in the model's folder, so PEFT can load the adapters
-    together with the model. Otherwise, layers have the same names as in the model.
+    `fsdpx.models.from_pretrained`, the files use the layer names of the model's folder, so PEFT can load the adapters
+    together with the model. Otherwise, the files use the layer names of the fsdpx model.
 
     Parameters
     ----------
@@ -59,7 +59,8 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
 
 
 def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = False) -> None:
-    """Load LoRA adapters that `save_adapter` or PEFT wrote for layers with the same names. Collective.
+    """Load LoRA adapters from files that `save_adapter` or PEFT wrote. The files must use the layer names that
+    `save_adapter` would write for this model. Collective.
 
     If the files differ from the model in layers, rank or alpha, raises CheckpointError on all ranks before anything
     changes.

@@ -14,7 +14,7 @@ __all__ = ["Aggregate", "AggregateSenders", "EdgeFeatures", "GatherNodes"]
 
 
 class GatherNodes(GraphLayer):
-    """Copies the value of its sender or receiver to each edge: (samples, nodes, features) -> (samples, edges,
+    """Copies the value of each edge's sender or receiver to the edge: (samples, nodes, features) -> (samples, edges,
     features).
 
     Parameters

@@ -101,8 +101,8 @@ class EdgeLinear(_SplitWeight, GraphLayer):
     def _multiply_edges_and_own_nodes(
         self, env: LayerContext, p: Params, nodes: Array, edges: Array
     ) -> tuple[Array, Array]:
-        """Return the products of the weight with the edge features and with the features of this rank's nodes as
-        receivers."""
+        """Return two arrays: the product of the weight with the edge features, and its product with the features of
+        this rank's nodes as receivers."""
         graph, samples, out = self.graph, edges.shape[0], self.out_features
         of_edge, _, of_receiver = self.split_weight(p["weight"])
         y = linear_forward(env.xp, as_rows(edges), of_edge, p["bias"]).reshape(samples, graph.edges, out)

@@ -42,7 +42,7 @@ class GraphArguments(NamedTuple):
     edge_features : features of each edge, (edges, features); None if not given
     undirected : whether each edge stands for both directions; if None, edges are directed, but an error is raised if
         reverse edges seem to be missing
-    owners : the rank that the caller expects to own each row, which is checked; None if not given
+    owners : the expected owner (rank) of each row; an error is raised if a row has another owner. None if not given
     """
 
     numbers: Table
@@ -166,8 +166,8 @@ def find_rows(numbers: Table, wanted: Table) -> Table:
 
 
 def exchange_wanted_rows(comm: Any, numbers: Table, wanted: Sequence[Table]) -> list[Table]:
-    """Exchange requests for node values between all ranks. This rank tells each owner which nodes it wants. Return, for
-    each rank, the rows of this rank's nodes that the other rank wants.
+    """Exchange requests for node values between all ranks. This rank tells each owner which nodes it wants. Return one
+    array per rank r, with the row indices of this rank's nodes whose values rank r wants.
 
     wanted[r] holds the global numbers of the nodes that this rank wants from rank r, their owner. `numbers` are the
     global numbers of this rank's own nodes."""
@@ -242,8 +242,7 @@ def _explain_wrong_owner_of_node(given: GraphArguments, owners: Table) -> str:
 
 
 def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArguments, owners: Table) -> None:
-    """Raise ConfigError if any rank passes coordinates for a node that differ from the coordinates that its owner
-    passes."""
+    """Raise ConfigError if any rank passes other coordinates for a node than the rank that owns the node."""
     positions, numbers, mine, text = given.positions, given.numbers, np.flatnonzero(owners == rank), ""
     assert positions is not None
     has_ghosts = len(positions) == numbers.size
@@ -296,8 +295,9 @@ def _require_equal_edge_features(comm: Any, edges: _Edges, rows: Table, first: T
     """Raise ConfigError on all ranks if ranks pass different features for the same edge. The features are compared with
     the features from the lowest rank that passes the edge.
 
-    `edges` has one entry per edge and rank that passes it, and `source` is the rank of each entry. For each i, the
-    entries rows[i] and first[i] describe the same edge, and first[i] is the entry from the lowest rank."""
+    If several ranks pass an edge, `edges` has one entry for each of these ranks. `source` contains the rank of each
+    entry. For each i, the entries rows[i] and first[i] describe the same edge, and first[i] is the entry from the
+    lowest rank."""
     values, text = edges.features, ""
     spans = np.max(all_gather_plain_value(comm, np.abs(values).max(axis=0, initial=0.0)), axis=0)
     wrong = np.flatnonzero((np.abs(values[rows] - values[first]) > TOLERANCE * spans).any(axis=1))
@@ -313,7 +313,7 @@ def _require_equal_edge_features(comm: Any, edges: _Edges, rows: Table, first: T
 
 
 def _count_earlier_duplicate_edges(senders: Table, receivers: Table) -> Table:
-    """Count the earlier edges that have the same sender and receiver as each edge."""
+    """Count, for each edge, the earlier edges with the same sender and the same receiver."""
     order = np.lexsort((senders, receivers))
     a, b = senders[order], receivers[order]
     is_first = np.ones(a.size, bool)
@@ -331,8 +331,8 @@ def _require_no_lost_reverse_edges(comm: Any, size: int, edges: _Edges, total: i
     `total` is the number of nodes of the whole graph."""
     pairs = np.stack([edges.senders, edges.receivers], axis=1)
     asked = np.concatenate(exchange_arrays(comm, [pairs[edges.owners == r] for r in range(size)]))
-    # `asked` holds the edges whose senders this rank owns. Each rank has all edges that lead to its nodes, so it must
-    # have the reverse of each of them.
+    # `asked` holds the edges whose senders this rank owns. Their reverse edges lead to nodes of this rank. This rank
+    # has all edges that lead to its nodes, so a reverse edge that it lacks was not passed by any rank.
     wanted = np.unique(asked[:, 1] * total + asked[:, 0])
     missing = np.setdiff1d(wanted, pairs[:, 0] * total + pairs[:, 1], assume_unique=False)
     example = divmod(int(missing[0]), total) if missing.size else None

@@ -22,8 +22,8 @@ class LevelLink(NamedTuple):
 
     Attributes
     ----------
-    graph : a graph whose nodes are the coarse nodes. It has one edge per fine node, whose sender is the coarse node to
-        which the fine node belongs. The edges have no receivers
+    graph : a graph whose nodes are the coarse nodes. It has one edge per fine node. The sender of the edge is the
+        coarse node to which the fine node belongs; the edge has no receiver
     fine, coarse : how node values of the two meshes are distributed over the ranks
     """
 
@@ -49,7 +49,7 @@ class LinkedMeshes(Protocol):
 
 
 class _BetweenLevels(Layer, TakesRows):
-    """Base class for the layers that move values between the meshes of a level."""
+    """Base class for the layers that move values between the two meshes of a `MeshLevel`."""
 
     level: LinkedMeshes
     reads_fine: bool
@@ -85,9 +85,10 @@ class _BetweenLevels(Layer, TakesRows):
 
 class Restrict(_BetweenLevels):
     """Restriction to a coarser mesh: (samples, fine nodes, features) -> (samples, coarse nodes, features). A coarse
-    node gets the mean or the sum of the values of the nodes that belong to it, or 0 if there are none.
+    node gets the mean or the sum of the values of the fine nodes that belong to it, or 0 if there are none.
 
-    If some of a rank's nodes belong to a coarse node on another rank, the rank sends only the sum of their values.
+    If some of a rank's fine nodes belong to a coarse node on another rank, the rank sends only the sum of their values
+    to that rank.
 
     Parameters
     ----------
@@ -116,8 +117,8 @@ class Restrict(_BetweenLevels):
 
 
 class Prolong(_BetweenLevels):
-    """Prolongation from a coarser mesh: (samples, coarse nodes, features) -> (samples, fine nodes, features). A node
-    gets the value of the coarse node that it belongs to.
+    """Prolongation from a coarser mesh: (samples, coarse nodes, features) -> (samples, fine nodes, features). A fine
+    node gets the value of the coarse node that it belongs to.
 
     Parameters
     ----------

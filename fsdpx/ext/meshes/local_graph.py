@@ -27,7 +27,7 @@ class PartSizes(NamedTuple):
     Attributes
     ----------
     nodes, ghosts, edges : number of owned nodes, ghosts and edges on the rank
-    sends : (receiving rank, number of rows) for each message that sends a rank the values of its ghosts
+    sends : (receiving rank, number of rows) for each message with values of the receiving rank's ghosts
     receives : (sending rank, number of rows) for each message with values of this rank's ghosts
     """
 
@@ -63,9 +63,9 @@ class LocalGraph:
         row's outgoing edges begin
     sorted_receivers : the receivers of the edges in `sender_order`
     edge_features : features of the edges, the same for all samples, (edges, features) in float64
-    sends : (receiving rank, owned rows) for each message that sends a rank the values of its ghosts
-    receives : (sending rank, first, stop) for each message with the values of ghosts first to stop - 1. Ghosts are
-        numbered from 0
+    sends : (receiving rank, owned rows) for each message with values of the receiving rank's ghosts
+    receives : (sending rank, first, stop) for each message with the values of this rank's ghosts first to stop - 1.
+        Ghosts are numbered from 0
     slots : largest number of incoming edges of any node in the whole graph
     replacement_count : how many times the graph has been replaced
     """
@@ -116,8 +116,8 @@ class LocalGraph:
 
     @cached_property
     def edge_slots(self) -> np.ndarray:
-        """A number for each edge that does not depend on the partition: the global number of the edge's receiver times
-        `slots`, plus the edge's position among the receiver's incoming edges."""
+        """An integer ID for each edge. The ID does not depend on the partition: it is the global number of the edge's
+        receiver times `slots`, plus the edge's position among the receiver's incoming edges."""
         inside = np.arange(self.receivers.size) - self.offsets[self.receivers]
         return self.numbers[self.receivers] * self.slots + inside
 

@@ -31,10 +31,10 @@ class MeshGraphNet(Composite):
     With `edge_inputs`, the model has a second input: edge features of each sample, (samples, edges, edge_inputs), as
     returned by `Partition.exchange_edges`. They are appended to the features from the `Partition`.
 
-    MLPs encode the features of nodes and edges. Each message-passing step then computes an update of each edge from the
-    features of the edge and of its two nodes, sums these messages at each node, and computes an update of the node.
-    Both updates are added to the previous values. A last MLP decodes the nodes. Edge features come from the
-    `Partition`. Inputs should be scaled to magnitudes of about 1.
+    MLPs encode the features of nodes and edges. Each message-passing step then computes an update of each edge (the
+    message) from the features of the edge and of its two nodes. At each node, it sums the messages of the incoming
+    edges, and computes an update of the node. Both updates are added to the previous values. A last MLP decodes the
+    nodes. Edge features come from the `Partition`. Inputs should be scaled to magnitudes of about 1.
 
     Each step exchanges ghosts once: ghosts x hidden numbers per sample in the forward pass, and the same number in the
     backward pass.

@@ -65,9 +65,9 @@ class MeshLevel:
         return f"MeshLevel({self.fine}, {self.coarse})"
 
     def find_node_map(self, kind: Kind) -> LevelLink:
-        """Return the map between the two meshes for node values that are distributed as `kind` describes. In a dry run,
-        `kind` may describe another rank, and the map has only sizes. If `kind` is not a partition of either mesh,
-        return the map for this rank.
+        """Return the map between the two meshes. `kind` describes how node values of one of the meshes are distributed.
+        In a dry run, `kind` may describe the part of another rank; the returned map is then for that rank, and has
+        sizes but no data. If `kind` belongs to neither mesh, return the map for this rank.
 
         Does not communicate."""
         known = next((link for link in self._links if kind in (link.fine, link.coarse)), None)
@@ -76,8 +76,8 @@ class MeshLevel:
         if kind.shape != (self.fine.total_nodes,) or kind.kind != "nodes":
             return self._links[0]
         if kind.is_on_one_rank:
-            # Links are looked up by the graph of their partition, and `kind` may come from a copy of the fine mesh. So
-            # each such copy is linked to its own copy of the coarse mesh.
+            # Later calls look up this link by the graph of its fine or coarse partition. A copy of the fine mesh has a
+            # graph of its own, so each copy is linked to its own copy of the coarse mesh.
             (coarse,) = self.coarse.as_rank(0).joined_partition
             sizes = PartSizes(self.coarse.total_nodes, 0, kind.shape[0])
         else:

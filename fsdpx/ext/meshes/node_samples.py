@@ -107,11 +107,11 @@ class NodeSamples(SplitSamples):
         ]
 
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
-        """Return a target, prediction or gradient in the model's layout: (samples, nodes, features), scalars (samples,
-        n), or (samples, nodes) for integer labels that the caller passes as (nodes,) or (samples, nodes). An integer
-        array with two dims may be labels (samples, nodes), or one sample (nodes, features). It is taken as labels if
-        the caller's arrays have a sample dim. The shape alone does not tell, because the number of samples may equal
-        the number of nodes."""
+        """Return a target, prediction or gradient in the model's layout: (samples, nodes, features) for node values,
+        (samples, n) for scalars, or (samples, nodes) for integer labels. The caller may pass labels as (nodes,) or
+        (samples, nodes). An integer array with two dims is either labels (samples, nodes) or one sample (nodes,
+        features). The shape alone does not always tell which, because the number of samples may equal the number of
+        nodes. If the caller's arrays have a sample dim (`batched`), the array is taken as labels."""
         kind = self.output_kinds[index]
         if not isinstance(kind, MeshPartition):
             return self.convert_caller_scalars_for_model(array, name, batched)

@@ -46,8 +46,8 @@ class DropGhosts(Layer):
     """Removes the rows of ghosts: (samples, nodes + ghosts, features) -> (samples, nodes, features)."""
 
     parts: Any = None
-    """The `MeshPartition` of the input. It is not an argument of the constructor, because it differs between ranks:
-    ranks compare the reprs of their layers, and a repr shows all constructor arguments."""
+    """The `MeshPartition` of the input. It differs between ranks, so it cannot be a constructor argument: a layer's
+    repr shows all constructor arguments, and the reprs must be equal on all ranks."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return env.xp.ascontiguousarray(x[:, : self.parts.graph.nodes]), ()

@@ -188,7 +188,7 @@ class Partition(Domain):
         V : a function space that is continuous or of degree 0. It may be scalar or blocked, such as ("Lagrange", 2,
             (3,)), but not a subspace
         pairs : pairs of dofs of a cell that are joined, as indices into a row of `V.dofmap.list`. Default: all pairs
-        positions : as in `Partition`, such as scaled coordinates. Default: the coordinates of the dofs
+        positions : as in `Partition`; for example, scaled coordinates. Default: the coordinates of the dofs
 
         Raises
         ------
@@ -210,7 +210,7 @@ class Partition(Domain):
         ----------
         dm : the distributed mesh, with edges and facets (interpolated)
         nodes : what the nodes of the graph are: "vertices" (default) or "cells"
-        positions : as in `Partition`, such as scaled coordinates. Default: the coordinates of the vertices, or the
+        positions : as in `Partition`; for example, scaled coordinates. Default: the coordinates of the vertices, or the
             centroids of the cells
 
         Raises
@@ -275,8 +275,8 @@ class Partition(Domain):
         ----------
         comm, parts, method : as in `split`
         mesh : result of `meshio.read`, the same on all ranks
-        positions : as in `split`, such as scaled coordinates. Default: the coordinates of the points, without dims in
-            which all points have the same coordinate
+        positions : as in `split`; for example, scaled coordinates. Default: the coordinates of the points, without dims
+            in which all points have the same coordinate
 
         Raises
         ------
@@ -385,8 +385,8 @@ class Partition(Domain):
     def _build_partition(self, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> None:
         """Finish constructing the partition from this rank's arguments, which `parse` returns.
 
-        The caller's arrays have only the first `rows` rows of these arguments. If `rows` is None, the arrays have all
-        rows."""
+        The arguments describe one row per node. The caller's arrays have only the first `rows` of these rows, or all of
+        them if `rows` is None."""
         rank, size = get_rank_and_size(comm)
         given = agree_on_optional_arguments(comm, parse_or_raise_on_all_ranks(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
@@ -642,8 +642,8 @@ class Partition(Domain):
 
         Parameters
         ----------
-        array : (edges, features) or (samples, edges, features) for the edges that this rank passed to the partition, in
-            the same order; if the partition was made by `split`, for all edges
+        array : (edges, features) or (samples, edges, features), with one row for each edge that this rank passed to the
+            partition, in the same order. If the partition was made by `split`, these are all edges of the graph
 
         Returns
         -------

@@ -139,8 +139,8 @@ def list_edges_of_cells(cells: Table, pairs: Any) -> Table:
 
 
 def exchange_facets_and_list_cell_edges(comm: Any, size: int, mesh: SolverMesh) -> tuple[Table, Table]:
-    """Connect the cells that share a facet. Return the edges as an array of shape (2, number of edges), which contains
-    row indices of cells, and the global number of the cell in each row. Collective.
+    """Connect the cells that share a facet. Return two arrays: the edges, of shape (2, number of edges), as row indices
+    of cells; and, for each row, the global number of its cell. Collective.
 
     The first rows are those of `mesh`. If the solver has no ghost cells, rows of neighboring cells on other ranks
     follow. Each edge is returned on only one rank, which owns one of its two cells."""
@@ -173,5 +173,5 @@ def _list_global_numbers(index_map: Any) -> Table:
 
 
 def _stack_rows(rows: Sequence[Any], shape: tuple[int, int]) -> Table:
-    """Stack `rows` into one array of shape `shape`, which may have no rows."""
+    """Stack `rows` into one array of shape `shape`. `rows` may be empty."""
     return np.array(rows).reshape(shape)

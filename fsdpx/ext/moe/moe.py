@@ -214,7 +214,8 @@ def choose_experts_for_rows(xp: Any, rows: Array, weight: Array, active: int) ->
 def compute_balance_gradients(balance: float, counts: Sequence[int], active: int) -> list[float]:
     """Return the derivative of the balancing loss with respect to each expert's probability for one token.
 
-    The derivative is multiplied by the number of tokens, because other losses are sums over tokens."""
+    The derivative is multiplied by the number of tokens, because the balancing loss is a mean over tokens, but other
+    losses are sums over tokens."""
     factor = balance * len(counts) / max(sum(counts) / active, 1)
     return [factor * count for count in counts]
 
@@ -387,7 +388,7 @@ class ShardedMoE(Layer):
 
     def _all_gather_rows(self, env: LayerContext, own: Array, shape: tuple[int, ...], what: str) -> Array:
         """All-gather the rows of all ranks, and return them in the shape of the layer's input. Collective unless
-        `sequence`.
+        `sequence` is True; in that case, `own` is only reshaped.
 
         This inverts `_select_rows_of_rank`. `what` names the rows in error messages."""
         if not self.sequence:

@@ -35,7 +35,7 @@ __all__ = [
 
 FASTCALL = 0x80  # METH_FASTCALL in Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
-# a limit longer than any compilation, so that a suspended process does not block others forever
+# longer than any compilation takes; if the lock's owner is suspended, others stop waiting after this time
 LOCK_TIMEOUT_SECONDS = 60.0
 DIGEST_BYTES = 32
 MAX_CODE_BYTES = 64 << 20
@@ -198,7 +198,7 @@ def _load_machine_code_from_bytes(
 @functools.cache
 def _find_python_object_or_c_function_address(name: str) -> int | None:
     """Return the address of a Python object, such as "builtins.int" or "dtype.float32", or of a C function. Return None
-    if there is no such function."""
+    if no library contains the C function."""
     module, _, rest = name.partition(".")
     if module == "dtype":
         return id(np.dtype(rest))

@@ -177,7 +177,7 @@ class KernelCache(FunctionCache):
         super().__init__(copy)
         self.made_as = hash_function_sources(function), format_fastmath_for_file_name(fastmath), bare
         self.objects: dict[Any, bytes] = {}
-        """Loaded object code by signature, which Numba does not keep."""
+        """Object code that was loaded from disk, keyed by signature. Numba itself does not keep this code."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """Return Numba's cache key without the function's closure.
@@ -353,8 +353,8 @@ of a contiguous array after its shape has changed."""
 def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineCode | None:
     """Compile a function for these kinds (types) of arguments, and return its machine code.
 
-    Returns None if entry points do not support the type of the function's result, or do not support another function
-    that it calls."""
+    Returns None if entry points do not support the type of the function's result, or if the compiled code cannot be
+    linked."""
     arguments = tuple(map(_to_numba_type, kinds))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]
@@ -372,8 +372,8 @@ def compile_dispatcher(dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
     """Return the Numba dispatcher `dispatcher`. If `kinds` are given, the dispatcher is first compiled for arguments of
     these kinds (types).
 
-    A kind that ends in " r" or " w" says that the array is read or written. If there is such a kind, the dispatcher
-    then rejects arguments of all other types."""
+    The kind of an array may end in " r" (the kernel only reads it) or " w" (the kernel writes to it). If any kind ends
+    in this way, the dispatcher then compiles no further signatures, so it rejects arguments of other types."""
     if kinds is not None:
         _compile_without_gc(dispatcher, tuple(map(_to_numba_type, kinds)))
         if any(kind.endswith((" r", " w")) for kind in kinds):

@@ -96,8 +96,8 @@ def _find_input_ready_and_last_transfer_end(one: ActionSpan, flights: Sequence[T
     """Return when the inputs of an action were available, and when the last transfer that the action issued was
     complete.
 
-    If the action issued no transfer, the second time is the end of the action. On a busy machine, a message may be
-    complete before the call that sent it returns."""
+    If the action issued no transfer, the second time is the end of the action. Otherwise, it may be earlier than the
+    end of the action: on a busy machine, a message may be complete before the call that sent it returns."""
     landed = [flight.landed for flight in flights if one.ready <= flight.issued <= one.end]
     return one.ready, max(landed, default=one.end)
 

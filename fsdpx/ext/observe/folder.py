@@ -249,8 +249,8 @@ def agree_on_run_folder_and_last_arguments(
     started with ({} for a new run). Collective.
 
     `given` is the path of the folder. If it is None, the path of a new folder is made from `name` and the current time.
-    With `resume`, and without `given`, the latest run called `name` is used, preferably one that completed a step. A
-    restarted job resumes the run that it began earlier, if there is one."""
+    With `resume` but without `given`, the latest run called `name` that completed a step is used. If no run completed a
+    step, the latest run is used. A restarted job resumes the run that it began earlier, if there is one."""
 
     def choose_on_rank0() -> tuple[RunFolder, dict[str, Any]]:
         job, known = (

@@ -139,7 +139,8 @@ class TrainingLog:
             also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
             log_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
         else:
-            unguessed = f".{secrets.token_hex(8)}"  # random, so that no other user can create a symlink with this name
+            # random, so that no other user can guess the file name and create a symlink with it
+            unguessed = f".{secrets.token_hex(8)}"
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
 
     def _write_row(self, trainer: Any, history: FitHistory, values: dict[str, float]) -> None:

@@ -537,7 +537,7 @@ def draw_training_curves(rows: Sequence[Mapping[str, Any]]) -> Any:
     losses, rates = figure.subplots(1, 2)
     for axes, name, style in ((losses, "loss", "-"), (losses, "validation_loss", "o-"), (rates, "rate", "-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        # the first step is left out, because its time includes the startup
+        # omit the throughput of the first step, because the time of that step includes the startup
         points = points[1:] if name == "rate" else points
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), linewidth=1, markersize=4)

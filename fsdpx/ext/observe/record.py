@@ -41,8 +41,8 @@ FULL_KINDS = frozenset({"shard", "full", "slots", "total", "tied", "act", "dact"
 """Kinds whose values do not depend on how the batch is split over ranks. Other kinds are compared only between runs
 with the same split."""
 WAITING_KINDS = ("shard", "replica")
-"""Lanes (mesh axes) on which the recorder waits for each transfer as soon as it was started. This cannot deadlock,
-because all ranks of such a lane run the same actions in the same order."""
+"""Lanes (mesh axes) on which the recorder waits for each transfer as soon as the transfer has started. This cannot
+deadlock, because all ranks of such a lane run the same actions in the same order."""
 
 
 class WrittenTensor(NamedTuple):
@@ -142,7 +142,8 @@ class ValueRecorder(Observer):
             self.kept.write_last_step(self.folder)
 
     def _begin_program(self, program: Program) -> None:
-        """Start recording a program at its first action, and discard the recording of an interrupted program."""
+        """Start recording a program at its first action. If the previous program was interrupted, discard its values
+        that were still being transferred."""
         trains = program.kind not in ("evaluate", "predict") and len(self.kept.steps) < self.most
         self._program, self._at = program if trains else None, 0
         self._later.clear()
@@ -170,8 +171,9 @@ class ValueRecorder(Observer):
         """Return whether a value is the final gradient of a page (flat parameter buffer). The program must have no
         replica axis.
 
-        The final gradient is the accumulated gradient after the page's last SETTLE (the wait for a reduction), or the
-        result of its only REDUCE."""
+        A value is the final gradient if it is the accumulated gradient after the page's last SETTLE (the wait for a
+        reduction), or if it is the result of the page's only REDUCE and shares the memory of the accumulated
+        gradient."""
         assert self._program is not None
         program = self._program
         later = [a.op for a in program.actions[at:] if a.unit == slot.at]
@@ -187,8 +189,8 @@ Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
 
 
 class _SlotTensors:
-    """Splits each value that an action writes into the tensors that it contains, and finds the positions of their
-    elements in the full tensors."""
+    """Extracts the parts of tensors from each value that an action writes, and finds the positions of their elements in
+    the full tensors."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, layout = engine, engine.placement.layout
@@ -239,9 +241,9 @@ class _SlotTensors:
         yield name, tuple(value.shape), ((first, first + value.size),), value, known
 
     def _iterate_parameters_in_span(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
-        """Yield each parameter whose elements are in `flat`, which holds the elements `span` of a page (flat parameter
-        buffer). If `flat` holds other values, such as partial sums, yield nothing. `more` is appended to the names of
-        the tensors."""
+        """Yield the elements of each parameter in `flat` if `flat` holds the elements `span` of a page (flat parameter
+        buffer). If it holds other values, such as partial sums, yield nothing. `more` is appended to the names of the
+        tensors."""
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
             for f, start, part in page.iterate_fields_in_range(flat, span):

@@ -228,8 +228,8 @@ class ReduceReport(NamedTuple):
     page, axis, codec : names of the page, the mesh axis and the codec
     sent : bytes that this rank sends in each reduction
     plain : bytes that it would send uncompressed
-    error : relative error of this rank's last reduction: the norm of the error-feedback buffer after it, divided by the
-        norm of (gradient + buffer) before it; NaN without a buffer
+    error : relative error of this rank's last reduction: the norm of the error-feedback buffer after the reduction,
+        divided by the norm of (gradient + buffer) before the reduction; NaN without a buffer
     """
 
     page: str
@@ -304,7 +304,7 @@ class Report(TrafficReport):
     disk : kind of memory -> bytes on disk
     peak_rss : peak resident memory of the process in bytes
     times : verb (kind of action) -> its timings
-    overlap : mesh axis -> share of the time with pending transfers during which this rank computed
+    overlap : mesh axis -> share (from 0 to 1) of the time with pending transfers that this rank spent computing
     seconds : seconds since the trainer was made or its counters were reset
     disk_seconds : seconds with pending reads or writes; None if nothing is stored on disk
     high_water : kind of memory -> (planned bytes, peak bytes). Planned bytes are None without a plan, and activations

@@ -106,8 +106,8 @@ class _RecordCache:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
     def _insert_evicts_and_fetches_for_window(self, action_index: int, window: dict[Slot, None]) -> None:
-        """Evict the records outside `window`, and fetch those records in it that are not in memory. `window` contains
-        the records that this action and the next actions need.
+        """Evict the records that are not in `window`, and fetch the records in `window` that are not in memory.
+        `window` contains the records that this action and the next actions need.
         """
         gone = [slot for slot in self.there if slot not in window]
         self._add_store_or_evict_actions(

@@ -19,7 +19,7 @@ from fsdpx.ext.offload.records import SPILLED, get_record_of_action, insert_disk
 __all__ = ["fetch_record", "write_record_to_disk"]
 
 # fmt: off
-SLOTS["stored"] = SlotKind("stored", "control")  # has a value only while its record is on disk
+SLOTS["stored"] = SlotKind("stored", "control")  # a "stored" slot has a value only while its record is on disk
 VERBS.update({
     "FETCH": Verb(takes=("stored:once",), reads=("stored:always",), gives=("record:here",), about="record", lane="disk",
                   moves=(VerbTransfer("disk", "read", "record", "record"),)),

@@ -221,7 +221,7 @@ class FlightRecord:
 def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
     """Read a flight record from a file. Return None if the file is incomplete or does not belong to this user.
 
-    `whole` says whether to read the actions, too."""
+    If `whole` is False, the list of actions is not read, and `entries` is empty."""
     size = _SIZE if whole else _START
     try:
         with safe_files.open_file(path, _SIZE) as file:

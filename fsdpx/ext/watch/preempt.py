@@ -26,7 +26,8 @@ PREEMPTED_STATUS = 85
 """Exit status of a job that was asked to stop and has saved its state. HTCondor's manual uses this status for "start me
 again"."""
 
-_RANKS = 1 << 32  # more ranks than any job has; keys are _RANKS - rank, so that the maximum gives the lowest rank
+# more ranks than any job has; the ranks agree on the maximum of _RANKS - rank, which belongs to the lowest rank
+_RANKS = 1 << 32
 
 
 class JobPreempted(SystemExit):
@@ -110,7 +111,7 @@ class Preemption:
         """If any rank was asked to stop, save and raise `JobPreempted` on all ranks. Call this between two steps.
         Collective.
 
-        It costs one all-reduce of 8 bytes.
+        Each call costs one all-reduce of 8 bytes.
 
         Parameters
         ----------
@@ -139,8 +140,8 @@ class Preemption:
         raise end
 
     def _agree_on_request(self, trainer: Any) -> tuple[int, str] | None:
-        """Agree on the lowest rank that was asked to stop, and return its number and the name of its signal. Return
-        None if no rank was asked. Collective."""
+        """Agree on the lowest rank that was asked to stop. Return this rank and the name of its signal. Return None if
+        no rank was asked. Collective."""
         key = (_RANKS - trainer.call_runner.rank) << 8 | self._asked if self._asked else 0
         ahead, number = divmod(int(trainer.call_runner.all_reduce_max(np.array([key], np.int64), "preemption")[0]), 256)
         return (_RANKS - ahead, signal.Signals(number).name) if number else None
@@ -148,9 +149,9 @@ class Preemption:
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Record the signal, and call the program's own handler.
 
-        A second Ctrl-C ends the job at once. Launchers deliver each Ctrl-C twice, so one that follows the first
-        immediately does not count. A forked child is not a rank; there, the signal acts as if this handler were not
-        installed."""
+        A second Ctrl-C ends the job at once. Launchers deliver each Ctrl-C twice, so a second one that arrives
+        immediately after the first does not count. A forked child is not a rank; there, the signal acts as if this
+        handler were not installed."""
         if os.getpid() != self._process:
             self.__exit__(None, None, None)
             signal.raise_signal(number)

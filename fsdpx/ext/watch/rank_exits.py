@@ -23,12 +23,12 @@ __all__ = [
 RANK_EXITED = 1
 """Exit status of a job in which a rank ended with status 0 while other ranks were waiting for it."""
 EARLY_SECONDS, LATE_SECONDS = 1.0, 5.0
-"""A rank that has waited for EARLY_SECONDS checks whether other ranks have ended. The counts of collective calls often
-show whether an ended rank is still needed. If they do not, it is presumed to be needed once all living ranks have
-waited for LATE_SECONDS."""
+"""A rank that has waited for EARLY_SECONDS checks whether other ranks have ended. The numbers of collective calls that
+ranks have begun often show whether an ended rank is still needed. If these numbers do not show it, the ended rank is
+presumed to be needed once all living ranks have waited for LATE_SECONDS."""
 
 SECONDS_TO_PASS_ON = 0.2
-"""Delay before an abort, because a launcher may drop output that it has not yet forwarded."""
+"""Seconds to wait before an abort, because a launcher may drop output that it has not yet forwarded."""
 
 _reported: list[Any] = [0]
 _open: dict[FlightRecorder, WatchedRank] = {}
@@ -146,14 +146,15 @@ def have_all_ranks_ended(record_paths: Collection[Path]) -> bool:
 def find_awaited_ended_rank(
     own_record: FlightRecorder, waited_seconds: float, other_records: Collection[Path], all_ranks_local: bool
 ) -> FlightRecord | None:
-    """If this rank is waiting in vain for a rank on this host that has ended, return the flight record of the ended
-    rank. Otherwise return None.
+    """Find a rank on this host that has ended although this rank still needs it. Return the flight record (the log of
+    the last actions) of the ended rank, or None if there is no such rank.
 
-    This rank waits in vain in three cases. The ended rank has begun fewer collective calls than this rank, so it will
-    never reach the current call. Or it ended in the middle of an action, which it will not finish. Or all living ranks
-    have been waiting for long, so no rank can make progress. `own_record` is the record of this rank, which has waited
-    for `waited_seconds`. `other_records` are the paths of the records of the other ranks on this host, and
-    `all_ranks_local` says whether the job has no ranks on other hosts."""
+    An ended rank is still needed if it has begun fewer collective calls than this rank, because it will never reach the
+    current call. It is also needed if it ended in the middle of an action, because it will never finish this action.
+    Finally, it is presumed to be needed if all living ranks have been waiting for a long time, because then no rank can
+    make progress. `own_record` is the record of this rank, which has waited for `waited_seconds`. `other_records` are
+    the paths of the records of the other ranks on this host, and `all_ranks_local` says whether the job has no ranks on
+    other hosts."""
     if waited_seconds < EARLY_SECONDS:
         return None
     flights = [flight for flight in map(_read_record_head, other_records) if flight is not None]
@@ -177,7 +178,7 @@ def find_diverged_calls(record_paths: Collection[Path]) -> dict[int, str]:
     flights = [flight for flight in map(_read_record_head, record_paths) if flight is not None]
     if not flights or not all(_has_waited_long(flight) and not has_rank_ended(flight) for flight in flights):
         return {}
-    # number of the last call that all ranks have begun; some may already be in the next one
+    # how many calls all ranks have begun; some ranks may already have begun the next call
     common = min(flight.calls for flight in flights)
     calls = {flight.rank: flight.call if flight.calls == common else flight.before for flight in flights}
     late = max(flight.calls for flight in flights) > common + 1

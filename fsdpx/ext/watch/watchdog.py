@@ -146,7 +146,7 @@ class Watchdog:
         """Stop watching a communicator on which no rank is waiting anymore, and remove the flight records that dead
         ranks left behind.
 
-        For ranks that die later, `remove_dead_records` can be called again."""
+        If further ranks die later, call `remove_dead_records` to remove their records."""
         self.stop_watching_and_remove_own_record()
         self.remove_dead_records(comm.get_failed_ranks() if hasattr(comm, "get_failed_ranks") else ())
 
@@ -239,9 +239,9 @@ class Watchdog:
         )
 
     def _report_if_overdue(self, last: float) -> float:
-        """Print which ranks are waiting where, if a wait has become overdue that began after the last report (at time
-        `last`). Print nothing if another watchdog of this process knows more about the wait and reports it. Return the
-        time of the newest report."""
+        """Print which ranks are waiting where, if a wait is overdue and began after the last report (at time `last`).
+        Print nothing if another watchdog of this process knows more about the wait and reports it. Return the time of
+        the newest report."""
         now, first = time.time(), report.FIRST_REPORT_SECONDS
         better = [one for one in self._list_better_informed_watchdogs() if one.rank == 0 and first < one.timeout]
         grace = 2 * self._poll_seconds if better else 0.0  # time for better informed watchdogs to poll and report
@@ -451,8 +451,8 @@ def _is_folder_abandoned(folder: Path) -> bool:
 
 
 def _save_report(folder: Path, text: str) -> Path:
-    """Write the report to the folder FSDPX_RUN. If FSDPX_RUN is not set, write to the working directory or else to the
-    temporary folder. Return the path of the report."""
+    """Write the report to the folder that FSDPX_RUN names. If FSDPX_RUN is not set, write it to the working directory
+    or, if that fails, to the temporary folder. Return the path of the report."""
     run = environment.read_environment().run
     places = [run] if run is not None else [Path.cwd(), Path(tempfile.gettempdir())]
     for place in places:

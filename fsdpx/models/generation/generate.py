@@ -86,7 +86,7 @@ def _generate_on_ranks(
 
 
 class ModelReader:
-    """Computes the logits of texts that grow by one token per call, with a key-value cache if `cached`.
+    """Computes the logits of texts that grow by one token per call. Uses a key-value cache if `cached` is True.
 
     Attributes
     ----------

@@ -7,8 +7,8 @@ from fsdpx.errors import escape_control
 __all__ = ["TerminalStream", "decode_bytes"]
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""Replacement character (U+FFFD). A character may consist of several tokens; decoding returns this one until all of
-them have been generated."""
+"""Replacement character (U+FFFD). A character may consist of several tokens. Until all of these tokens have been
+generated, decoding returns U+FFFD in place of the character."""
 
 
 class TerminalStream:

@@ -1,5 +1,5 @@
-"""Find and set up the BLAS libraries on this machine whose functions can be called by address, and choose one of them
-for the matrix products of this process."""
+"""Find the installed BLAS libraries whose functions can be called by address, set them up, and choose one of them for
+the matrix products of this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHEELS = {"mkl": "libmkl_rt.so*", "onednn": "libdnnl.so*"}
 
 SEQUENTIAL = 1  # value for MKL_Set_Threading_Layer that loads no OpenMP runtime
 AUTO, STRICT = 2, 0x10000  # values of MKL_CBWR_Set
-AVX512 = 11  # smallest result of MKL_CBWR_Get_Auto_Branch that stands for AVX-512 code
+AVX512 = 11  # MKL_CBWR_Get_Auto_Branch returns at least this value if MKL uses AVX-512 code
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,9 @@ def list_candidate_library_files(name: str) -> list[Path]:
 
 
 def describe_library_files() -> dict[str, str]:
-    """Return {name: text} for each installed library, where the text contains the path, size and modification time of
-    the library file. No library is loaded. Stored measurements are valid only as long as these texts stay the same."""
+    """Return a dict that maps the name of each installed library to a text. The text contains the path, size and
+    modification time of the library file. No library is loaded. Stored measurements are valid only as long as these
+    texts stay the same."""
     first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_candidate_library_files(name))}
     return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
@@ -136,8 +137,8 @@ product_threads = 1  # set by `set_product_threads`
 
 
 def list_available_blas_libraries() -> dict[str, str]:
-    """Return {name: text} for each library that `select_library` accepts, where the text contains the path and
-    version."""
+    """Return a dict that maps each name that `select_library` accepts to a text with the path and version of the
+    library."""
     libraries = [(name, load_blas_library(name)) for name in LIBRARY_NAMES if has_numba()]
     where = {name: f"{one.path} ({one.version})" for name, one in libraries if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}

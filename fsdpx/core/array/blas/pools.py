@@ -101,7 +101,8 @@ def _plan_blas_thread_limits() -> None:
 
 def _find_thread_pools() -> list[BlasThreads]:
     """Return the thread pools of the loaded BLAS libraries, except libraries bundled by packages other than NumPy."""
-    with environment.restoring_environment():  # importing threadpoolctl sets an OpenMP environment variable
+    # importing threadpoolctl sets an OpenMP environment variable, so restore the environment afterwards
+    with environment.restoring_environment():
         from threadpoolctl import ThreadpoolController
     loaded = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
     return [
@@ -120,7 +121,8 @@ def _get_thread_count_functions(library: Any) -> tuple[Callable[[], int], Callab
     """Return functions that get and set the number of threads of a library. For OpenBLAS, return the library's own
     functions, because the functions from threadpoolctl take five times as long."""
     if library.internal_api == "openblas":
-        loaded = ctypes.CDLL(library.filepath)  # this call does not load the library a second time
+        # the library is already loaded, so this call only returns a handle to it
+        loaded = ctypes.CDLL(library.filepath)
         for name in (f"{a}openblas_{{}}_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")):
             get, set = (getattr(loaded, name.format(what), None) for what in ("get", "set"))
             if get is not None and set is not None:

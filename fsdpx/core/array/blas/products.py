@@ -30,7 +30,7 @@ MIN_PARALLEL_MULTIPLY_ADDS = 1 << 24
 times as long as waking a thread."""
 MAX_SMALL_MULTIPLY_ADDS = 1 << 20
 """Maximum number of multiply-adds in a product whose 16-bit matrices are converted to float32. For products this small,
-conversion is as fast as calling a library for 16-bit products, because a library call takes microseconds."""
+conversion to float32 is as fast as calling a library for 16-bit products, because the call alone takes microseconds."""
 # products are split at multiples of this number, so that threads share neither cache lines nor the library's tiles
 PIECE_ALIGNMENT = 64
 
@@ -111,7 +111,8 @@ def linear_backward(
 
 
 def _has_gradient_dtype(dtype: Any, weight_grad: GradientTarget | None, bias_grad: GradientTarget | None) -> bool:
-    """Return whether both gradient targets have this dtype, which the compiled code requires."""
+    """Return whether the array of each gradient target has the dtype `dtype`, as the compiled code requires. A target
+    that is None is ignored."""
     return (weight_grad is None or weight_grad[0].dtype is dtype) and (bias_grad is None or bias_grad[0].dtype is dtype)
 
 
@@ -153,7 +154,8 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
         and COMPILED["gemm"](gemm_address, out, a, b, accumulate)
     ):
         return
-    with np.errstate(over="ignore", invalid="ignore"):  # suppress warnings, because BLAS does not issue any either
+    # suppress NumPy's warnings, because BLAS issues none for the same product
+    with np.errstate(over="ignore", invalid="ignore"):
         if accumulate:
             out += np.matmul(a, b)
         else:

@@ -71,7 +71,7 @@ def gaussian_cdf(xp: Any, x: Any, bell: Any) -> Any:
 
 
 GATED_FORMS = ("silu", "gelu", "gelu tanh")
-"""Gate activations: SwiGLU, GEGLU, and GEGLU with the tanh form of GELU."""
+"""Names of the activations that `gated` accepts. They stand for SwiGLU, GEGLU, and GEGLU with the tanh form of GELU."""
 
 
 @kernel()

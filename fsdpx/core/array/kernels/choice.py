@@ -135,7 +135,8 @@ def _warn_numba_missing() -> None:
 def _look_up_compiled_kernel(name: str) -> Callable[..., Any] | None:
     """Import and return the compiled implementation of a kernel; return None if there is none. The result does not
     depend on which files have been imported before."""
-    # only core kernels need an import: kernels of an extension are imported with its layers
+    # import only the core kernels here, because the kernels of an extension are imported together with the extension's
+    # layers
     if name not in FILES:
         getattr(importlib.import_module("fsdpx.core.array.kernels"), name, None)
     return _import_compiled_kernel(name, FILES.get(name))

@@ -31,8 +31,8 @@ def kernel(
     ----------
     narrow : number of leading results of the plain code that are rounded to the 16-bit dtype of the first array
     into : names of arguments that are modified in place, and are therefore not converted to float32
-    bits : whether the compiled code accepts views of the bits of bfloat16 arrays; otherwise these are converted to
-        float32
+    bits : whether the compiled code accepts views of the bits of bfloat16 arrays; if false, bfloat16 arrays are
+        converted to float32
     choose_algorithm : function that takes the arguments after xp, uses only their shapes, and returns two values: the
         name of the algorithm that the compiled code uses ("" for the usual one), and the value of
         `ProductCount.windows`

@@ -154,8 +154,8 @@ def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: A
 
 
 def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: Callable[..., Any] = matmul) -> Any:
-    """Return the product of weights (..., T, S) and rows (..., S, D), in which NaN and Inf in hidden rows have no
-    effect. `seen` is the mask (T, S) of visible rows, and `multiply` is the function that computes the product."""
+    """Return the product of weights (..., T, S) and rows (..., S, D). NaN and Inf in hidden rows do not affect the
+    product. `seen` is the mask (T, S) of visible rows, and `multiply` is the function that computes the product."""
     if seen is None:
         return multiply(weights, rows)
     finite, nothing = np.isfinite(rows), rows.dtype.type(0)
@@ -186,8 +186,9 @@ def _make_causal_mask(xp: Any, q: Any, window: int) -> Any:
 
 
 def _make_segment_mask(earlier: Any, segments: Any, b: int) -> Any:
-    """Return the attention mask of sample b: the mask `earlier`, excluding pairs of positions in different segments.
-    Return None if all positions are visible."""
+    """Return the attention mask of sample b. `earlier` is the causal mask, or None if attention is not causal. If
+    `segments` is given, pairs of positions in different segments are masked as well. Return None if all positions are
+    visible."""
     if segments is None:
         return earlier
     same = segments[b][None, :] == segments[b][:, None]

@@ -88,7 +88,8 @@ def cross_entropy(
     top = xp.where(top == -np.inf, logits.dtype.type(0), top)
     counted = target != ignore_index
     picked = xp.take_along_axis(logits, xp.where(counted, target, 0)[:, None], axis=1)[:, 0]
-    with np.errstate(divide="ignore", invalid="ignore"):  # a row in which all logits are -inf gives log(0)
+    # suppress the warnings for log(0), which occurs if all logits of a row are -inf
+    with np.errstate(divide="ignore", invalid="ignore"):
         lse = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + top)[:, 0]
         each = (lse - picked).astype(np.float64)
     if label_smoothing:

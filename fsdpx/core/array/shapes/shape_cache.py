@@ -66,7 +66,7 @@ def _run_and_count_as_one_kernel(
         places = work.products.total()
         named[product._replace(itemsize=itemsize, kernel=kernel, places=places, windows=windows)] += times
     work.products = named
-    # kernels without matrix products compute in float32
+    # count the bytes of float32 elements for kernels without matrix products, because these kernels compute in float32
     inner = work.inner.total() * (min(itemsize, 4) if work.products else 4) // 4
     work.inner = Counter({getattr(call, "__name__", ""): inner})
     given = result if isinstance(result, tuple) else (result,)
@@ -88,8 +88,8 @@ def get_kernel_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, 
 
 def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
     """Return a hashable key for `value`. In the key, each array is replaced with its shape, its dtype, and two indices
-    in `arrays`: the index of the first array that shares its memory, and the index of the first array that is the same
-    object. Append the arrays to `arrays`."""
+    in `arrays`. The first index is that of the first array that uses the same memory; the second index is that of the
+    first array that is the same object. Append the arrays to `arrays`."""
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)
@@ -114,7 +114,7 @@ def make_template_to_rebuild_value(
     """Return a description of `value` that `build_value_from_template` uses to build an equal value with new arrays.
 
     An array in `arrays` is described by its index. Any other array is described by its shape, its dtype, and the index
-    of the memory that it shares (its root) in `roots`. New roots are appended to `roots`. Numbers, text, and values of
+    in `roots` of the memory that it uses (its root). New roots are appended to `roots`. Numbers, text, and values of
     the types in `constants` are kept as they are. Raise TypeError for other values.
     """
     if isinstance(value, ShapeArray):

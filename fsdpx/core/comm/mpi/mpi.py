@@ -94,8 +94,8 @@ def skip_finalize_barrier() -> None:
     """Make MPI_Finalize skip its barrier in this process.
 
     If several ranks die at about the same time, the launcher of Open MPI 5.0 sometimes waits forever for the dead ranks
-    in this barrier. This function has the same effect as setting OMPI_MCA_async_mpi_finalize=1, but the variable must
-    be set before MPI is initialized.
+    in this barrier. Setting the environment variable OMPI_MCA_async_mpi_finalize=1 has the same effect, but only if it
+    is set before MPI is initialized.
     """
     with suppress(ValueError, OSError):  # other versions of Open MPI may lack this variable
         ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
@@ -187,10 +187,10 @@ class MpiWindow(Window):
     `open_locked_part` yields a copy of the data, which is written back if `write` is true.
 
     If the network does not support remote memory access, other hosts can access a part only while its owner is inside
-    an MPI call that polls the network. Reading a part of a rank on the same host may not poll the network. A rank that
-    waits in a loop of such reads would therefore block other hosts, so the loop also polls the network explicitly. No
-    rank leaves a synchronization before all ranks have arrived. Until then, other ranks may still need to read its
-    part, so it must keep polling the network."""
+    an MPI call that polls the network. If a rank reads a part on its own host, MPI might not poll the network. A rank
+    that waits in a loop of such reads would therefore block other hosts, so the loop also polls the network explicitly.
+    In a synchronization, each rank keeps polling the network until all ranks have arrived, because other ranks may
+    still need to read its part."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
         self._win = MPI.Win.Allocate(max(nbytes, 8), 1, comm=comm)
@@ -287,8 +287,8 @@ class MpiCommunicator(MessageBackend):
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
 
     def start_call(self, call: Call) -> Handle:
-        """Start a call. If MPI raises an exception immediately, convert the exception to a CommError, as for failed
-        requests."""
+        """Start a call. If MPI raises an exception immediately, raise a CommError instead, as if a request had
+        failed."""
         try:
             if self.takes_gpus or not has_gpu_array(call.arrays):
                 return self._start_call(call)
@@ -361,10 +361,11 @@ class MpiCommunicator(MessageBackend):
         return self._average_when_done(call, handle, recv)
 
     def _start_long_reduce_scatter(self, call: Call) -> Handle:
-        """Start a reduce-scatter whose array is too long for one MPI call, as one reduce for each rank's piece.
+        """Start a reduce-scatter whose array is too long for one MPI call. Use one reduce for each rank, which sums
+        that rank's piece.
 
-        If `recv` occupies the start of `send`, reduces to other ranks may still be reading the elements there. In this
-        case, write the result to this rank's own piece of `send`, and copy it to `recv` when all reduces are
+        If `recv` occupies the start of `send`, the reduces to other ranks may still be reading the elements there. In
+        this case, write the result to this rank's own piece of `send`, and copy it to `recv` when all reduces are
         complete."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, requests = pieces.get_piece(send, self.rank), []
@@ -565,9 +566,9 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             part.revoke()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Create the subgroup of this rank, and return only when all ranks have created their subgroups. Otherwise, a
-        rank that has not created its subgroup yet could not revoke it, and the other ranks of the subgroup would wait
-        forever."""
+        """Create the subgroup of this rank, and return only when all ranks have created their subgroups. If a rank
+        returned earlier, it could start to wait for a rank that has not created the subgroup yet. That rank could not
+        revoke the subgroup after a failure, and the waiting rank would wait forever."""
         self._parts = [part for part in self._parts if part.raw != MPI.COMM_NULL]
         part = super().split(color, key)
         if isinstance(part, UlfmCommunicator):
@@ -577,8 +578,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return part
 
     def agree_on_flags(self, flags: int) -> int:
-        """Return the bitwise AND of the flags of all ranks, or 0 if a rank has died. Failures are never acknowledged to
-        MPI, so that every agreement after a death fails on all ranks."""
+        """Return the bitwise AND of the flags of all ranks, or 0 if a rank has died. fsdpx never acknowledges failures
+        to MPI. Every agreement after the death of a rank therefore fails on all ranks."""
         given = np.array([flags], np.intc)
         request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 

@@ -25,8 +25,8 @@ __all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_start_time", "parse_mar
 MARK_PREFIX = "came-"
 _MARK = re.compile(rf"{MARK_PREFIX}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
 TIMED_OUT_MARK = "late"
-"""Name of a folder that the watchdog creates when it ends the job. Without this mark, `fsdpx run` could not tell why
-the ranks died, because it may notice their deaths in any order."""
+"""Name of a folder that the watchdog creates when it ends the job. The folder tells `fsdpx run` that the ranks were
+killed because a rank did not arrive in time."""
 POLL_SECONDS = 0.5
 SECONDS_TO_END = 2.0
 

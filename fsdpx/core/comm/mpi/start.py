@@ -33,8 +33,8 @@ LEFTOVER_PATTERNS = (
     "mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*",
     f"{safe_files.TEMPORARY_PREFIX}*",
 )  # fmt: skip
-"""Patterns for the names of shared-memory files that MPICH, Open MPI (for messages in versions 5 and 4, and for
-windows) and fsdpx create."""
+"""Patterns for the names of the shared-memory files that MPICH, Open MPI and fsdpx create. For Open MPI, they match the
+files for messages (versions 5 and 4) and for windows."""
 _REMOVED = ("mpich_", safe_files.TEMPORARY_PREFIX)
 """Name prefixes of the leftover files that are removed. Other leftover files are only listed, because they may belong
 to another program."""
@@ -61,9 +61,10 @@ def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path |
     """Remove files that killed jobs have left behind: fsdpx and MPICH files in `folder`, and Open MPI session folders
     in `temporary` (default: $TMPDIR).
 
-    Ranks map these files as long as they live. A file therefore counts as left over if no process maps it and it is
-    older than _SECONDS_TO_BEGIN. Processes in other containers may share the folder without being visible to this
-    process. However, they have already opened all files of this age, and no longer need the names."""
+    A rank maps its files until it ends. A file therefore counts as left over if no process maps it and it is older than
+    _SECONDS_TO_BEGIN. This process cannot see processes in other containers, which may share the folder. Removing a
+    file does not disturb them, because they have already opened all files of this age and no longer need their
+    names."""
     for path in find_leftover_files(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith(_REMOVED):
             with suppress(OSError):  # the file may be gone, or the folder may be read-only
@@ -107,7 +108,7 @@ def _find_files_mapped_by_processes(folder: Path) -> set[str]:
 
 
 FOLDER_PREFIX = "fsdpx-start-"
-_inside: list[int] = []  # contains the rank of this process while it waits for MPI to start
+_inside: list[int] = []  # holds the rank of this process while the process waits for MPI to start; otherwise empty
 
 
 @contextmanager
@@ -220,7 +221,8 @@ def _identify_job(launcher: environment.LauncherInfo) -> str:
     """Return a unique identifier of this job that is the same for all its ranks on this host. Return "" if the launcher
     cannot be found.
 
-    The result identifies the launcher's process: the nearest ancestor process that does not itself belong to a rank.
+    The result identifies the launcher's process. This is the nearest ancestor process whose environment does not
+    contain the variable that the launcher sets for its ranks.
     """
     process, variable = os.getppid(), f"{launcher.variable}=".encode()
     with suppress(OSError, ValueError, IndexError):

@@ -223,7 +223,8 @@ def _compile_rank_sum_functions(name, through, kind):
         sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + ADDRESS_WORDS) * ranks)
         while (
             index < end and (load_acquire(outs) + index) % LINE_BYTES
-        # up to the first cache line boundary: streaming stores must be aligned, and other stores are faster if aligned
+        # add single elements up to the first cache line boundary, because streaming stores must be aligned and other
+        # stores are faster if aligned
         ):
             element(sources, ranks, outs, written, index, divisor, zero)
             index += itemsize

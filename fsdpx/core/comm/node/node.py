@@ -1,10 +1,11 @@
 """Collectives that use shared memory inside hosts and messages between hosts. Arrays in shared memory (windows) are not
 copied.
 
-Inside a host, a reduction reads each rank's array only once, and an all-gather into a buffer that all ranks share only
-has to synchronize the ranks. Between hosts, each rank of a host transfers a different slice, so that all network links
-are used at the same time. All other calls are passed to a message backend (MPI or Gloo), which is called the carrier.
-Calls with arrays outside of windows are also passed to the carrier, unless the arrays have only a few bytes."""
+Inside a host, a reduction reads each rank's array only once. In an all-gather into one buffer that all ranks share, the
+ranks only have to synchronize. Between hosts, each rank of a host transfers a different slice, so that all network
+links are used at the same time. All other calls are passed to a message backend (MPI or Gloo), which is called the
+carrier. Calls with arrays outside of windows are also passed to the carrier, unless the arrays have only a few
+bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["SMALL_SUM_BYTES", "NodeCommunicator"]
 
 SMALL_SUM_BYTES = 8 << 10
-"""Maximum size, in bytes, of arrays that are summed with messages if the sum is not compiled."""
+"""Arrays of at most this many bytes are summed with messages instead of shared memory, unless a compiled sum is
+available."""
 MAX_PERSISTENT_CALLS = 4096
 """Maximum number of persistent collectives in the cache."""
 
@@ -61,8 +63,8 @@ class NodeCommunicator(Backend):
 
     An array is in a window if it is a view of an array that `allocate_shared` or `allocate_node_buffer` has returned.
     In each call, either all ranks or no ranks must pass arrays in windows. As in MPI, the buffers may be reused once a
-    call is complete. If hosts have different numbers of ranks, all calls use messages. By default, hosts are detected.
-    For tests, `hosts` can contain the host number of each rank."""
+    call is complete. If hosts have different numbers of ranks, all calls use messages. By default, fsdpx detects which
+    ranks run on the same host. Tests can pass `hosts` instead, a list with the index of each rank's host."""
 
     xp = np
 
@@ -147,9 +149,9 @@ class NodeCommunicator(Backend):
         self.memory.unmap_window(array)
 
     def free_shared_locally(self, arrays: list[Array]) -> None:
-        """Free the shared arrays whose owner has been garbage-collected, without communication. They are freed
-        immediately or, if a pending transfer may still be using them, at the next allocation. Any thread may call this
-        method at any time."""
+        """Free `arrays`, the shared arrays of an owner that has been garbage-collected. This needs no communication.
+        The arrays are freed immediately or, if a pending transfer may still be using them, at the next allocation. Any
+        thread may call this method at any time."""
         self.memory.abandoned += arrays
         self._free_abandoned_arrays()
 
@@ -187,7 +189,8 @@ class NodeCommunicator(Backend):
         first, last = arrays[0], arrays[-1]
         try:
             known = self._persistent_calls.get((verb, id(first), id(last), op, counts, algorithm, wire))
-        except TypeError:  # an argument that cannot be hashed, such as an array: the checks of a new call refuse it
+        # an argument, such as an array, cannot be hashed; the checks of the new `Call` will reject it
+        except TypeError:
             return None
         return known if known is not None and known.first() is first and known.last() is last else None
 

@@ -37,8 +37,8 @@ _SUMS: dict[str, CompiledFunction] = {
     "bfloat16": atomics.synchronize_and_add_bfloat16,
     "float16": atomics.synchronize_and_add_float16,
 }
-"""The compiled sum for each array dtype, and for each 16-bit dtype to which float32 values are rounded before they are
-added."""
+"""Compiled functions that sum arrays, keyed by dtype. The functions for the 16-bit dtypes sum float32 arrays, and round
+each value to the 16-bit dtype before adding it."""
 
 
 def compile_collective_kernels(kind: str) -> None:

@@ -36,8 +36,8 @@ from fsdpx.errors import CommTimeout
 __all__ = ["HostLanes", "NodeCollective", "NodeGroup", "make_timeout_error"]
 
 QUICK_POLLS = 32
-"""A wait polls the board this many times before it also begins to advance other transfers. Usually this is enough,
-because most ranks arrive together."""
+"""A wait polls the board (shared records of the ranks) this many times before it also begins to advance other
+transfers. Usually this is enough, because most ranks arrive together."""
 
 
 def make_timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -> CommTimeout:
@@ -138,9 +138,9 @@ class NodeGroup:
         self._number = 0
 
     def reserve_collective_number(self, call: object = "a call") -> int:
-        """Wait until the shared memory for the records of a new collective may be overwritten, and return the number of
-        the collective. The number is reserved as soon as a call is issued, so that all ranks use the same number even
-        if they synchronize later."""
+        """Wait until the shared memory for the records of a new collective may be overwritten, and return the sequence
+        number of the collective. The number is reserved as soon as a call is issued, so that all ranks use the same
+        number even if they synchronize later."""
         self._number = number = self._number + 1
         slot, latest = number % BOARD_SLOTS, self.latest
         if latest[slot] is not None:
@@ -342,5 +342,6 @@ class LaneTurn:
 
 
 def _get_partial_op(op: ReduceOp) -> ReduceOp:
-    """Return the operation that combines partial results. For an average it is SUM; the sum is divided at the end."""
+    """Return the operation that combines partial results. For an average, return SUM, because the sum is divided only
+    at the end."""
     return ReduceOp.SUM if op is ReduceOp.AVG else op

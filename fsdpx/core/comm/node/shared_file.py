@@ -34,7 +34,7 @@ def create_and_map_shared_file(
     A file with a name would keep its memory if the ranks were killed. Therefore, rank 0 creates a file without a name,
     and the other ranks open it through /proc. If access is denied, for example because containers cannot see each
     other's processes, the file gets a temporary name. In this case, it stays empty until all ranks have opened it and
-    the name has been removed.
+    the name has been removed, so that a killed job cannot leave a file that occupies memory.
 
     Parameters
     ----------

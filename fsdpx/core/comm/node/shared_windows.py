@@ -182,7 +182,7 @@ class NodeMemory:
         self.common: set[int] = set()  # ids of the windows that hold one buffer for all ranks of a group
         self.windows: dict[int, HostWindow] = {}
         self.abandoned: list[Array] = []  # arrays that must be freed, because their owner has been garbage-collected
-        self.persistent: ModuleType | None = None  # module `persistent`, loaded when memory is first shared
+        self.persistent: ModuleType | None = None  # module `persistent`, loaded when shared memory is first allocated
         self._owners: dict[int, tuple[int, int]] = {}
         self._cached_addresses: dict[int, tuple[Array, WindowAddress]] = {}
         self._views: dict[tuple[int, ...], Array] = {}

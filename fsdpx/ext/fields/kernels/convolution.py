@@ -64,7 +64,7 @@ LANES = 16
 """Number of channels that the Winograd kernels process at a time. The total number of channels must be a multiple of
 this number."""
 TILE = 4
-"""Number of output rows in a Winograd tile, and number of output columns."""
+"""Height and width of a Winograd tile, in outputs."""
 MIN_TILES = 32
 """Minimum number of tiles for Winograd's algorithm. With fewer tiles, reading the weights takes more time than the
 algorithm saves."""
@@ -77,8 +77,9 @@ together, as one convolution in which most weights are 0."""
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowStrides, sizes: Sequence[int]) -> bool:
-    """Return whether Winograd's algorithm applies to fields and weights of these shapes, and is likely to be faster. If
-    fields have three dims, the algorithm applies to the last two, and products are also summed along the first."""
+    """Return whether Winograd's algorithm applies to fields and weights of these shapes, and is likely to be faster
+    than other algorithms. In fields of three dims, the algorithm is applied along the last two dims, and products are
+    also summed along the first dim."""
     edge, ones = strides.first[-1], (1,) * len(sizes)
     if strides.kernel[-2:] != (3, 3) or strides[1:3] != (ones, ones) or strides.groups != 1:
         return False
@@ -88,7 +89,8 @@ def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowS
         return False
     for size, n, window, first in zip(sizes[:-2], shape[-len(sizes) : -2], strides.kernel, strides.first, strict=False):
         inside = sum(max(min(size, n - first - a) - max(-first - a, 0), 0) for a in range(window))
-        if 2 * inside < size * window:  # most slices of the windows are outside, as along the edge of a rank's part
+        # most slices under the windows are outside the array, as for outputs along the edge of a rank's part
+        if 2 * inside < size * window:
             return False
     tiles = count_winograd_tiles(sizes[-2]) * count_winograd_tiles(sizes[-1])
     filled = math.prod(sizes[-2:]) >= MIN_FILLED_SHARE * tiles * TILE * TILE

@@ -18,8 +18,8 @@ def fourier_along_dim(xp: Any, x: Any, dim: int, n: int, transform: str) -> Any:
 
     Parameters
     ----------
-    x : array whose last dim holds one real number, or the real and the imaginary part of a complex number, like that of
-        the result
+    x : array whose last dim has size 1 for real numbers, or size 2 for the real and imaginary parts of complex numbers.
+        The last dim of the result has the same meaning
     dim : dim along which to transform
     n : number of cells along this dim; if they are real, they have n // 2 + 1 modes
     transform : "rfft" from real cells to modes, "irfft" back, and "fft" and "ifft" for complex cells

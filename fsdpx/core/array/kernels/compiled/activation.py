@@ -70,7 +70,7 @@ def compute_gelu_tanh(x):
 
 @register_jitable
 def compute_relu(x):
-    return constant_like(x, 0.0) if x <= 0 else x  # written so that NaN stays NaN
+    return constant_like(x, 0.0) if x <= 0 else x  # NaN stays NaN, because the condition is false for NaN
 
 
 @register_jitable

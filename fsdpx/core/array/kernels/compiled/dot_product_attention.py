@@ -104,7 +104,8 @@ def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarr
     return y
 
 
-BLOCK_ROWS = 64  # rows of scores held in memory at a time; with a causal mask, scores of later keys are never computed
+# number of rows of scores held in memory at a time; with a causal mask, keys after the last of these rows are skipped
+BLOCK_ROWS = 64
 HIDDEN = 60.0
 """Before exp, a masked score is set to the maximum of its row minus this number; after exp, it is set to 0. Masked
 scores are not skipped, so that every loop over a row has the full length of the block. A shorter loop would often end

@@ -34,7 +34,8 @@ __all__ = ["emit_bit_mixing", "emit_round_to_bfloat16", "emit_round_to_float16_p
 @intrinsic
 def to_float16_bits(typingctx: Any, x: Any) -> Any:
     """Convert float32 to the bits of float16. There are three cases, depending on the magnitude: too large (or NaN),
-    normal, and subnormal. In the last case, adding 0.5 rounds at the right bit."""
+    normal, and subnormal. In the subnormal case, the code adds 0.5 in float32. This addition rounds the number at the
+    lowest bit of a float16 subnormal."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)

@@ -213,8 +213,9 @@ def _squared_error_gradient_and_sum_of_blocks(first, last, sums, y, target, dy, 
 
 @jit
 def _squared_error_gradient_and_sum_of_cells(first, last, sums, y, target, dy, factor):
-    """Compute blocks `first` to `last`, for y and dy with channels last, and `target` (samples, channels, cells). Each
-    block lies within one sample, and consists of whole cells."""
+    """For each block in the range [first, last), compute the gradient dy, and write the sum of squared errors to
+    `sums`. y and dy have channels last; `target` has the shape (samples, channels, cells). Each block lies within one
+    sample, and consists of whole cells."""
     channels, cells = target.shape[1], target.shape[2]
     block = np.empty((BLOCK // channels, channels), target.dtype)
     for n in range(first, last):

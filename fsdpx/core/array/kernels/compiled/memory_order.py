@@ -24,8 +24,8 @@ LINE, SQUARE = 64, 8
 """LINE: number of pixels that are transposed at a time, so that they stay in cache. SQUARE: number of rows and columns
 of the matrices that are transposed in registers."""
 CHANNELS_LAST = [(0, *range(2, ndim), 1)[:ndim] for ndim in range(65)]
-"""For each number of dims, the order of dims in which channels (dim 1) are last. Making tuples takes longer than
-transposing."""
+"""For each number of dims, the order of dims in which channels (dim 1) are last. The tuples are made in advance,
+because making one takes longer than transposing an array."""
 CHANNELS_FIRST = [(0, ndim - 1, *range(1, ndim - 1)) for ndim in range(65)]
 """For each number of dims, the order of dims that undoes `CHANNELS_LAST`."""
 
@@ -157,11 +157,12 @@ def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.nda
 
 
 def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
-    """Return 1-D views, in memory order, of arrays of the same shape, or copies if the arrays have gaps. Return None if
-    their memory orders differ. Raise ShapeError if their shapes differ, because loops would read past the end of an
-    array."""
+    """Return 1-D views of arrays of the same shape, in memory order. If the arrays have gaps, return copies. If their
+    memory orders differ, return None. Raise ShapeError if their shapes differ, because loops would read past the end of
+    an array."""
     first, alike, contiguous = arrays[0], True, True
-    for a in arrays:  # loops are faster than generators, and each elementwise kernel runs this function
+    # use a loop instead of a generator, because it is faster and every elementwise kernel calls this function
+    for a in arrays:
         if a.shape != first.shape:
             raise ShapeError(f"arrays of one shape are needed, got {' and '.join(str(a.shape) for a in arrays)}")
         alike = alike and a.strides == first.strides
@@ -187,7 +188,7 @@ def make_flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, .
 
     The given arrays have the same shape. If their memory orders differ, they are first converted to channels last.
     """
-    # `out` has no gaps in memory, even if `arrays[0]` has gaps; their strides then differ
+    # `out` has no gaps in memory; if `arrays[0]` has gaps, the strides of the two arrays differ
     out = np.empty_like(arrays[0])
     flat = _flatten_in_memory_order(*arrays, out)
     if flat is None and out.ndim > 2:

@@ -190,7 +190,9 @@ def drop(xp: Any, x: np.ndarray, numbers: NumberRange, p: float) -> tuple[np.nda
     rest = (*numbers.keys, np.uint64(dropout_threshold(p)), accumulation_dtype(x.dtype).type(dropout_scale(p)))
     cut = parallel.split_range(
         flat.size, parallel.MIN_PIECE_ELEMENTS // 4
-    )  # threads pay off even for small pieces, because random numbers take as long as a few passes over the array
+    # threads pay off even for small pieces, because generating random numbers takes as long as a few passes over the
+    # array
+    )
     parallel.run_tasks(_dropout_loop, [(flat[a:b], keep[a:b], y[a:b], numbers.start + a, *rest) for a, b in cut])
     return y.reshape(x.shape), keep.view(np.bool_).reshape(x.shape)
 

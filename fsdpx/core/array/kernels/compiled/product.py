@@ -73,8 +73,8 @@ def _multiply_few_rows_into(out, a, b):
     """Compute `out = a @ b` for a matrix a with few rows and a matrix b with contiguous columns. Each element has the
     same bits for any number of rows.
 
-    The order of additions depends on the vector width, so all callers whose results must agree bitwise call
-    `use_widest_vectors`.
+    The order of additions depends on the vector width. Callers whose results must be bitwise equal therefore all call
+    `use_widest_vectors`, so that they use the same width.
     """
     for j in range(out.shape[1]):
         column = assume_unit_stride(b[:, j])

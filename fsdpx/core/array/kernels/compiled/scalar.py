@@ -36,7 +36,8 @@ EXP2_64 = tuple(math.log(2.0) ** n / math.factorial(n) for n in range(14))
 HALF_LOG2E_HIGH32, HALF_LOG2E_LOW32 = -0.7213475108146667, -9.629814955633087e-09
 HALF_LOG2E_HIGH64, HALF_LOG2E_LOW64 = -0.7213475204444817, -1.0177636870465517e-17
 
-# log(2) as the sum of two numbers; n times the first one is exact for every n that occurs (Cody and Waite 1980)
+# log(2) as the sum of two numbers; the product of the first number and n is exact for every integer n that occurs (Cody
+# and Waite 1980)
 LOG2_HIGH32, LOG2_LOW32 = 0.693145751953125, 1.428606765330187e-06
 LOG2_HIGH64, LOG2_LOW64 = 0.6931471803691238, 1.9082149292705877e-10
 

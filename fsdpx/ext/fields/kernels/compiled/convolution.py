@@ -1,14 +1,15 @@
 """Compiled convolutions. The algorithm depends on the window.
 
 One-cell windows with many weights use BLAS. 3 x 3 windows with stride 1 and many channels use Winograd's F(4 x 4, 3 x
-3), which needs a quarter of the multiplications (Lavin and Gray 2016), and so do windows of three dims that are 3 x 3
-along the last two; their products are also summed along the first dim. All other windows use direct convolution.
+3), which needs a quarter of the multiplications (Lavin and Gray 2016). Windows of three dims that are 3 x 3 along the
+last two use the same algorithm on slices of two dims, and also sum the products along the first dim. All other windows
+use direct convolution.
 
 In Winograd's algorithm, a tile of 4 x 4 results is a bilinear function of the 6 x 6 pixels d under it and the window w:
-A [(G w G^T) * (B d B^T)] A^T with constant matrices A, B and G. When summed over channels, each of the 36 elementwise
-products becomes a matmul over all tiles. The operands of these matmuls, called planes, are linear maps of square
-patches, and are computed for 16 channels at a time. The gradients use the transposed formula. Rounding errors grow with
-the magnitude of the numbers in A and B."""
+A [(G w G^T) * (B d B^T)] A^T with constant matrices A, B and G. The sum over channels turns each of the 36 elementwise
+products into a matmul over all tiles. The operands of these matmuls, called planes, are linear maps of square patches,
+and are computed for 16 channels at a time. The gradients use the transposed formula. Rounding errors grow with the
+magnitude of the numbers in A and B."""
 
 from __future__ import annotations
 
@@ -205,7 +206,7 @@ over it: transform, multiply, transform back."""
 TILES_PER_STEP = 64
 """Minimum number of tiles in a block. Weights are read once per block, so large blocks reduce the number of reads."""
 TILES_OF_SLICE = 8
-"""Number of tiles of a slice in a block of several slices."""
+"""Maximum number of tiles that a block takes from each slice if fields have several slices."""
 LONG = 256
 """Maximum number of products that are summed at once. The limit exists because rounding errors grow with the length of
 a sum."""
@@ -237,13 +238,14 @@ def _multiply_transposed_planes_into(first, last, gemm_address, out, a, b, skip,
 def _plan_slices(
     window: int, samples: int, cells: tuple[int, ...], sizes: tuple[int, ...], first: tuple[int, ...]
 ) -> tuple[np.ndarray, int]:
-    """Return how tiles lie in fields of three dims, which are processed as slices of two dims: the number of tiles of a
-    slice, the numbers of input and of output slices of a sample, the first input slice under the window of output slice
-    0, the number of tiles along the height and the width of a slice, and the first pixel of the first patch. Also
-    return the number of tiles in the first slices of all samples.
+    """Return how the tiles of a field are arranged. A field of three dims is processed as slices of two dims. The
+    result is an array of integers: the number of tiles of a slice, the numbers of input and of output slices of a
+    sample, the first input slice under the window of output slice 0, the number of tiles along the height and the width
+    of a slice, and the first pixel of the first patch. Also return the total number of tiles over one slice of each
+    sample.
 
-    Fields of two dims, and slices that are convolved one by one, count as a single slice with the tiles of all of them.
-    `window` is the number of slices of the window."""
+    Fields of two dims, and slices that are convolved independently of each other, are treated as one slice that
+    contains the tiles of all samples and slices. `window` is the number of slices of the window."""
     down, right = count_winograd_tiles(sizes[-2]), count_winograd_tiles(sizes[-1])
     inputs, outputs, near = (cells[0], sizes[0], first[0]) if len(sizes) > 2 else (1, 1, 0)
     tiles = down * right
@@ -253,9 +255,9 @@ def _plan_slices(
 
 
 def _make_loop_over_slices(loop: Any, of_inputs: bool, name: str) -> Any:
-    """Return a compiled function that calls `loop` for the rows `first` to `last` of planes. Row k * many + i holds the
-    tile `column` + i of slice number `start` + k. Tiles are counted over the first slices of all samples. Rows of
-    slices that do not exist are set to 0."""
+    """Return a compiled function that calls `loop` for the rows `first` to `last` of planes. Row k * many + i holds
+    tile `column` + i of the slice with index `start` + k. Tile indices run over one slice of each sample, sample after
+    sample. Rows of slices that do not exist are set to 0."""
 
     def run_over_slices(first, last, image, planes, column, many, start, slices):
         use_widest_vectors()
@@ -281,12 +283,13 @@ _planes_to_outputs = _make_loop_over_slices(_to_output, False, "planes_to_output
 
 def _make_winograd_loop(flat: bool, name: str) -> Any:
     """Return a compiled function that computes the outputs of the tiles `first` to `last` in all slices with Winograd's
-    algorithm. Tiles are counted over the first slices of all samples, and at most `most` of them are processed
-    together.
+    algorithm. Tile indices run over one slice of each sample, sample after sample. At most `most` tiles of a slice are
+    processed together.
 
     `u` holds the transformed weights of each slice of the window, in rows of LANES outputs each. `block` is the
     distance from one row to the row for the next LANES outputs, and `row` is the distance to the row for the next
-    channel. `begin`, (outputs,), is the bias. If `flat`, the window has one slice, which the compiler then knows."""
+    channel. `begin`, (outputs,), is the bias. If `flat`, the window has one slice, and this number is a compile-time
+    constant."""
 
     def convolve_tiles(first, last, x, y, u, block, row, begin, slices, most):
         use_widest_vectors()
@@ -332,7 +335,7 @@ def convolve_winograd(
     outputs along each dim.
 
     If `backward`, compute the gradient of the input instead: x is the gradient of the output, `sizes` is the number of
-    cells of the input, and `first` belongs to a window that moves over x."""
+    cells of the input, and `first` is for the window of the transposed convolution, which moves over x."""
     kernel, inner, outer = reshape_to_three_dims(weight), x.shape[-1], weight.shape[1 if backward else 0]
     window, y = kernel.shape[2], np.empty((x.shape[0], *sizes, outer), x.dtype)
     u = np.empty((window, PLANES, outer * inner + LANES), x.dtype)
@@ -379,8 +382,9 @@ def winograd_backward_weight(
 
 
 def _count_tiles_per_step(slices: np.ndarray, rows: int) -> int:
-    """Return how many tiles of a slice are processed together if planes have about `rows` rows. If there are several
-    slices, few of their tiles are, because the window then reads more slices of inputs than there are outputs."""
+    """Return how many tiles of a slice are processed together if planes have about `rows` rows. If a field has several
+    slices, the number is small, so that a block spans many slices. A block reads some input slices beyond its output
+    slices, and their share is smaller in a block of many slices."""
     return min(rows if slices[2] == 1 else TILES_OF_SLICE, int(slices[0]))
 
 

@@ -1,7 +1,7 @@
 """Depthwise convolutions, and convolutions with small groups, over one to three dims with channels last.
 
-As in `direct`, a strip of neighboring outputs stays in registers. Because each channel, or group of channels, has its
-own weights, however, both cells and weights are loaded as vectors of channels."""
+As in `direct`, a strip of neighboring outputs stays in registers. In contrast to `direct`, both cells and weights are
+loaded as vectors of channels, because each channel, or group of channels, has its own weights."""
 
 from __future__ import annotations
 
@@ -206,8 +206,8 @@ def _convolve_full_vectors(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
     """Convolve each group of channels of x with its kernels in `weight` (channels, size of a group, *kernel). The other
-    arguments are the same as for `convolve_direct`. The channels of x and y must fill whole vectors; weight and bias
-    may have fewer channels."""
+    arguments are the same as for `convolve_direct`. The channels of x and y must fill whole vectors. `weight` and
+    `bias` need not be padded to whole vectors, so they may have fewer channels than x and y."""
     plan = (
         make_direct_convolution_arguments(strides, places, x.shape, x.strides, y.shape, y.strides, add)
         if y.size

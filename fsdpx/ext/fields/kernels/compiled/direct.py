@@ -3,8 +3,8 @@
 A strip is a run of neighboring outputs whose sums stay in registers while the loop multiplies the cells under their
 windows by rows of weights; each lane of a vector register is one output channel. If a window reaches beyond the field,
 only the window offsets inside the field are computed. With few output channels, the lanes are input channels instead,
-and the lanes are summed at the end. To compute the gradient of the weights, some of its rows are kept in registers
-while the loop runs over outputs."""
+and the lanes are summed at the end. The gradient of the weights is computed in groups of a few rows, which stay in
+registers while the loop runs over outputs."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ channels are left."""
 WIDE_ROWS = 8 if "avx512f" in read_cpuinfo_field("flags").split() else 6
 NARROW_ROWS = 8
 """WIDE_ROWS, NARROW_ROWS: maximum number of outputs in a strip if each output is a row of channels of WIDE or of NARROW
-bytes. Strips of these sizes fit into registers. With AVX-512, a WIDE row fills one of 32 registers, and at least 8 rows
-are needed to keep both multipliers busy."""
+bytes. The sums of strips of these sizes fit into registers. With AVX-512, a WIDE row fills one of the 32 registers, and
+a strip needs at least 8 rows to keep both multiply units busy."""
 FEW_OUTPUTS = (8, 6, 4, 3)
 """Maximum number of cells in a strip for one, two, three and four output channels."""
 WINDOW_ROWS = (3, 5, 7)
@@ -73,9 +73,9 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
     Each y[b], start[b] and w[offset, r] is a vector of `nbytes` bytes. With `depthwise`, each x is also such a vector,
     and is multiplied by w elementwise. A WIDE depthwise strip loads each cell only once if the window has one of the
     sizes WINDOW_ROWS, and if the cells that neighboring outputs read are as far apart as neighboring cells of the
-    window. The order of summation is the same in both cases. If `group` is above 1, lanes form groups of this size. In
-    x[b + offset, r], all lanes of a group hold channel r of the group, for r below `group`. Addresses and steps are in
-    bytes."""
+    window. Loading each cell only once does not change the order of summation. If `group` is above 1, lanes form groups
+    of this size. In x[b + offset, r], all lanes of a group hold channel r of the group, for r below `group`. Addresses
+    and steps are in bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -120,7 +120,7 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
                     begin = emit_load(builder, vector, start, start_step, b)
                     builder.store(builder.fadd(begin, builder.load(sums[b])), to, align=word)
 
-            # other cases are rare, so compile less code for them
+            # compile special code for each window size only for WIDE depthwise strips, because others are rare
             case, widths = rows, WINDOW_ROWS if depthwise and nbytes == WIDE and group == 1 else ()
             for n, width in enumerate(widths, 1):
                 fits = builder.icmp_signed("==", counts[2], counts[2].type(width))
@@ -236,8 +236,8 @@ def make_weight_gradient_loop(nbytes: int, max_rows: int, depthwise: bool = Fals
 
 
 def emit_as_noinline_function(emit_body: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an intrinsic emit its code as a function that LLVM does not inline: it compiles in half the time and runs as
-    fast."""
+    """Let an intrinsic emit its code as a function that LLVM does not inline. The function compiles in half the time of
+    inlined code and runs as fast."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [value.type for value in arguments])
@@ -385,8 +385,8 @@ def _store_scalar_at_address(typingctx: Any, value: Any, address: Any) -> Any:
 def compute_line_by_strips(
     like, wide, length, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run
 ):
-    """Compute a line of outputs strip by strip. If only `valid` lanes of each vector are in use, the strips are
-    computed in `scratch` and then copied to y."""
+    """Compute a line of outputs strip by strip. If only the first `valid` lanes of each vector are in use, the strips
+    are computed in `scratch`, and these lanes are then copied to y."""
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
     partial = valid * word < (WIDE if wide else NARROW)
     while at < length:
@@ -449,8 +449,8 @@ def find_sample_and_run_of_output_line(line, runs):
 def _convolve_lines(
     from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add
 ):
-    """Compute the lines of outputs `from_line` to `to_line`, strip by strip. A line is an output index along the first
-    dim, counted over all samples.
+    """Compute the lines of outputs `from_line` to `to_line`, strip by strip. A line consists of all outputs of a sample
+    with the same index along the first dim. Lines are counted over all samples.
 
     `x` and `y` are the addresses of the first cell and the first output. `x_steps` and `y_steps` are the numbers of
     bytes from sample to sample, and from cell to cell along each dim. `moves`, (3 dims, 3), contains three distances in
@@ -563,7 +563,7 @@ def convolve_direct(
     to y instead.
 
     x and y have channels last. If `places` is given, it selects the window offsets to use, as (number of offsets, first
-    offset, step) for each dim, and the input and output channels of the weight are swapped."""
+    offset, step) for each dim. In this case, the dims of the weight for input and output channels are swapped."""
     if not y.size:
         return
     plan = make_direct_convolution_arguments(strides, places, x.shape, x.strides, y.shape, y.strides, add)
@@ -588,7 +588,8 @@ def make_direct_convolution_arguments(
     the window offsets for `_pack_weights`, their number along each dim, the number of lines, and the arguments of
     `_convolve_lines` from `x_steps` to `bounds`. Return None if there is nothing to compute.
 
-    Steps are in bytes: from sample to sample, and from cell to cell along each of the three dims."""
+    Steps are distances in bytes. Each array of steps holds the step from sample to sample, followed by the steps from
+    cell to cell along the three dims."""
     if places is None:
         places = (*((1, 0, 1),) * (3 - len(strides.kernel)), *((k, 0, 1) for k in strides.kernel))
     strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))

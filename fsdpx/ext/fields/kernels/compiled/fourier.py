@@ -1,10 +1,11 @@
-"""Compiled spectra, and fast Fourier transforms along one dim. NumPy transforms lengths with prime factors above 7, and
-real lines of odd length.
+"""Compiled spectra, and fast Fourier transforms along one dim. Lines whose length has a prime factor above 7, and real
+lines of odd length, are left to NumPy.
 
-A tile of lines is copied next to each other, so that each lane of a vector register holds one line. Each pass over a
-tile splits all transforms into transforms of a smaller length (Stockham's algorithm, see Van Loan 1992). A real line is
-transformed as a complex line of half the length, whose real and imaginary parts are every other number. An inverse
-transform is a transform with real and imaginary parts swapped before and after. No line affects another."""
+The lines of a tile are copied into an array in which they are interleaved, so that each lane of a vector register holds
+one line. Each pass over a tile splits all transforms into transforms of a smaller length (Stockham's algorithm, see Van
+Loan 1992). A real line is transformed as a complex line of half the length. Its real parts are the numbers at even
+positions of the real line, and its imaginary parts are the numbers at odd positions. An inverse transform is computed
+as a forward transform, with real and imaginary parts swapped before and after it. No line affects another."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ __all__ = ["fourier_along_dim", "sum_squares_by_index"]
 RADICES = (4, 2, 3, 5, 7)
 """Factors of the length of a transform. The passes of a transform use them in this order."""
 PREFETCHED_ROWS = 16
-"""How many rows ahead of the one that is copied are read from memory. Rows lie too far apart for the hardware to notice
-that they follow each other."""
+"""Distance, in rows, between the row that is copied and the row that is prefetched meanwhile. The code prefetches rows
+itself because they are too far apart for the hardware prefetcher."""
 FLAGS = ("contract",)
 
 Complex = tuple[Any, Any]
@@ -80,12 +81,12 @@ def _emit_small_transform(builder: Any, a: list[Complex]) -> list[Complex]:
 
 
 def _make_butterfly_loop(radix: int) -> Any:
-    """Return a compiled loop of `count` transforms of `radix` points. Result j of each is multiplied by complex factor
-    j - 1 of the array at `factors`.
+    """Return a compiled loop of `count` transforms of `radix` points. For j > 0, result j of each transform is
+    multiplied by the complex factor with index j - 1 in the array at `factors`.
 
     A point is two vectors of WIDE bytes, the real and the imaginary parts of all lines of the tile. The points of a
-    transform are `x_step` bytes apart in x and `y_step` bytes apart in y, and those of the next transform follow at
-    once. Addresses are in bytes."""
+    transform are `x_step` bytes apart in x and `y_step` bytes apart in y. Each transform begins one point after the
+    previous transform. Addresses are in bytes."""
 
     @intrinsic
     def run_butterflies(typingctx: Any, like: Any, x: Any, x_step: Any, y: Any, y_step: Any, factors: Any,
@@ -110,7 +111,7 @@ def _make_butterfly_loop(radix: int) -> Any:
 
 
 def _emit_broadcast(builder: Any, like: Any, base: Any, n: int) -> Any:
-    """Emit LLVM code that loads number n of the array at `base` into all lanes of a vector."""
+    """Emit LLVM code that loads the element with index n of the array at `base` into all lanes of a vector."""
     vector, word = get_vector_type_and_itemsize(like, WIDE)
     none, index = ir.Constant(vector, ir.Undefined), ir.IntType(32)
     zeros = ir.Constant(ir.VectorType(index, vector.count), [0] * vector.count)
@@ -135,9 +136,10 @@ def _emit_store_point(builder: Any, point: Complex, at: Any, swap: Any) -> None:
 
 @intrinsic
 def _untangle_halves(typingctx: Any, like: Any, tile: Any, points: Any, swap: Any, turns: Any) -> Any:
-    """Turn the transforms of complex lines, made of every other number of real lines, into modes 1 to points - 1 of the
-    real lines, in place. `turns` holds the cosines and sines of k half-turns, divided by `points`. With negative
-    cosines, turn modes back into transforms. Addresses are in bytes, and `swap` is as in `_emit_load_point`."""
+    """Convert the transforms of complex lines to modes 1 to points - 1 of real lines, in place. The complex lines were
+    made from the real lines as in `_read_real_line`. `turns` holds the cosine and sine of the angle pi k / points for
+    each mode k. If the cosines are negated, convert the modes of real lines back to transforms of complex lines.
+    Addresses are in bytes, and `swap` is as in `_emit_load_point`."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         like, tile, points, swap, turns = arguments
@@ -164,8 +166,8 @@ _four, _two, _three, _five, _seven = map(_make_butterfly_loop, RADICES)
 
 @register_jitable
 def _transform_tile(tiles, radices, factors):
-    """Transform tiles[0], (points, real and imaginary part, lines), and return the tile with the result. The other tile
-    is overwritten."""
+    """Transform tiles[0], (points, real and imaginary part, lines), and return the tile that holds the result, which is
+    one of `tiles`. The other tile is overwritten."""
     like, row, word = tiles.dtype.type(0), 2 * WIDE, tiles.itemsize
     x, y, at = tiles[0].ctypes.data, tiles[1].ctypes.data, factors.ctypes.data
     done, left = 1, tiles.shape[1]
@@ -191,8 +193,9 @@ def _transform_tile(tiles, radices, factors):
 
 @jit
 def _transform_tiles(first, last, x, y, real, inverse, radices, factors, turns):
-    """Transform the tiles `first` to `last` of the lines of x into y, both (outer, elements, inner, parts). A line has
-    an element for each index of dim 1, of one or two parts. `real` says whether x or y is real."""
+    """Transform the tiles `first` to `last` of the lines of x into y, both (outer, elements, inner, parts). A line runs
+    along dim 1. The last dim holds one part for real numbers, and two for complex numbers. `real` says whether one of x
+    and y is real."""
     use_widest_vectors()
     n, inner, lanes = max(x.shape[1], y.shape[1]), x.shape[2], WIDE // x.itemsize
     points = n // 2 if real else n
@@ -220,10 +223,10 @@ def _transform_tiles(first, last, x, y, real, inverse, radices, factors, turns):
 
 @register_jitable
 def _copy_complex_lines(x, tile, begin, valid, inverse, reads, scale):
-    """Copy `valid` complex lines of x, from line `begin` on, into a tile or, unless `reads`, back with a factor. For an
-    inverse transform, real and imaginary parts are swapped."""
+    """Copy `valid` complex lines of x, from line `begin` on, into a tile. If `reads` is False, copy the lines from the
+    tile into x instead, multiplied by `scale`. For an inverse transform, real and imaginary parts are swapped."""
     line, inner = 0, x.shape[2]
-    while line < valid:  # lines with the same index of dim 0 are next to each other
+    while line < valid:  # copy lines with the same index along dim 0 together: they are adjacent in memory
         outer, j = (begin + line) // inner, (begin + line) % inner
         count = min(valid - line, inner - j)
         for i in range(x.shape[1]):
@@ -241,8 +244,9 @@ def _copy_complex_lines(x, tile, begin, valid, inverse, reads, scale):
 
 @register_jitable
 def _untangle_modes_of_packed_real_lines(tile, inverse, turns):
-    """Turn the transforms of complex lines, made of every other number of real lines, into modes of the real lines, in
-    place, or if `inverse`, turn them back. Modes 0 and n / 2 are real, and make up the first point."""
+    """Convert the transforms of complex lines to the modes of real lines, in place. If `inverse`, convert the modes
+    back to transforms. The complex lines were made from the real lines as in `_read_real_line`. Modes 0 and n / 2 are
+    real, and are stored together as the first point."""
     like, factor = tile.dtype.type(0), tile.dtype.type(0.5 if inverse else 1.0)
     for t in range(tile.shape[2]):
         first, last = tile[0, inverse, t], tile[0, 1 - inverse, t]
@@ -252,8 +256,9 @@ def _untangle_modes_of_packed_real_lines(tile, inverse, turns):
 
 @register_jitable
 def _read_real_line(re, im, line):
-    """Set the complex line re + i im to every other number of a real line, or to its modes. The last mode, which is
-    real like the first, becomes the imaginary part of the first."""
+    """Fill the complex line re + i im from `line`, which holds the numbers or the modes of a real line. Numbers at even
+    positions become real parts, and numbers at odd positions become imaginary parts. Modes are copied, except that the
+    last mode, which is real like the first, becomes the imaginary part of the first."""
     if line.shape[1] == 1:
         for i in range(re.size):
             re[i], im[i] = line[2 * i, 0], line[2 * i + 1, 0]
@@ -265,7 +270,8 @@ def _read_real_line(re, im, line):
 
 @register_jitable
 def _write_real_line(re, im, line, scale):
-    """Set the numbers or modes of a real line, which lie in the complex line re + i im as in `_read_real_line`."""
+    """Write the numbers or modes of a real line to `line`. The complex line re + i im holds them in the same order as
+    in `_read_real_line`."""
     if line.shape[1] == 1:
         for i in range(re.size):
             line[2 * i, 0], line[2 * i + 1, 0] = re[i] * scale, im[i] * scale
@@ -278,8 +284,9 @@ def _write_real_line(re, im, line, scale):
 @lru_cache(256)
 def _plan_passes(n: int, is_real: bool, dtype: str) -> tuple[np.ndarray, ...] | None:
     """Return what transforms of length n need: the radix of each pass, the factors (real, imaginary) of all butterflies
-    in order, and the cosine and sine of k n-ths of a turn, as (2, k, 2), with negative cosines in the second half.
-    Return None if the compiled code has no transform of this length."""
+    in order, and the cosine and sine of the angle 2 pi k / n for each k. The cosines and sines have the shape (2, n //
+    2 + 1, 2); in the second half, the cosines are negated. Return None if the compiled code has no transform of this
+    length."""
     points = n // 2 if is_real else n
     radices, left, angles = list[int](), points, list[Any]([np.zeros(0)])
     for radix in RADICES:
@@ -315,8 +322,9 @@ def fourier_along_dim(xp: Any, x: np.ndarray, dim: int, n: int, transform: str) 
 
 @jit
 def _sum_rows_by_index(first, last, modes, index, weights, y):
-    """Compute the rows `first` to `last` of y (rows, count). Neighboring modes are added to different sums, because a
-    sum must be stored before it is read again."""
+    """Compute the rows `first` to `last` of y (rows, count). Neighboring modes may have the same index. They are added
+    to two different partial sums, so that an addition need not wait until the previous addition has stored its
+    result."""
     sums = np.zeros((2, y.shape[1]))
     for row in range(first, last):
         sums[:] = 0.0

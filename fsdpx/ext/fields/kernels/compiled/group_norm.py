@@ -52,7 +52,8 @@ _sum_block_moments = make_column_loop(_emit_moments, False)
 
 @jit
 def _compute_column_moments_into(start, stop, x, out):
-    """Compute the mean of columns `start` to `stop` of x in out[0], and their sum of squared deviations in out[1]."""
+    """Write the mean of each of the columns `start` to `stop` of x to out[0], and the sum of squared deviations of each
+    column to out[1]."""
     zero = accumulation_zero(x)
     centre, along, squares = np.full(stop - start, zero), np.full(stop - start, zero), np.full(stop - start, zero)
     means, totals = out[0, start:stop], out[1, start:stop]
@@ -102,7 +103,7 @@ _write_backward = make_column_loop(_emit_backward, True)
 
 @jit
 def _backward_loop(x, dy, dx, mean, scale, along, across):
-    # in reverse order: the loop over the sums read the end of the field last, so the end is still in the cache
+    # in reverse order: the loop that computed the sums read the end of the field last, so the end is still in the cache
     for first in range((x.shape[0] - 1) // BLOCK_ROWS * BLOCK_ROWS, -1, -BLOCK_ROWS):
         last = min(first + BLOCK_ROWS, x.shape[0])
         _write_backward((x, dy, dx), first, last, 0, mean.size, (mean, scale, along, across), ())
@@ -230,8 +231,8 @@ def _backward_input_of_groups_loop(start, stop, x, dy, dx, mean, rstd, sums, gro
 
 def _run_loop_over_groups(loop: Callable[..., Any], shape: tuple[int, ...], groups: int, *arguments: Any) -> None:
     """Call `loop` for all groups of a field of `shape`, split over threads if the field is large."""
-    # fields of fewer groups than threads do not take the loops over samples, which split rows, because these add in
-    # another order, so bits would depend on the number of threads
+    # use this loop even if there are fewer groups than threads. The loops over samples split rows and could use more
+    # threads, but they add in a different order, so the bits of results would depend on the number of threads
     count = shape[0] * groups
     if math.prod(shape) < parallel.MIN_PARALLEL_SIZE:
         loop(0, count, *arguments)
