@@ -477,7 +477,7 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if `mesh.domain` is not () and differs from this grid's numbers of ranks along each dim
+        ConfigError : if `mesh.domain` is neither () nor equal to `dims`, the number of ranks along each dim of the grid
         MeshError : if the ranks of a grid are not on one data axis, or their order differs between pipeline stages
         """
         if mesh.domain not in ((), self.dims):

@@ -93,7 +93,7 @@ class HaloSpec:
 
     @property
     def has_constants(self) -> bool:
-        """True if the padding at one or both ends is a number, which is the value of the cells beyond that end."""
+        """True if cells beyond at least one end have a constant value, because the padding at that end is a number."""
         return not all(isinstance(side, str) for side in self.padding_sides)
 
     @property
