@@ -10,6 +10,7 @@ as a forward transform, with real and imaginary parts swapped before and after i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache, partial, reduce
 from typing import Any
 
@@ -17,12 +18,13 @@ import numpy as np
 
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.choice import register_compiled_kernel
-from fsdpx.core.array.kernels.compiled.elements import as_contiguous, prefetch_array_at_byte_offset
+from fsdpx.core.array.kernels.compiled.elements import as_contiguous, prefetch_array_at_byte_offset, prefetch_line
 from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
 from fsdpx.core.array.parallel import parallel_for_range
 from fsdpx.ext.fields.kernels import fourier as plain
 from fsdpx.ext.fields.kernels.compiled.direct import (
+    NARROW,
     WIDE,
     emit_as_noinline_function,
     emit_load,
@@ -34,9 +36,6 @@ __all__ = ["fourier_along_dim", "sum_squares_by_index"]
 
 RADICES = (4, 2, 3, 5, 7)
 """Factors of the length of a transform. The passes of a transform use them in this order."""
-PREFETCHED_ROWS = 16
-"""Distance, in rows, between the row that is copied and the row that is prefetched meanwhile. The code prefetches rows
-itself because they are too far apart for the hardware prefetcher."""
 FLAGS = ("contract",)
 
 Complex = tuple[Any, Any]
@@ -80,42 +79,46 @@ def _emit_small_transform(builder: Any, a: list[Complex]) -> list[Complex]:
     return found
 
 
-def _make_butterfly_loop(radix: int) -> Any:
-    """Return a compiled loop of `count` transforms of `radix` points. For j > 0, result j of each transform is
-    multiplied by the complex factor with index j - 1 in the array at `factors`.
+@intrinsic
+def _run_pass(typingctx: Any, like: Any, radix: Any, x: Any, y: Any, factors: Any, left: Any, done: Any) -> Any:
+    """Run left x done transforms of `radix` points. Transform (p, q) reads points (j left + p) done + q of the tile x,
+    for j < radix, and writes points (p radix + j) done + q of the tile y. For j > 0, result j is multiplied by the
+    complex factor with index (p, j - 1).
 
-    A point is two vectors of WIDE bytes, the real and the imaginary parts of all lines of the tile. The points of a
-    transform are `x_step` bytes apart in x and `y_step` bytes apart in y. Each transform begins one point after the
-    previous transform. Addresses are in bytes."""
+    A point is two vectors of WIDE bytes, the real and the imaginary parts of all lines. x, y and `factors` are
+    addresses."""
 
-    @intrinsic
-    def run_butterflies(typingctx: Any, like: Any, x: Any, x_step: Any, y: Any, y_step: Any, factors: Any,
-                        count: Any) -> Any:  # fmt: skip
-        def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-            like, x, x_step, y, y_step, factors, count = arguments
-            rows = [_emit_broadcast(builder, like, factors, n) for n in range(2 * (radix - 1))]
-            with cgutils.for_range(builder, count) as loop:
-                at, to = (builder.add(base, builder.mul(loop.index, base.type(2 * WIDE))) for base in (x, y))
-                points = []
-                for _ in range(radix):
-                    points.append(_emit_load_point(builder, like, at, at.type(0)))
-                    at = builder.add(at, x_step)
-                for j, point in enumerate(_emit_small_transform(builder, points)):
-                    found = _emit_product(builder, point, (rows[2 * j - 2], rows[2 * j - 1])) if j else point
-                    _emit_store_point(builder, found, to, to.type(0))
-                    to = builder.add(to, y_step)
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        like, chosen, x, y, factors, left, done = arguments
+        vector, word = get_vector_type_and_itemsize(like, WIDE)
+        number, y_step = done.type, builder.mul(done, done.type(2 * WIDE))
+        x_step = builder.mul(left, y_step)
+        for radix in RADICES:
+            with (
+                builder.if_then(builder.icmp_signed("==", chosen, number(radix))),
+                cgutils.for_range(builder, left) as outer,
+            ):
+                base = builder.add(factors, builder.mul(outer.index, number(2 * (radix - 1) * word)))
+                rows = [emit_load(builder, like.type, base, number(word), n) for n in range(2 * (radix - 1))]
+                rows = [_emit_splat(builder, row, vector) for row in rows]
+                begin = builder.mul(outer.index, y_step)
+                with cgutils.for_range(builder, done) as loop:
+                    offset = builder.mul(loop.index, number(2 * WIDE))
+                    at = builder.add(builder.add(x, begin), offset)
+                    to = builder.add(builder.add(y, builder.mul(begin, number(radix))), offset)
+                    places = [builder.add(at, builder.mul(x_step, number(j))) for j in range(radix)]
+                    points = [_emit_load_point(builder, like, place, number(0)) for place in places]
+                    for j, point in enumerate(_emit_small_transform(builder, points)):
+                        found = _emit_product(builder, point, (rows[2 * j - 2], rows[2 * j - 1])) if j else point
+                        _emit_store_point(builder, found, builder.add(to, builder.mul(y_step, number(j))), number(0))
 
-        return types.void(like, *[types.int64] * 6), emit_as_noinline_function(emit_ir)
-
-    return run_butterflies
+    return types.void(like, *[types.int64] * 6), emit_as_noinline_function(emit_ir)
 
 
-def _emit_broadcast(builder: Any, like: Any, base: Any, n: int) -> Any:
-    """Emit LLVM code that loads the element with index n of the array at `base` into all lanes of a vector."""
-    vector, word = get_vector_type_and_itemsize(like, WIDE)
+def _emit_splat(builder: Any, number: Any, vector: Any) -> Any:
+    """Emit LLVM code that copies a number into all lanes of a vector."""
     none, index = ir.Constant(vector, ir.Undefined), ir.IntType(32)
     zeros = ir.Constant(ir.VectorType(index, vector.count), [0] * vector.count)
-    number = emit_load(builder, like.type, base, base.type(word), n)
     return builder.shuffle_vector(builder.insert_element(none, number, index(0)), none, zeros)
 
 
@@ -137,7 +140,7 @@ def _emit_store_point(builder: Any, point: Complex, at: Any, swap: Any) -> None:
 @intrinsic
 def _untangle_halves(typingctx: Any, like: Any, tile: Any, points: Any, swap: Any, turns: Any) -> Any:
     """Convert the transforms of complex lines to modes 1 to points - 1 of real lines, in place. The complex lines were
-    made from the real lines as in `_read_real_line`. `turns` holds the cosine and sine of the angle pi k / points for
+    made from the real lines as in `_copy_lines`. `turns` holds the cosine and sine of the angle pi k / points for
     each mode k. If the cosines are negated, convert the modes of real lines back to transforms of complex lines.
     Addresses are in bytes, and `swap` is as in `_emit_load_point`."""
 
@@ -149,9 +152,10 @@ def _untangle_halves(typingctx: Any, like: Any, tile: Any, points: Any, swap: An
             at, mirror = (builder.add(tile, builder.mul(n, n.type(2 * WIDE))) for n in (k, builder.sub(points, k)))
             (re, im), (re2, im2) = (_emit_load_point(builder, like, place, swap) for place in (at, mirror))
             base = builder.add(turns, builder.mul(k, k.type(2 * word)))
-            turn = tuple(_emit_broadcast(builder, like, base, part) for part in (0, 1))
+            turn = [emit_load(builder, like.type, base, base.type(word), part) for part in (0, 1)]
+            cosine, sine = (_emit_splat(builder, part, re.type) for part in turn)
             # (b + i a) (c + i s), where a is the difference of the real parts and b the sum of the imaginary parts
-            product = _emit_product(builder, (builder.fadd(im, im2), builder.fsub(re, re2)), turn)
+            product = _emit_product(builder, (builder.fadd(im, im2), builder.fsub(re, re2)), (cosine, sine))
             total = builder.fadd(re, re2), builder.fsub(im, im2)
             opposite = total[0], builder.fneg(total[1])
             for place, pair, signs in ((at, total, "+-"), (mirror, opposite, "--")):
@@ -161,124 +165,187 @@ def _untangle_halves(typingctx: Any, like: Any, tile: Any, points: Any, swap: An
     return types.void(like, *[types.int64] * 4), emit_as_noinline_function(emit_ir)
 
 
-_four, _two, _three, _five, _seven = map(_make_butterfly_loop, RADICES)
-
-
 @register_jitable
-def _transform_tile(tiles, radices, factors):
+def _transform_tile(tiles, points, radices, factors):
     """Transform tiles[0], (points, real and imaginary part, lines), and return the tile that holds the result, which is
     one of `tiles`. The other tile is overwritten."""
-    like, row, word = tiles.dtype.type(0), 2 * WIDE, tiles.itemsize
-    x, y, at = tiles[0].ctypes.data, tiles[1].ctypes.data, factors.ctypes.data
-    done, left = 1, tiles.shape[1]
+    like, x, y, at = tiles.dtype.type(0), tiles[0].ctypes.data, tiles[1].ctypes.data, factors.ctypes.data
+    done, left = 1, points
     for radix in radices:
         left //= radix
-        for p in range(left):
-            begin, to, x_step, y_step = x + p * done * row, y + p * radix * done * row, left * done * row, done * row
-            if radix == 4:
-                _four(like, begin, x_step, to, y_step, at, done)
-            elif radix == 2:
-                _two(like, begin, x_step, to, y_step, at, done)
-            elif radix == 3:
-                _three(like, begin, x_step, to, y_step, at, done)
-            elif radix == 5:
-                _five(like, begin, x_step, to, y_step, at, done)
-            else:
-                _seven(like, begin, x_step, to, y_step, at, done)
-            at += 2 * (radix - 1) * word
+        _run_pass(like, radix, x, y, at, left, done)
+        at += left * 2 * (radix - 1) * tiles.itemsize
         done *= radix
         x, y = y, x
     return tiles[len(radices) % 2]
+
+
+def _emit_mask(builder: Any, bits: int, numbers: Sequence[int], first: Any, count: Any) -> Any:
+    """Emit LLVM code for a vector of booleans: which of `numbers` are among the `count` numbers from `first` on? The
+    mask is for lanes of `bits` bits."""
+    vector, wide = ir.VectorType(ir.IntType(bits), len(numbers)), bits == first.type.width
+    bounds = [bound if wide else builder.trunc(bound, vector.element) for bound in (first, builder.add(first, count))]
+    low, high = (_emit_splat(builder, bound, vector) for bound in bounds)
+    lanes = ir.Constant(vector, list(numbers))
+    return builder.and_(builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high))
+
+
+def _emit_masked(builder: Any, operation: str, row: Any, at: Any, mask: Any) -> Any:
+    """Emit LLVM code that stores the lanes of `row` whose mask is true at an address. If `operation` is "load" instead
+    of "store", load these lanes from the address, and the others from `row`."""
+    place, align, loads = emit_pointer_cast(builder, row.type, at), ir.IntType(32)(4), operation == "load"
+    arguments = [place, align, mask, row] if loads else [row, place, align, mask]
+    kind = ir.FunctionType(row.type if loads else ir.VoidType(), [a.type for a in arguments])
+    name = f"llvm.masked.{operation}.v{row.type.count}{row.type.element.intrinsic_name}.p0"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def _emit_shuffled(builder: Any, a: Any, b: Any, interleaves: bool) -> list[Any]:
+    """Emit LLVM code for two vectors that together hold a[0], b[0], a[1], b[1] and so on. If `interleaves` is False,
+    undo this."""
+    count = a.type.count
+    order = [n for lane in range(count) for n in (lane, lane + count)]
+    order = order if interleaves else [*range(0, 2 * count, 2), *range(1, 2 * count, 2)]
+    kind = ir.VectorType(ir.IntType(32), count)
+    return [builder.shuffle_vector(a, b, ir.Constant(kind, half)) for half in (order[:count], order[count:])]
+
+
+@intrinsic
+def _copy_contiguous_lines(typingctx: Any, line: Any, step: Any, valid: Any, numbers: Any, tile: Any, swap: Any,
+                           reads: Any, scale: Any) -> Any:  # fmt: skip
+    """Copy `valid` lines of `numbers` contiguous numbers, `step` bytes apart, into a tile. If `reads` is False, copy
+    the tile into the lines instead, multiplied by `scale`. Square blocks are transposed in registers, as in
+    `transpose_pixels_into`. Lanes without a line contain copies of the last line. `swap` is as in
+    `_emit_load_point`."""
+
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        line, step, valid, numbers, tile, swap, reads, scale = arguments
+        vector, word = get_vector_type_and_itemsize(scale, NARROW)
+        size, number, last = vector.count, step.type, builder.sub(valid, step.type(1))
+        zeros, many = ir.Constant(vector, None), _emit_splat(builder, scale, vector)
+
+        def emit_transpose(rows: list[Any]) -> list[Any]:
+            for _ in range(size.bit_length() - 1):
+                pairs = zip(rows[: size // 2], rows[size // 2 :], strict=True)
+                rows = [row for a, b in pairs for row in _emit_shuffled(builder, a, b, True)]
+            return rows
+
+        blocks = cgutils.for_range_slice(builder, number(0), numbers, number(size))
+        with blocks as (first, _), cgutils.for_range(builder, number(WIDE // NARROW)) as group:
+            mask = _emit_mask(builder, 8 * word, range(size), number(0), builder.sub(numbers, first))
+            begin, lane = builder.mul(first, number(word)), builder.mul(group.index, number(size))
+            lanes = [builder.add(lane, number(n)) for n in range(size)]
+            lanes = [builder.select(builder.icmp_signed("<", last, n), last, n) for n in lanes]
+            places = [builder.add(builder.add(line, begin), builder.mul(n, step)) for n in lanes]
+            to = builder.add(builder.add(tile, builder.mul(first, number(WIDE))), builder.mul(lane, number(word)))
+            bases = builder.add(to, swap), builder.sub(to, swap)
+            parts = [builder.add(bases[n % 2], number(n * WIDE)) for n in range(size)]
+            with builder.if_else(reads) as (then, otherwise):
+                with then:
+                    rows = emit_transpose([_emit_masked(builder, "load", zeros, at, mask) for at in places])
+                    for row, at in zip(rows, parts, strict=True):
+                        builder.store(row, emit_pointer_cast(builder, vector, at), align=word)
+                with otherwise:
+                    rows = [emit_load(builder, vector, at, None, 0) for at in parts]
+                    rows = emit_transpose([builder.fmul(row, many) for row in rows])
+                    for row, at in zip(rows, places, strict=True):
+                        _emit_masked(builder, "store", row, at, mask)
+
+    return types.void(*[types.int64] * 6, types.boolean, scale), emit_as_noinline_function(emit_ir)
+
+
+@intrinsic
+def _copy_adjacent_lines(typingctx: Any, row: Any, step: Any, lane: Any, count: Any, points: Any, tile: Any, swap: Any,
+                         reads: Any, scale: Any) -> Any:  # fmt: skip
+    """Copy `count` complex lines of `points` points into the lanes of a tile from `lane` on, or from these lanes, as in
+    `_copy_contiguous_lines`. Point i of all lines is a row of contiguous numbers, and rows are `step` bytes apart."""
+
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        row, step, lane, count, points, tile, swap, reads, scale = arguments
+        vector, word = get_vector_type_and_itemsize(scale, WIDE)
+        lanes, number, many = vector.count, step.type, _emit_splat(builder, scale, vector)
+        zeros = ir.Constant(vector, None)
+        numbers = range(lanes), [n // 2 for n in range(lanes)], [n // 2 for n in range(lanes, 2 * lanes)]
+        mask, *halves = (_emit_mask(builder, 8 * word, n, lane, count) for n in numbers)
+        row = builder.sub(row, builder.mul(lane, number(2 * word)))
+        with cgutils.for_range(builder, points) as loop:
+            at = builder.add(tile, builder.mul(loop.index, number(2 * WIDE)))
+            place = builder.add(row, builder.mul(loop.index, step))
+            places, point = (place, builder.add(place, number(WIDE))), _emit_load_point(builder, scale, at, swap)
+            with builder.if_else(reads) as (then, otherwise):
+                with then:
+                    low, high = [_emit_masked(builder, "load", zeros, *p) for p in zip(places, halves, strict=True)]
+                    found = _emit_shuffled(builder, low, high, False)
+                    re, im = (builder.select(mask, *both) for both in zip(found, point, strict=True))
+                    _emit_store_point(builder, (re, im), at, swap)
+                with otherwise:
+                    rows = _emit_shuffled(builder, builder.fmul(point[0], many), builder.fmul(point[1], many), True)
+                    for p in zip(rows, places, halves, strict=True):
+                        _emit_masked(builder, "store", *p)
+
+    return types.void(*[types.int64] * 7, types.boolean, scale), emit_as_noinline_function(emit_ir)
 
 
 @jit
 def _transform_tiles(first, last, x, y, real, inverse, radices, factors, turns):
     """Transform the tiles `first` to `last` of the lines of x into y, both (outer, elements, inner, parts). A line runs
     along dim 1. The last dim holds one part for real numbers, and two for complex numbers. `real` says whether one of x
-    and y is real."""
+    and y is real; inner is then 1."""
     use_widest_vectors()
     n, inner, lanes = max(x.shape[1], y.shape[1]), x.shape[2], WIDE // x.itemsize
     points = n // 2 if real else n
-    tiles, scale = np.zeros((2, points, 2, lanes), x.dtype), x.dtype.type(1.0 / points if inverse else 1.0)
+    tiles = np.zeros((2, points + lanes // 2, 2, lanes), x.dtype)  # contiguous lines are copied in blocks
+    scale = x.dtype.type(1.0 / points if inverse else 1.0)
     for begin in range(first * lanes, min(last * lanes, x.shape[0] * inner), lanes):
         valid = min(lanes, x.shape[0] * inner - begin)
-        if real:
-            for t in range(valid):
-                line = x[(begin + t) // inner, :, (begin + t) % inner]
-                _read_real_line(tiles[0, :, inverse, t], tiles[0, :, 1 - inverse, t], line)
-            if inverse:
-                _untangle_modes_of_packed_real_lines(tiles[0], inverse, turns)
-        else:
-            _copy_complex_lines(x, tiles[0], begin, valid, inverse, True, scale)
-        found = _transform_tile(tiles, radices, factors)
-        if real:
-            if not inverse:
-                _untangle_modes_of_packed_real_lines(found, inverse, turns)
-            for t in range(valid):
-                line = y[(begin + t) // inner, :, (begin + t) % inner]
-                _write_real_line(found[:, inverse, t], found[:, 1 - inverse, t], line, scale)
-        else:
-            _copy_complex_lines(y, found, begin, valid, inverse, False, scale)
+        _copy_lines(x, tiles[0], points, begin, valid, inverse, True, scale)
+        if real and inverse:
+            _untangle_modes_of_packed_real_lines(tiles[0], points, inverse, turns)
+        found = _transform_tile(tiles, points, radices, factors)
+        if real and not inverse:
+            _untangle_modes_of_packed_real_lines(found, points, inverse, turns)
+        _copy_lines(y, found, points, begin, valid, inverse, False, scale)
 
 
 @register_jitable
-def _copy_complex_lines(x, tile, begin, valid, inverse, reads, scale):
-    """Copy `valid` complex lines of x, from line `begin` on, into a tile. If `reads` is False, copy the lines from the
-    tile into x instead, multiplied by `scale`. For an inverse transform, real and imaginary parts are swapped."""
-    line, inner = 0, x.shape[2]
-    while line < valid:  # copy lines with the same index along dim 0 together: they are adjacent in memory
-        outer, j = (begin + line) // inner, (begin + line) % inner
-        count = min(valid - line, inner - j)
-        for i in range(x.shape[1]):
-            row = x[outer, i, j : j + count]
-            prefetch_array_at_byte_offset(row, PREFETCHED_ROWS * inner * 2 * x.itemsize)
-            re, im = tile[i, inverse, line : line + count], tile[i, 1 - inverse, line : line + count]
+def _copy_lines(x, tile, points, begin, valid, inverse, reads, scale):
+    """Copy `valid` lines of x, from line `begin` on, into a tile. If `reads` is False, copy the tile into the lines
+    instead, multiplied by `scale`. For an inverse transform, real and imaginary parts are swapped.
+
+    Of a real line, numbers at even positions become real parts, and numbers at odd positions become imaginary parts.
+    The last mode, which is real like the first, becomes the imaginary part of the first."""
+    elements, inner, parts, word = x.shape[1], x.shape[2], x.shape[3], x.itemsize
+    row, to, swap, lane = inner * parts * word, tile.ctypes.data, inverse * WIDE, 0
+    if inner == 1:
+        line, step = x.ctypes.data + begin * elements * row, elements * row
+        prefetch_array_at_byte_offset(x[begin : begin + valid], tile.shape[2] * step)
+        _copy_contiguous_lines(line, step, valid, min(elements * parts, 2 * points), to, swap, reads, scale)
+        for t in range(tile.shape[2] if elements * parts > 2 * points else 0):
+            modes = x[begin + min(t, valid - 1), :, 0]
             if reads:
-                for t in range(count):
-                    re[t], im[t] = row[t, 0], row[t, 1]
+                tile[0, 1 - inverse, t] = modes[points, 0]
             else:
-                for t in range(count):
-                    row[t, 0], row[t, 1] = re[t] * scale, im[t] * scale
-        line += count
+                modes[0, 1], modes[points, 0], modes[points, 1] = 0, tile[0, 1 - inverse, t], 0
+    while inner > 1 and lane < valid:  # lines with the same index along dim 0 are adjacent in memory
+        outer, j = (begin + lane) // inner, (begin + lane) % inner
+        count, place = min(valid - lane, inner - j), x.ctypes.data + outer * elements * row + j * parts * word
+        for ahead in range(place + 2 * WIDE, place + 2 * WIDE + points * row, row):  # the next tile
+            prefetch_line(ahead)
+            prefetch_line(ahead + WIDE)
+        _copy_adjacent_lines(place, row, lane, count, points, to, swap, reads, scale)
+        lane += count
 
 
 @register_jitable
-def _untangle_modes_of_packed_real_lines(tile, inverse, turns):
+def _untangle_modes_of_packed_real_lines(tile, points, inverse, turns):
     """Convert the transforms of complex lines to the modes of real lines, in place. If `inverse`, convert the modes
-    back to transforms. The complex lines were made from the real lines as in `_read_real_line`. Modes 0 and n / 2 are
+    back to transforms. The complex lines were made from the real lines as in `_copy_lines`. Modes 0 and n / 2 are
     real, and are stored together as the first point."""
     like, factor = tile.dtype.type(0), tile.dtype.type(0.5 if inverse else 1.0)
     for t in range(tile.shape[2]):
         first, last = tile[0, inverse, t], tile[0, 1 - inverse, t]
         tile[0, inverse, t], tile[0, 1 - inverse, t] = factor * (first + last), factor * (first - last)
-    _untangle_halves(like, tile.ctypes.data, tile.shape[0], inverse * WIDE, turns[inverse].ctypes.data)
-
-
-@register_jitable
-def _read_real_line(re, im, line):
-    """Fill the complex line re + i im from `line`, which holds the numbers or the modes of a real line. Numbers at even
-    positions become real parts, and numbers at odd positions become imaginary parts. Modes are copied, except that the
-    last mode, which is real like the first, becomes the imaginary part of the first."""
-    if line.shape[1] == 1:
-        for i in range(re.size):
-            re[i], im[i] = line[2 * i, 0], line[2 * i + 1, 0]
-    else:
-        for k in range(re.size):
-            re[k], im[k] = line[k, 0], line[k, 1]
-        im[0] = line[re.size, 0]
-
-
-@register_jitable
-def _write_real_line(re, im, line, scale):
-    """Write the numbers or modes of a real line to `line`. The complex line re + i im holds them in the same order as
-    in `_read_real_line`."""
-    if line.shape[1] == 1:
-        for i in range(re.size):
-            line[2 * i, 0], line[2 * i + 1, 0] = re[i] * scale, im[i] * scale
-    else:
-        for k in range(re.size):
-            line[k, 0], line[k, 1] = re[k], im[k]
-        line[0, 1], line[re.size, 0], line[re.size, 1] = 0, im[0], 0
+    _untangle_halves(like, tile.ctypes.data, points, inverse * WIDE, turns[inverse].ctypes.data)
 
 
 @lru_cache(256)
@@ -311,6 +378,9 @@ def fourier_along_dim(xp: Any, x: np.ndarray, dim: int, n: int, transform: str) 
     plan = _plan_passes(n, is_real, x.dtype.name)
     if plan is None:
         return plain.fourier_along_dim.fallback(xp, x, dim, n, transform)  # type: ignore[attr-defined]
+    if is_real and math.prod(x.shape[dim + 1 : -1]) != 1:
+        y = fourier_along_dim(xp, np.moveaxis(x, dim, -2), x.ndim - 2, n, transform)
+        return np.ascontiguousarray(np.moveaxis(y, -2, dim))
     count, parts = (n // 2 + 1, 2) if transform == "rfft" else (n, 1 if is_real else 2)
     y = np.empty((*x.shape[:dim], count, *x.shape[dim + 1 : -1], parts), x.dtype)
     outer, inner = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 : -1])
