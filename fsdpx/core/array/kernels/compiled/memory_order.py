@@ -97,12 +97,15 @@ def transpose_pixels_into(x, first, out, add):
             for p in range(start, square_end, SQUARE):
                 _transpose_square_block_into(like, source + (c * pixels + p) * word, pixels * word,
                                   to + ((p - first) * channels + c) * word, channels * word, add)  # fmt: skip
-        for p in range(start, stop):
-            for c in range(0 if p >= square_end else whole, channels):
-                if add:
-                    out[p - first, c] += x[c, p]
-                else:
-                    out[p - first, c] = x[c, p]
+        for c in range(0 if square_end < stop else whole, channels):
+            begin = square_end if c < whole else start
+            row, column = x[c, begin:stop], out[begin - first : stop - first, c]
+            if add:
+                for i in range(row.size):
+                    column[i] += row[i]
+            else:
+                for i in range(row.size):
+                    column[i] = row[i]
     keep_alive(x, out)
 
 
