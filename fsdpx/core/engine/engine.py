@@ -1,8 +1,8 @@
 """The engine of one rank: the loop that runs programs. Before an action, it waits for pending transfers that the action
 needs; between actions, it advances transfers. It also measures time, and names the action in error messages.
 
-A solver may call a model thousands of times. For programs that predict a few samples on one rank, `DirectPrediction`
-therefore runs only the layers, without the overhead of a program."""
+A solver may call a model thousands of times. For programs that predict on one rank, `DirectPrediction` therefore runs
+only the layers, without the overhead of a program."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Engine:
     added_observers : observers added after construction
     hooks : for each event, the observer methods to call
     last_program, batch : the program that ran last, and its batch
-    direct : functions that run only the layers (`DirectPrediction`), keyed by the (shape, dtype) of a small batch
+    direct : functions that run only the layers (`DirectPrediction`), keyed by the (shape, dtype) of the batch
     """
 
     added_observers: tuple[Observer, ...]
@@ -285,7 +285,7 @@ class Engine:
         self.state.close()
 
 
-MAX_DIRECT_BYTES = 1 << 16
+MAX_DIRECT_BYTES = 1 << 22
 """Size in bytes of the largest batch for which `DirectPrediction` is used."""
 
 

@@ -54,8 +54,7 @@ TRAINS = ("step", "accumulate")
 """Kinds of programs that run forward and backward on samples and targets."""
 NO_GRADIENT, WRONG_SHARDING = "no gradient reaches some", "how samples are cut"
 MAX_SHAPES = 16
-"""Maximum number of `DirectPrediction` objects to keep. Each of them predicts small batches of one shape and dtype
-without running a program."""
+"""Maximum number of `DirectPrediction` objects to keep, one for each batch shape."""
 READ_ONLY_KINDS = ("evaluate", "predict")
 """Kinds of programs that change no state. During training, besides the number of microbatches, only two things change
 how these programs are compiled: which parameters are frozen, and which values, such as gradients, earlier programs left
@@ -629,7 +628,10 @@ class Session:
         """Return the outputs for `x` by calling the layers without a program, which is faster. Return None if
         prediction needs communication, or if no batch of this shape and dtype has been predicted before."""
         known = self.engine.direct.get((x.shape, x.dtype)) if type(x) is np.ndarray else None
-        return None if known is None else known(x)
+        try:
+            return None if known is None else known(x)
+        except MemoryError:  # the program then raises an error that names options
+            return None
 
     def gather_outputs_over_tensor_and_pipeline(self, results: Mapping[Slot, Any], feed: StepInputs) -> tuple[Any, ...]:
         """Return the full outputs of the model on every rank that works on the same samples. Collective over these

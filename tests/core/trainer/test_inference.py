@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from models import make, mlp
 
 from fsdpx import EMA, Mesh, Trainer, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.core.engine.engine import Engine
+from fsdpx.core.engine.engine import DirectPrediction, Engine
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
@@ -120,6 +121,12 @@ def test_small_batches_run_their_layers_alone_and_give_the_bits_of_the_program(m
     alike(x[:1])
     alike(x[1:])
     alike(x[:, ::-1])
+    alike(np.repeat(x, 20_000, axis=0))
+    with monkeypatch.context() as patch:  # the program tells users what to do
+        patch.setattr(DirectPrediction, "__call__", Mock(side_effect=MemoryError))
+        want, _ = trainer.predict(x), runs.clear()
+        np.testing.assert_array_equal(trainer.predict(x), want)
+        assert runs
     assert (trainer.predict(x) != trainer.predict(x, weights="average")).any()
     assert trainer.predict(x.astype("f8")).dtype == np.float32
     bad = nn.Sequential(nn.Embedding(3, 2)).as_distributed()
