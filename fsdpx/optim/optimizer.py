@@ -204,12 +204,10 @@ def update_parameters(
     communicate, subclasses of `Elementwise`, and subclasses of `WrappedOptimizer`. They read from the segments how many
     updates each parameter has missed (`missed`)."""
     rates = {"lr": lr, "scale": scale}
-    whole = isinstance(optimizer, Elementwise | WrappedOptimizer) or any(
-        hasattr(optimizer, n) for n in ("gathers", "count_sent_elements")
-    )
 
     def run() -> None:
-        if whole or not any(s.missed for s in segments.items):
+        whole = not segments.has_missed_updates or isinstance(optimizer, Elementwise | WrappedOptimizer)
+        if whole or any(hasattr(optimizer, n) for n in ("gathers", "count_sent_elements")):
             optimizer.update(xp, p, g, slots, step=step, segments=segments, **rates)
             return
         for at, missed, part in segments.spans_by_missed_updates:

@@ -172,6 +172,11 @@ class ShardSegments:
         return {}
 
     @cached_property
+    def has_missed_updates(self) -> bool:
+        """Whether any of the parameters has missed an update while it was frozen."""
+        return any(s.missed for s in self.items)
+
+    @cached_property
     def spans_by_missed_updates(self) -> list[tuple[slice, int, "ShardSegments"]]:
         """The spans of consecutive parameters that have missed the same number of updates. Each span is given as (slice
         of the shard, number of missed updates, segments of the span)."""

@@ -132,9 +132,9 @@ class GroupNorm(Layer, HoldsLocalArray):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         (sums,) = kept
-        for name, values in (("bias", sums[0]), ("weight", sums[1])):
+        for name, values in zip(("bias", "weight"), sums.sum(axis=1), strict=True):
             if (into := get_gradient_and_whether_to_add(g, name)) is not None:
-                write_or_add_gradient(into, values.sum(axis=0))
+                write_or_add_gradient(into, values)
 
     def _compute_local_group_moments(self, env: LayerContext, x: Array, count: float) -> Array:
         """Return the count, mean and sum of squared deviations over this rank's cells for each sample and group, as a

@@ -25,11 +25,13 @@ from fsdpx.core.array.kernels.compiled.elements import (
     accumulation_dtype,
     accumulation_zero,
     as_contiguous,
+    round_to_dtype_of,
     to_float,
     view_bits_as_bfloat16,
 )
 from fsdpx.core.array.kernels.compiled.memory_order import to_channels_first, to_channels_last, view_channels_first
 from fsdpx.core.array.kernels.compiled.norm import BLOCK_ROWS, add_channel_gradient_sums, affine_loop
+from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.ext.fields.kernels.group_norm import MIN_ROW_ELEMENTS, has_rows_of_channels
 
 __all__ = [
@@ -190,6 +192,7 @@ def _backward_input_of_samples_loop(x, dy, dx, mean, rstd, sums, groups, weight)
 def _normalize_groups_loop(start, stop, x, y, mean, rstd, groups, eps, weight, bias):
     """Normalize the groups from `start` to `stop`, counted over all samples. x and y are (samples, channels, rows,
     elements)."""
+    use_widest_vectors()
     rows, elements, size = x.shape[2], x.shape[3], x.shape[1] // groups
     moments, values = np.empty((2, elements)), np.empty((3, elements), mean.dtype)
     for group in range(start, stop):
@@ -200,33 +203,48 @@ def _normalize_groups_loop(start, stop, x, y, mean, rstd, groups, eps, weight, b
         _finish_statistics(moments, size * rows, 1, eps, weight[one], bias[one], mean[n, one], rstd[n, one], values)
         for c in range(first, first + size):
             mean[n, c], rstd[n, c] = mean[n, first], rstd[n, first]
-            values[1, :], values[2, :] = rstd[n, c] * weight[c], bias[c]
-            affine_loop(x[n, c], y[n, c], values[0], values[1], values[2])
+            cells, into = x[n, c].reshape(rows * elements), y[n, c].reshape(rows * elements)
+            centre, scale, shift = mean[n, c], rstd[n, c] * weight[c], bias[c]
+            for i in range(cells.size):
+                into[i] = round_to_dtype_of(into, (to_float(cells[i]) - centre) * scale + shift)
+
+
+@jit
+def _sum_by_halves(values):
+    """Return the sum of an array whose size is a power of 2. Change the array. Vectors of numbers are added at once."""
+    half = values.size // 2
+    while half:
+        for j in range(half):
+            values[j] += values[half + j]
+        half //= 2
+    return values[0]
 
 
 @jit
 def _backward_input_of_groups_loop(start, stop, x, dy, dx, mean, rstd, sums, groups, weight):
     """Compute the gradient of the groups from `start` to `stop`, counted as in `_normalize_groups_loop`."""
+    use_widest_vectors()
     rows, elements, size = x.shape[2], x.shape[3], x.shape[1] // groups
     of_columns, of_channels = np.empty((2, elements)), np.empty((2, size))
-    values, same = np.empty((4, size), mean.dtype), np.empty((4, elements), mean.dtype)
+    values, same = np.empty((4, size), mean.dtype), np.empty((2, elements), mean.dtype)
     for group in range(start, stop):
         n, first = group // groups, group % groups * size
+        same[0, :], same[1, :] = mean[n, first], rstd[n, first]
         for k in range(size):
-            c = first + k
             of_columns[:] = 0
-            same[0, :], same[1, :] = mean[n, c], rstd[n, c]
-            add_channel_gradient_sums(0, elements, x[n, c], dy[n, c], same[0], same[1], of_columns)
-            of_channels[0, k], of_channels[1, k] = of_columns[0].sum(), of_columns[1].sum()
+            add_channel_gradient_sums(0, elements, x[n, first + k], dy[n, first + k], same[0], same[1], of_columns)
+            of_channels[0, k], of_channels[1, k] = _sum_by_halves(of_columns[0]), _sum_by_halves(of_columns[1])
         own = slice(first, first + size)
         _compute_gradient_sums_from_columns(
             of_channels, rows * elements, 1, weight[own], mean[n, own], rstd[n, own], sums[n, :, own], values
         )
-        for k in range(size - 1, -1, -1):
-            c = first + k
-            for value in range(4):
-                same[value, :] = values[value, k]
-            _backward_loop(x[n, c], dy[n, c], dx[n, c], same[0], same[1], same[2], same[3])
+        for k in range(size):
+            cells, slopes = x[n, first + k].reshape(rows * elements), dy[n, first + k].reshape(rows * elements)
+            into = dx[n, first + k].reshape(rows * elements)
+            centre, scale, along, across = values[0, k], values[1, k], values[2, k], values[3, k]
+            for i in range(cells.size):
+                centred = (to_float(cells[i]) - centre) * across
+                into[i] = round_to_dtype_of(into, to_float(slopes[i]) * scale - along - centred)
 
 
 def _run_loop_over_groups(loop: Callable[..., Any], shape: tuple[int, ...], groups: int, *arguments: Any) -> None:
@@ -240,12 +258,13 @@ def _run_loop_over_groups(loop: Callable[..., Any], shape: tuple[int, ...], grou
         parallel.parallel_for_range(loop, 0, count, *arguments)
 
 
-def _view_rows_of_channels(x: np.ndarray) -> np.ndarray:
-    """Return a field (samples, channels, *cells) with channels first in memory as (samples, channels, rows,
-    elements)."""
-    cells = math.prod(x.shape[2:])
+@lru_cache(1 << 10)
+def _find_shape_of_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape (samples, channels, rows, elements) in which the loops over groups read a field of `shape` with
+    channels first in memory."""
+    cells = math.prod(shape[2:])
     elements = next(n for n in (ROW_ELEMENTS, 32, MIN_ROW_ELEMENTS) if cells % n == 0)
-    return x.reshape(*x.shape[:2], cells // elements, elements)
+    return *shape[:2], cells // elements, elements
 
 
 @lru_cache(1 << 10)
@@ -362,8 +381,8 @@ def group_norm(xp: Any, x: np.ndarray, weight: Any, bias: Any, groups: int, eps:
     statistics = np.empty((2, *x.shape[:2]), accumulation_dtype(x.dtype))
     options = groups, float(eps), _convert_or_fill(weight, 1.0, x), _convert_or_fill(bias, 0.0, x)
     if has_rows_of_channels(x):
-        field, y = as_contiguous(x), np.empty(x.shape, x.dtype)
-        rows = (_view_rows_of_channels(a) for a in (field, y))
+        shape, y = _find_shape_of_rows(x.shape), np.empty(x.shape, x.dtype)
+        rows = as_contiguous(x).reshape(shape), y.reshape(shape)
         _run_loop_over_groups(_normalize_groups_loop, x.shape, groups, *rows, *statistics, *options)
         return y, *statistics
     field = to_channels_last(x)
@@ -393,8 +412,8 @@ def group_norm_backward_input(
     sums, options = np.empty((x.shape[0], 2, x.shape[1])), (groups, _convert_or_fill(weight, 1.0, x))
     statistics = as_contiguous(mean), as_contiguous(rstd), sums
     if has_rows_of_channels(x):
-        field, slope, dx = as_contiguous(x), to_channels_first(dy), np.empty(x.shape, x.dtype)
-        rows = (_view_rows_of_channels(a) for a in (field, slope, dx))
+        shape, dx = _find_shape_of_rows(x.shape), np.empty(x.shape, x.dtype)
+        rows = as_contiguous(x).reshape(shape), to_channels_first(dy).reshape(shape), dx.reshape(shape)
         _run_loop_over_groups(_backward_input_of_groups_loop, x.shape, groups, *rows, *statistics, *options)
         return dx, sums.transpose(1, 0, 2)
     field, slope = to_channels_last(x), to_channels_last(dy)
