@@ -64,6 +64,9 @@ def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     yield "squared_error", size, lambda: kernels.squared_error(np, x, dy)
     yield "squared_error_backward", size, lambda: kernels.squared_error_backward(np, x, dy, 1.0)
     yield "squared_error_gradient_and_sum", size, lambda: kernels.squared_error_gradient_and_sum(np, x, dy, 1.0)
+    yield "huber_error", size, lambda: kernels.huber_error(np, x, dy, 1.0)
+    yield "huber_error_backward", size, lambda: kernels.huber_error_backward(np, x, dy, 1.0, 1.0)
+    yield "huber_error_gradient_and_sum", size, lambda: kernels.huber_error_gradient_and_sum(np, x, dy, 1.0, 1.0)
     yield "square_sum", size, lambda: kernels.square_sum(np, x.reshape(-1))
     yield "sum_squares_of_blocks", size, lambda: kernels.sum_squares_of_blocks(np, x.reshape(-1), 1024)
     yield "drop", size, lambda: kernels.drop(np, x, NumberRange(0, "a", 0, x.size), 0.1)
@@ -170,6 +173,9 @@ def images(x: np.ndarray, size: str) -> Iterator[Case]:
     rows, count = modes.reshape(-1, *modes.shape[2:]), out[0] // 2
     index = np.add.outer(np.arange(modes.shape[2]), np.arange(modes.shape[3])) % count
     ones = np.ones(index.shape, x.dtype)
+    stencil = tuple(windows.ShiftedRange(1, n, out[0] - 2, n - 1.0, n > 0) for n in (0, 2))
+    slopes, which = np.zeros(x.shape, x.dtype), (slice(None), slice(None), 0, stencil)
+    yield "apply_stencil", size, lambda: windows.apply_stencil(np, slopes, field[..., 0], *which)
     yield "sum_squares_by_index", size, lambda: windows.sum_squares_by_index(np, rows, index, ones, count)
     a = np.ones(channels, x.dtype)
     yield "channel_sums", size, lambda: kernels.channel_sums(np, x)

@@ -57,6 +57,9 @@ class Loss(ABC):
     number of samples; "unknown", anything else, such as the number of labels that are not ignored."""
     skipna: bool = False
     """Whether elements whose target is NaN are ignored. If so, NaN in a target is not an error."""
+    reads_any_memory_order: bool = False
+    """Whether the loss is as fast for a target in another memory order than y. If not, the trainer copies such
+    targets of fields to the memory order of y."""
     __array_ufunc__ = None  # with this, `numpy.float64(2) * loss` calls `Loss.__rmul__` instead of a NumPy function
 
     def __init_subclass__(cls) -> None:
@@ -127,7 +130,7 @@ class Loss(ABC):
         (total, weight, gradient)
             the first two results of `forward`, and the result of `backward`
         """
-        total, weight, saved = self.forward(env, y, match_memory_order(target, y))
+        total, weight, saved = self.forward(env, y, match_memory_order(self, target, y))
         return total, weight, self.backward(env, saved, seed)
 
     def bind_partition(self, parts: FieldPartition) -> "Loss":
@@ -317,6 +320,7 @@ class WeightedElementwiseLoss(_Elementwise):
         self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
         self.skipna = bool(skipna)
         self.acts_on = "position" if weights is None else "sample"
+        self.reads_any_memory_order = bool(self.kernel_names) and weights is None and not skipna
         self.counts = "unknown" if skipna else "elements" if weights is None else "samples"
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
@@ -519,12 +523,15 @@ def _map_arrays(function: Callable[..., Any], *values: Any) -> Any:
     return function(*values)
 
 
-def match_memory_order(target: Any, y: Any) -> Any:
+def match_memory_order(loss: Any, target: Any, y: Any) -> Any:
     """If `target` has its channels first in memory, and `y` is a field of the same shape with its channels last in
-    memory, return a copy of `target` with channels last. A loss and its gradient then read both arrays in the same
-    order. Otherwise return `target` itself. Tuples of fields are matched one by one."""
+    memory, return a copy of `target` with channels last. The loss and its gradient then read both arrays in the same
+    order. Otherwise, or if the loss `reads_any_memory_order`, return `target` itself. Tuples of fields are matched one
+    by one."""
+    if getattr(loss, "reads_any_memory_order", False):
+        return target
     if isinstance(y, tuple) and isinstance(target, tuple) and len(y) == len(target):
-        return tuple(map(match_memory_order, target, y))
+        return tuple(match_memory_order(loss, *pair) for pair in zip(target, y, strict=True))
     fields = isinstance(y, np.ndarray) and isinstance(target, np.ndarray) and y.ndim > 2 and y.shape == target.shape
     if not fields or y.strides[1] != y.itemsize or target.strides[1] == target.itemsize or y.shape[1] == 1:
         return target

@@ -2,20 +2,68 @@
 
 from typing import Any
 
+import numpy as np
+
+from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Array, require_finite_arguments
+from fsdpx.nn.layer import Array, LayerContext, require_finite_arguments
 from fsdpx.nn.losses import WeightedElementwiseLoss
 
 __all__ = ["HuberLoss", "L1Loss", "SmoothL1Loss"]
 
 
-class L1Loss(WeightedElementwiseLoss):
+MIN_DELTA = 1e-30
+"""Below this delta, which float32 can hardly represent, errors are computed without the kernels."""
+
+
+class _RobustLoss(WeightedElementwiseLoss):
+    """Base class for losses that are `scale` times Huber's error for `delta`, or times the absolute error if `delta` is
+    0. The kernels compute them if elements have no weights."""
+
+    kernel_names = ("huber_error", "huber_error_backward", "huber_error_gradient_and_sum")
+
+    def get_delta_and_scale(self) -> tuple[float, float]:
+        raise NotImplementedError
+
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        if not self._can_use_kernels():
+            return super().forward(env, y, target)
+        delta, scale = self.get_delta_and_scale()
+        target = target.astype(y.dtype, copy=False)
+        return kernels.huber_error(env.xp, y, target, delta) * scale, float(y.size), (y, target)
+
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
+        if len(saved) > 2:
+            return super().backward(env, saved, seed)
+        delta, scale = self.get_delta_and_scale()
+        return kernels.huber_error_backward(env.xp, *saved, delta, seed * scale)
+
+    def forward_and_backward(
+        self, env: LayerContext, y: Array, target: Array, seed: float
+    ) -> tuple[float, float, Array]:
+        if not (env.xp is np and self._can_use_kernels()):
+            return super().forward_and_backward(env, y, target, seed)
+        delta, scale = self.get_delta_and_scale()
+        target = target.astype(y.dtype, copy=False)
+        gradient, total = kernels.huber_error_gradient_and_sum(env.xp, y, target, delta, seed * scale)
+        return total * scale, float(y.size), gradient
+
+    def _can_use_kernels(self) -> bool:
+        own = type(self) in (L1Loss, HuberLoss, SmoothL1Loss)  # other classes may define other errors
+        delta = self.get_delta_and_scale()[0] if own else 0.0
+        return own and self.weights is None and not self.skipna and (delta >= MIN_DELTA or not delta)
+
+
+class L1Loss(_RobustLoss):
     """Absolute error: the sum of |y - target| for y and target of equal shape. The weight is defined as in `MSELoss`.
 
     Parameters
     ----------
     weights, skipna : as in `RelativeL2`
     """
+
+    def get_delta_and_scale(self) -> tuple[float, float]:
+        return 0.0, 1.0
 
     def compute_errors(self, xp: Any, apart: Array) -> Array:
         return xp.abs(apart)
@@ -24,7 +72,7 @@ class L1Loss(WeightedElementwiseLoss):
         return xp.sign(apart)
 
 
-class HuberLoss(WeightedElementwiseLoss):
+class HuberLoss(_RobustLoss):
     """Squared error for small errors, absolute error for large ones (Huber 1964). With `d = |y - target|`, the loss is
     the sum of `d^2 / 2` where `d <= delta`, and of `delta * (d - delta / 2)` elsewhere. The weight is defined as in
     `MSELoss`.
@@ -42,6 +90,9 @@ class HuberLoss(WeightedElementwiseLoss):
             raise ConfigError(f"HuberLoss: delta must be above 0, got {delta!r}")
         self.delta = float(delta)
 
+    def get_delta_and_scale(self) -> tuple[float, float]:
+        return self.delta, 1.0
+
     def compute_errors(self, xp: Any, apart: Array) -> Array:
         near = xp.clip(apart, -self.delta, self.delta)
         return near * (apart - near * 0.5)
@@ -50,7 +101,7 @@ class HuberLoss(WeightedElementwiseLoss):
         return xp.clip(apart, -self.delta, self.delta)
 
 
-class SmoothL1Loss(WeightedElementwiseLoss):
+class SmoothL1Loss(_RobustLoss):
     """`HuberLoss` with delta = beta, where the loss is divided by beta (Girshick 2015). With `d = |y - target|`, the
     loss is the sum of `d^2 / (2 * beta)` where `d < beta`, and of `d - beta / 2` elsewhere. The weight is defined as in
     `MSELoss`.
@@ -67,6 +118,9 @@ class SmoothL1Loss(WeightedElementwiseLoss):
         if not beta >= 0:
             raise ConfigError(f"SmoothL1Loss: beta must be at least 0, got {beta!r}")
         self.beta = float(beta)
+
+    def get_delta_and_scale(self) -> tuple[float, float]:
+        return self.beta, 1.0 / self.beta if self.beta else 1.0
 
     def compute_errors(self, xp: Any, apart: Array) -> Array:
         slopes = self.compute_slopes(xp, apart)

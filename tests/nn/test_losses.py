@@ -127,8 +127,38 @@ def test_squared_errors_in_one_pass_have_the_same_bits(shape, kind):
     for orders in itertools.product((False, True), repeat=2):
         a, b = (channels_last(np, part) if last else part for part, last in zip((y, target), orders, strict=True))
         total, weight, dy = nn.MSELoss().forward_and_backward(env(), a, b, 0.5)
-        assert (total, weight) == nn.MSELoss().forward(env(), a, match_memory_order(b, a))[:2]
+        assert (total, weight) == nn.MSELoss().forward(env(), a, match_memory_order(None, b, a))[:2]
         np.testing.assert_array_equal(dy, a - b, strict=True)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(2, 32, 32, 32), (1, 4, 5, 7), (0, 4, 3), (6, 5)])
+@pytest.mark.parametrize(
+    "loss", [nn.L1Loss(), nn.HuberLoss(0.5), nn.HuberLoss(1e-35), nn.SmoothL1Loss(0.3), nn.SmoothL1Loss(0)], ids=repr
+)
+def test_kernels_of_robust_losses_agree_with_array_code(loss, shape, kind):
+    """With any order of channels in memory, in one pass and in two, and where some errors are 0 or NaN."""
+    plain = type("Plain", (type(loss),), {})(*(vars(loss)[name] for name in ("delta", "beta") if name in vars(loss)))
+    y, target = (normal(*shape, seed=seed).astype(kind) for seed in (0, 1))
+    y[..., :1], bound = target[..., :1], 1e-6 if kind is np.float32 else 1e-13
+    for orders in itertools.product((False, True), repeat=2 if len(shape) > 2 else 0):
+        a, b = (
+            channels_last(np, part) if last else part
+            for part, last in zip((y, target), orders or (False, False), strict=True)
+        )
+        total, weight, saved = plain.forward(env(), a, b)
+        want = plain.backward(env(), saved, 0.5)
+        for got in (loss.forward_and_backward(env(), a, b, 0.5), (*loss.forward(env(), a, b)[:2], None)):
+            assert got[0] == pytest.approx(total, rel=bound)
+            assert got[1] == weight
+        np.testing.assert_allclose(loss.forward_and_backward(env(), a, b, 0.5)[2], want, rtol=bound, atol=bound)
+        dy = loss.backward(env(), loss.forward(env(), a, b)[2], 0.5)
+        np.testing.assert_allclose(dy, want, rtol=bound, atol=bound)
+    if y.size:
+        y[(-1,) * y.ndim] = np.nan
+        total, _, dy = loss.forward_and_backward(env(), y, target, 0.5)
+        assert np.isnan(total)
+        assert np.isnan(dy).sum() == 1
 
 
 def test_a_loss_of_users_may_have_only_the_two_passes_and_change_one_of_them():

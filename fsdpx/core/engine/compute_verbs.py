@@ -426,7 +426,8 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
     env = run.get_layer_contexts_of_microbatch(batch)[0]
     # make outputs C-contiguous if needed, because the result of a NumPy sum depends on the memory order
     y = _fix_memory_order(env, (), taken[0] if len(taken) == 1 else taken)
-    total, share, _ = run.placement.loss.forward(env, y, match_memory_order(batch.target, y))
+    loss = run.placement.loss
+    total, share, _ = loss.forward(env, y, match_memory_order(loss, batch.target, y))
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 
 

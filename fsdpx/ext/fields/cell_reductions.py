@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.kernels import sum_squares_of_blocks
 from fsdpx.core.array.sums import combine_moments
+from fsdpx.ext.fields.kernels import channel_means_and_square_deviations
 from fsdpx.nn.layer import Array, LayerContext
 
-__all__ = ["all_gather_and_merge_moments", "all_reduce_moments", "all_reduce_over_parts"]
+__all__ = [
+    "all_gather_and_merge_moments", "all_reduce_moments", "all_reduce_over_parts", "sum_squares_over_cells",
+]  # fmt: skip
 
 
 def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
@@ -34,6 +39,10 @@ def all_reduce_moments(
     the name of the moments in error messages. The moments of the ranks are merged in rank order with the formula of
     Chan et al. (1979). Communicates only if the field is partitioned."""
     xp, size = env.xp, float(math.prod(x.shape[d] for d in dims))
+    if weights is None and count is None and dims == tuple(range(2, x.ndim)):
+        mean, sums = channel_means_and_square_deviations(xp, x)
+        cells = xp.full(mean.shape, size, dtype=np.float64)
+        return all_gather_and_merge_moments(env, xp.stack([cells, mean, sums]), what)
     mean = (x if weights is None else weights * x).sum(axis=dims, dtype=np.float64)
     if count is None and weights is not None:
         count = xp.broadcast_to(weights, x.shape).sum(axis=dims, dtype=np.float64)
@@ -58,3 +67,13 @@ def all_gather_and_merge_moments(env: LayerContext, moments: Array, what: str) -
     for other in of_ranks[1:]:
         merged = combine_moments(xp, merged, other)
     return merged
+
+
+def sum_squares_over_cells(xp: Any, x: Array) -> Array:
+    """Return the sum of squares of each channel of x (samples, channels, *cells), in float64, as (samples,
+    channels)."""
+    cells = math.prod(x.shape[2:])
+    if xp is np and x.flags.c_contiguous and x.size:
+        return sum_squares_of_blocks(xp, x.reshape(-1), cells).reshape(x.shape[:2])
+    mean, deviations = channel_means_and_square_deviations(xp, x)
+    return deviations + mean * mean * cells

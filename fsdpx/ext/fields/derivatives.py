@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.ext.fields import kernels
 from fsdpx.ext.fields.halo import DimEnds, FieldLayer, HaloSpec, get_rank_along, require_halo_fits_field
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
+from fsdpx.ext.fields.kernels import ShiftedRange
 from fsdpx.ext.fields.spacing import CellPositions, compute_stencil_weights, parse_spacing, shape_along_dim
 from fsdpx.nn.layer import Array, LayerContext, Params
 from fsdpx.nn.shard_specs import Cuts
@@ -82,6 +85,8 @@ class _DerivativeLayer(FieldLayer):
     """Base class for layers that add up finite-difference derivatives of their input. Subclasses list these derivatives
     in `_list_terms`."""
 
+    kernel_names = ("apply_stencil",)
+
     def __init__(
         self,
         spacing: Spacing = 1.0,
@@ -123,37 +128,44 @@ class _DerivativeLayer(FieldLayer):
         return [DimEnds(d, bool(wraps[d]), f"reads it with periodic={bool(wraps[d])}", advice) for d in sorted(read)]
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        y = env.xp.empty((x.shape[0], self._count_output_channels(x.shape[1], x.ndim - 2), *x.shape[2:]), dtype=x.dtype)
+        self.differentiate_into(env, x, y)
+        return y, x
+
+    def differentiate_into(self, env: LayerContext, x: Array, y: Array) -> None:
+        """Write the layer's output for x into y. Collective over the ranks that share the field."""
         dims = x.ndim - 2
         if not 1 <= dims <= 3 or not self._count_output_channels(x.shape[1], dims):
             raise ShapeError(f"{self!r} wants {self._describe_input(dims)}, got {tuple(x.shape)}")
-        y = env.xp.empty((x.shape[0], self._count_output_channels(x.shape[1], dims), *x.shape[2:]), dtype=x.dtype)
         begun: set[int | None] = set()  # first channel of each group of channels that a term has already written
-        for term in self._list_terms(dims):
-            halo, taps, d = self._find_halo_taps_and_dim(env, term, x)
-            wide, out = exchange_halo(env, x[:, term.taken], (halo,)), y[:, term.given]
-            for i, tap in enumerate(taps):
-                weight, cells = _shape_weight(env, tap.weight, x, d), wide[_index_cells_along(d, tap.cells)]
-                into = out[_index_cells_along(d, tap.out)]
-                if term.given.start in begun or (i and tap.out == taps[i - 1].out):
-                    into += weight * cells
-                else:
-                    env.xp.multiply(weight, cells, out=into)
-            begun.add(term.given.start)
-        return y, x
-
-    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        x = saved
-        dx = env.xp.zeros(x.shape, dtype=x.dtype)
         for term in self._list_terms(x.ndim - 2):
             halo, taps, d = self._find_halo_taps_and_dim(env, term, x)
-            given, shape = dy[:, term.given], list(dy[:, term.given].shape)
-            shape[d + 2] = halo.count_needed_cells(get_rank_along(env, halo.cuts, d))
-            wide = env.xp.zeros(shape, dtype=x.dtype)
-            for tap in taps:
-                weight = _shape_weight(env, tap.weight, x, d)
-                wide[_index_cells_along(d, tap.cells)] += weight * given[_index_cells_along(d, tap.out)]
-            dx[:, term.taken] += exchange_halo_backward(env, wide, (halo,))
+            wide, taken = x, term.taken
+            if _reads_other_cells(halo):
+                wide, taken = exchange_halo(env, x[:, term.taken], (halo,)), slice(None)
+            _apply_taps(env, y, wide, term.given, taken, d, taps, term.given.start in begun)
+            begun.add(term.given.start)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dx = env.xp.zeros(saved.shape, dtype=saved.dtype)
+        self.add_input_gradient_into(env, dx, dy)
         return dx, ()
+
+    def add_input_gradient_into(self, env: LayerContext, dx: Array, dy: Array) -> None:
+        """Add the gradient with respect to the input to dx, given the gradient dy of the output. Collective over the
+        ranks that share the field."""
+        xp, dy = env.xp, env.xp.ascontiguousarray(dy)
+        for term in self._list_terms(dx.ndim - 2):
+            halo, taps, d = self._find_halo_taps_and_dim(env, term, dx)
+            turned = [StencilTap(tap.cells, tap.out, tap.weight) for tap in taps]
+            if not _reads_other_cells(halo):
+                _apply_taps(env, dx, dy, term.taken, term.given, d, turned, True)
+                continue
+            shape = list(dy[:, term.given].shape)
+            shape[d + 2] = halo.count_needed_cells(get_rank_along(env, halo.cuts, d))
+            wide = xp.zeros(shape, dtype=dx.dtype)
+            _apply_taps(env, wide, dy, slice(None), term.given, d, turned, True)
+            dx[:, term.taken] += exchange_halo_backward(env, wide, (halo,))
 
     def _find_halo_taps_and_dim(
         self, env: LayerContext, term: DerivativeTerm, x: Array
@@ -300,6 +312,31 @@ class FieldCurl(_DerivativeLayer):
 
     def _describe_input(self, dims: int) -> str:
         return "(samples, vectors x dims, *cells) of 2 or 3 dims"
+
+
+def _reads_other_cells(halo: HaloSpec) -> bool:
+    """Return whether any rank's stencils read cells of other ranks, or cells beyond a periodic end."""
+    return any(need != part for need, part in zip(halo.needs, pairwise(halo.cuts), strict=True))
+
+
+def _apply_taps(
+    env: LayerContext, y: Array, x: Array, given: slice, taken: slice, d: int, taps: Sequence[StencilTap], add: bool
+) -> None:
+    """Apply a stencil to the channels `taken` of x, and write the result into the channels `given` of y, or add it."""
+    if any(isinstance(tap.weight, np.ndarray) for tap in taps):
+        for i, tap in enumerate(taps):
+            cells, into = x[:, taken][_index_cells_along(d, tap.cells)], y[:, given][_index_cells_along(d, tap.out)]
+            value = _shape_weight(env, tap.weight, x, d) * cells
+            into[...] = into + value if add or (i and tap.out == taps[i - 1].out) else value
+        return
+    ranges = tuple(
+        ShiftedRange(
+            tap.out.start, tap.cells.start, tap.out.stop - tap.out.start, float(tap.weight),
+            add or (i > 0 and tap.out == taps[i - 1].out),
+        )
+        for i, tap in enumerate(taps)
+    )  # fmt: skip
+    kernels.apply_stencil(env.xp, y, x, given, taken, d, ranges)
 
 
 def _index_cells_along(d: int, cells: slice) -> tuple[slice, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.kernels.memory_order import put_channels_first
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.derivatives import DerivativeTerm, FieldGradient, Spacing, StencilTap
 from fsdpx.ext.fields.halo import HaloSpec
@@ -48,6 +49,7 @@ class RelativeH1(RelativeL2):
     """
 
     needs_grid = True
+    kernel_names = ("channels_last", *RelativeL2.kernel_names, "apply_stencil")
 
     def __init__(
         self,
@@ -71,38 +73,33 @@ class RelativeH1(RelativeL2):
         bound._gradient, bound._reach = (bind_partition(layer, parts) for layer in (self._gradient, self._reach))
         return bound
 
-    def _get_error_target_and_weights(
-        self, env: LayerContext, y: Array, target: Array
-    ) -> tuple[Array, Array, Array | None]:
-        """Return the error, the target and the weights of elements. The gradient of the error, scaled by
-        sqrt(`gradient_weight`), is appended to the error as further channels. The gradient of the target is appended to
-        the target in the same way."""
-        error, target, w = super()._get_error_target_and_weights(env, y, target)
-        xp, channels, scale = env.xp, y.shape[1], math.sqrt(self.gradient_weight)
-        # allocate in C order even if the input has channels last in memory, because stencils then read memory
-        # sequentially
-        both = xp.empty((y.shape[0], 2 * channels, *y.shape[2:]), dtype=error.dtype)
-        both[:, :channels], both[:, channels:] = error, target
-        slopes, _ = self._gradient.forward(env.child("gradient"), {}, both)
-        at = channels * (y.ndim - 2)
-        if scale != 1:
-            slopes *= scale
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        xp, samples, channels, dims = env.xp, y.shape[0], y.shape[1], y.ndim - 2
+        # with channels first in memory, stencils read memory sequentially
+        y, target = (put_channels_first(xp, a) for a in (y, target))
+        error, target, w = self._get_error_target_and_weights(env, y, target)
+        values = xp.empty((2 * samples, channels, *y.shape[2:]), dtype=error.dtype)
+        slopes = xp.empty((2 * samples, channels * dims, *y.shape[2:]), dtype=error.dtype)
+        values[:samples], values[samples:] = error, target
+        self._gradient.differentiate_into(env.child("gradient"), values, slopes)
+        of_slopes = None
         if w is not None:
             w = xp.broadcast_to(w, (w.shape[0], *y.shape[1:]))
             unknown, _ = self._reach.forward(env.child("gradient"), {}, (w <= 0).astype(error.dtype))
-            w = xp.concatenate([w, xp.where(unknown > 0, 0.0, xp.repeat(w, y.ndim - 2, axis=1))], axis=1)
-            w = w.astype(error.dtype, copy=False)
-        return (
-            xp.concatenate([both[:, :channels], slopes[:, :at]], axis=1),
-            xp.concatenate([both[:, channels:], slopes[:, at:]], axis=1),
-            w,
-        )
+            of_slopes = xp.where(unknown > 0, 0.0, xp.repeat(w, dims, axis=1)).astype(error.dtype, copy=False)
+        sums, dims_of_sample = 0.0, self._get_reduced_dims(y)
+        for array, weights, factor in ((values, w, 1.0), (slopes, of_slopes, self.gradient_weight)):
+            pair = array[:samples], array[samples:]
+            found = self._sum_weights_and_squares(env, dims_of_sample, weights, *pair)
+            sums = found * xp.asarray([1.0, factor, factor])[:, None] + sums
+        errors = self._all_reduce_error_sums(env, dims_of_sample, w, sums, target)
+        total, weight, scale = self._compute_roots(env, *errors)
+        return total, weight, (values[:samples], slopes[:samples], w, of_slopes, scale, y.dtype)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
-        *kept, dtype = saved
-        slopes = super().backward(env, (*kept, kept[0].dtype), seed)
-        channels = slopes.shape[1] // (slopes.ndim - 1)
-        dy, dgradient = slopes[:, :channels], slopes[:, channels:]
-        if self.gradient_weight != 1:
-            dgradient = dgradient * math.sqrt(self.gradient_weight)
-        return (dy + self._gradient.backward_input(env.child("gradient"), {}, dy, dgradient)[0]).astype(dtype)
+        error, slopes, w, of_slopes, scale, dtype = saved
+        share = self._compute_gradient_factors(env, error, scale, seed)
+        dy = (error if w is None else w * error) * share
+        dslopes = (slopes if of_slopes is None else of_slopes * slopes) * (share * self.gradient_weight)
+        self._gradient.add_input_gradient_into(env.child("gradient"), dy, dslopes)
+        return dy.astype(dtype, copy=False)

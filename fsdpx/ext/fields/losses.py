@@ -10,16 +10,27 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fsdpx.core.array.kernels import squared_error, sum_squares_of_blocks
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.cell_reductions import all_reduce_moments, all_reduce_over_parts
+from fsdpx.ext.fields.cell_reductions import all_reduce_moments, all_reduce_over_parts, sum_squares_over_cells
 from fsdpx.ext.fields.halo import get_local_range
 from fsdpx.nn.layer import Array, LayerContext, require_finite_arguments
-from fsdpx.nn.losses import CellWeights, Loss, compute_difference_target_and_weights, require_target_shape
+from fsdpx.nn.losses import (
+    CellWeights,
+    Loss,
+    compute_difference_target_and_weights,
+    match_memory_order,
+    require_target_shape,
+)
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, bind_partition
 
 __all__ = [
     "RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "FieldLoss", "MaxError", "RelativeL2", "RootLoss",
 ]  # fmt: skip
+
+
+LARGE_SAMPLE = 1 << 14
+"""Number of elements from which `RelativeL2` sums the errors of each sample in a call of its own, without copies."""
 
 
 class FieldLoss(Loss):
@@ -50,6 +61,13 @@ class FieldLoss(Loss):
         over `dims` and over all parts of the field.
 
         Without weights, the sum of weights is the number of elements. Communicates only if the field is partitioned."""
+        sums = self._sum_weighted_values(env, dims, weights, *values)
+        return all_reduce_over_parts(env, sums, type(self).__name__)
+
+    def _sum_weighted_values(
+        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, *values: Array
+    ) -> Array:
+        """Return what `_all_reduce_weighted_sums` returns, but only for this rank's part."""
         xp = env.xp
         shape = tuple(n for d, n in enumerate(values[0].shape) if d not in dims)
         if weights is None:
@@ -57,7 +75,19 @@ class FieldLoss(Loss):
         else:
             many = xp.broadcast_to(weights, values[0].shape).sum(axis=dims, dtype=np.float64)
         found = [(v if weights is None else weights * v).sum(axis=dims, dtype=np.float64) for v in values]
-        return all_reduce_over_parts(env, xp.stack([many, *found]), type(self).__name__)
+        return xp.stack([many, *found])
+
+    def _sum_weights_and_squares(
+        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, *values: Array
+    ) -> Array:
+        """Return what `_all_reduce_weighted_sums` returns for the squares of `values`, for this rank's part only."""
+        xp = env.xp
+        if weights is not None or values[0].ndim < 3:
+            return self._sum_weighted_values(env, dims, weights, *(v * v for v in values))
+        sums = [sum_squares_over_cells(xp, v) for v in values]
+        cells = xp.full(sums[0].shape, float(math.prod(values[0].shape[2:])), dtype=np.float64)
+        stacked = xp.stack([cells, *sums])
+        return stacked.sum(axis=2) if 1 in dims else stacked
 
     def _get_cuts(self, y: Array) -> tuple[Cuts, ...]:
         """Return, for each cell dim, the first cell of each rank's part, followed by the number of cells of the
@@ -81,21 +111,37 @@ class RootLoss(FieldLoss):
 
     A group consists of the elements along the dims that `_get_reduced_dims` returns."""
 
+    kernel_names: tuple[str, ...] = ("channel_means_and_square_deviations", "sum_squares_of_blocks")
+
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        xp, dims = env.xp, self._get_reduced_dims(y)
-        apart, target, w = self._get_error_target_and_weights(env, y, target)
-        count, squares, below = self._all_reduce_error_sums(env, dims, w, apart, target)
-        value = xp.sqrt(squares / xp.where(below > 0, below, 1.0))
-        value = xp.where((below > 0) | (squares == 0), value, math.inf)
-        total, weight = self._compute_loss_share(env, value, count)
-        return total, weight, (apart, w, value * below, y.dtype)
+        dims = self._get_reduced_dims(y)
+        error, target, w = self._get_error_target_and_weights(env, y, target)
+        sums = self._sum_weights_and_squares(env, dims, w, error, target)
+        count, squares, below = self._all_reduce_error_sums(env, dims, w, sums, target)
+        total, weight, scale = self._compute_roots(env, count, squares, below)
+        return total, weight, (error, w, scale, y.dtype)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
-        apart, w, scale, dtype = saved
+        error, w, scale, dtype = saved
+        share = self._compute_gradient_factors(env, error, scale, seed)
+        return ((error if w is None else w * error) * share).astype(dtype, copy=False)
+
+    def _compute_roots(
+        self, env: LayerContext, count: Array, squares: Array, below: Array
+    ) -> tuple[float, float, Array]:
+        """Return this rank's share of the total and of the weight, and the denominators of the gradients. The arguments
+        are the results of `_all_reduce_error_sums`."""
         xp = env.xp
-        share = xp.where(scale > 0, seed / xp.where(scale > 0, scale, 1.0), 0.0).astype(apart.dtype)
-        share = share.reshape(*share.shape, *(1,) * (apart.ndim - share.ndim))
-        return ((apart if w is None else w * apart) * share).astype(dtype, copy=False)
+        value = xp.sqrt(squares / xp.where(below > 0, below, 1.0))
+        value = xp.where((below > 0) | (squares == 0), value, math.inf)
+        return *self._compute_loss_share(env, value, count), value * below
+
+    def _compute_gradient_factors(self, env: LayerContext, error: Array, scale: Array, seed: float) -> Array:
+        """Return the factors that multiply the errors in the gradient, shaped to multiply `error`. `scale` holds the
+        denominators."""
+        xp = env.xp
+        share = xp.where(scale > 0, seed / xp.where(scale > 0, scale, 1.0), 0.0).astype(error.dtype)
+        return share.reshape(*share.shape, *(1,) * (error.ndim - share.ndim))
 
     def _get_error_target_and_weights(
         self, env: LayerContext, y: Array, target: Array
@@ -107,11 +153,11 @@ class RootLoss(FieldLoss):
         return tuple(range(2, y.ndim))
 
     def _all_reduce_error_sums(
-        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, error: Array, target: Array
+        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, sums: Array, target: Array
     ) -> tuple[Array, Array, Array]:
-        """Return (count, sum(w error^2), denominator) for each group of elements, computed over all parts of the
-        field."""
-        count, squares = self._all_reduce_weighted_sums(env, dims, weights, error * error)
+        """Return (count, sum(w error^2), denominator) for each group of elements, computed over all parts of the field.
+        `sums` holds the sums of weights, of squared errors and of squared targets of this rank's part."""
+        count, squares = all_reduce_over_parts(env, sums[:2], type(self).__name__)
         return count, squares, count
 
 
@@ -133,18 +179,39 @@ class RelativeL2(RootLoss):
         default False
     """
 
+    reads_any_memory_order = True
+    kernel_names = (*RootLoss.kernel_names, "squared_error")
+
     def __init__(self, eps: float = 0.0, weights: Any = None, skipna: bool = False) -> None:
         super().__init__(weights, skipna)
         require_finite_arguments(self, eps=eps)
         self.eps = float(eps)
 
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        plain = self.weights is None and not self.skipna and y.dtype == target.dtype and y.dtype.char in "fd"
+        if env.xp is not np or not plain or y.ndim < 3 or y[:1].size < LARGE_SAMPLE or not target.flags.carray:
+            return super().forward(env, y, match_memory_order(None, target, y))
+        squares = sum_squares_of_blocks(np, target.reshape(-1), target[0].size)
+        errors = [squared_error(np, y[n : n + 1], target[n : n + 1]) for n in range(len(y))]
+        sums = np.stack([np.full(len(y), float(target[0].size)), np.array(errors), squares])
+        found = self._all_reduce_error_sums(env, self._get_reduced_dims(y), None, sums, target)
+        total, weight, scale = self._compute_roots(env, *found)
+        return total, weight, ((y, target), None, scale, y.dtype)
+
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
+        error, *others = saved
+        if isinstance(error, tuple):
+            y, target = error
+            error = y - match_memory_order(None, target, y)
+        return super().backward(env, (error, *others), seed)
+
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
         return tuple(range(1, y.ndim))
 
     def _all_reduce_error_sums(
-        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, error: Array, target: Array
+        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, sums: Array, target: Array
     ) -> tuple[Array, Array, Array]:
-        count, squares, of_target = self._all_reduce_weighted_sums(env, dims, weights, error * error, target * target)
+        count, squares, of_target = all_reduce_over_parts(env, sums, type(self).__name__)
         if self.eps == 0:
             self._require_nonzero_targets((count > 0) & (of_target == 0))
         return count, squares, (env.xp.sqrt(of_target) + self.eps) ** 2
@@ -152,7 +219,9 @@ class RelativeL2(RootLoss):
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         super().validate(shape, target)
         if self.parts is None and self.weights is None and not self.skipna and self.eps == 0 and target.size:
-            self._require_nonzero_targets(~target.reshape(len(target), -1).any(axis=1))
+            first = target[(slice(None), *(0,) * (target.ndim - 1))]  # if these are not 0, no others need be read
+            if not bool((first != 0).all()):
+                self._require_nonzero_targets(~target.reshape(len(target), -1).any(axis=1))
 
     def _require_nonzero_targets(self, is_zero: Array) -> None:
         """Raise DataError if any sample has a target that is all zeros. `is_zero` holds one bool per sample."""
@@ -196,9 +265,9 @@ class VRMSE(RootLoss):
         self.eps = float(eps)
 
     def _all_reduce_error_sums(
-        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, error: Array, target: Array
+        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, sums: Array, target: Array
     ) -> tuple[Array, Array, Array]:
-        count, squares = self._all_reduce_weighted_sums(env, dims, weights, error * error)
+        count, squares, _ = super()._all_reduce_error_sums(env, dims, weights, sums, target)
         variance = all_reduce_moments(env, target, dims, "VRMSE", weights)[2] / env.xp.maximum(count - 1.0, 1.0)
         return count, squares, count * (variance + self.eps)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.array.kernels.memory_order import put_channels_first
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
 from fsdpx.ext.fields.fourier import make_mode_partition, transform_cells_to_modes, transform_modes_to_cells
@@ -43,7 +44,8 @@ class SpectrumRMSE(FieldLoss):
     """
 
     needs_grid = True
-    kernel_names = ("fourier_along_dim", "sum_squares_by_index")
+    reads_any_memory_order = True
+    kernel_names = ("channels_last", "fourier_along_dim", "sum_squares_by_index")
 
     def __init__(
         self,
@@ -69,7 +71,8 @@ class SpectrumRMSE(FieldLoss):
         parts = self.parts or FieldPartition.on_one_rank(y.shape[2:])
         both = xp.empty((y.shape[0], 2 * channels, *y.shape[2:]), dtype=accumulation_dtype(y.dtype))
         if self.weights is None and not self.skipna:
-            both[:, :channels], both[:, channels:], root = y, target, None
+            both[:, :channels], both[:, channels:] = (put_channels_first(xp, a) for a in (y, target))
+            root = None
             mass = xp.full(y.shape[:2], float(math.prod(y.shape[2:])), dtype=np.float64)
         else:
             error, known, w = compute_difference_target_and_weights(env, y, target, self.weights, self.skipna)

@@ -6,6 +6,7 @@ by half a unit of the last place of its format; bounds follow from the formats a
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from inspect import isfunction
 from typing import Any, NamedTuple
 
@@ -324,6 +325,11 @@ def losses(x, dy, dtype) -> Cases:
     picked = np.take_along_axis(x, target[:, None], axis=1)[:, 0]
     p, hit = np.exp(x - held), np.arange(x.shape[1]) == target[:, None]
     size, errors = p * (1.0 + np.abs(x - held)) + hit, np.square(x - dy)
+    apart = np.abs(x - dy)
+    robust = [(0.0, apart, np.sign(x - dy))] + [
+        (delta, np.where(apart <= delta, errors / 2, delta * (apart - delta / 2)), np.clip(x - dy, -delta, delta))
+        for delta in (0.5, 4.0)
+    ]
     entropy, sizes = np.logaddexp(0.0, x) - x * dy, np.abs(x) + np.abs(x * dy) + 1.0
 
     def total(kernel):
@@ -334,6 +340,9 @@ def losses(x, dy, dtype) -> Cases:
 
     def cross_backward(xp, a, b):
         return kernels.cross_entropy_backward(xp, a, target, b, 0.5)
+
+    def huber(xp, a, b, n, delta):
+        return np.asarray(kernels.huber_error_gradient_and_sum(xp, a, b, delta, 0.5)[n])
 
     terms = np.abs(lse) + np.abs(picked) + 1.0
     return {
@@ -349,6 +358,20 @@ def losses(x, dy, dtype) -> Cases:
                  np.abs(x) + np.abs(dy)),
             Case(total(lambda xp, a, b: kernels.squared_error_gradient_and_sum(xp, a, b, 0.5)[1]), (x, dy),
                  errors.sum(), errors.sum()),
+        ],
+        "huber_error": [
+            Case(total(partial(kernels.huber_error, delta=delta)), (x, dy), terms.sum(), terms.sum())
+            for delta, terms, _ in robust
+        ],
+        "huber_error_backward": [
+            Case(partial(kernels.huber_error_backward, delta=delta, factor=0.5), (x, dy), slopes / 2,
+                 np.abs(x) + np.abs(dy))
+            for delta, _, slopes in robust
+        ],
+        "huber_error_gradient_and_sum": [
+            Case(partial(huber, n=n, delta=delta), (x, dy), *of_results)
+            for delta, terms, slopes in robust
+            for n, of_results in enumerate(((slopes / 2, np.abs(x) + np.abs(dy)), (terms.sum(), terms.sum())))
         ],
         "binary_entropy": [Case(total(kernels.binary_entropy), (x, dy), entropy.sum(), sizes.sum())],
         "binary_entropy_backward": [

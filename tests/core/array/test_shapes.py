@@ -321,7 +321,8 @@ ALL: dict[str, list[tuple[Any, ...]]] = CALLS | {
     "softplus": [(x, 1.0, 20.0)], "softplus_backward": [(x, x, 1.0, 20.0)], "sigmoid_backward": [(x, x)],
     "tanh_backward": [(x, x)], "gated_backward": [(x, x, x, "gelu")], "rotate": [(h, noise(3, 2), noise(3, 2))],
     "binary_entropy": [(x, x)], "binary_entropy_backward": [(x, x, 2.0)], "squared_error_backward": [(x, x, 2.0)],
-    "squared_error_gradient_and_sum": [(x, x, 2.0)],
+    "squared_error_gradient_and_sum": [(x, x, 2.0)], "huber_error": [(x, x, 0.5)],
+    "huber_error_backward": [(x, x, 0.5, 2.0)], "huber_error_gradient_and_sum": [(x, x, 0.5, 2.0)],
 }  # fmt: skip
 if is_present("meshes"):
     import segment_kernels

@@ -86,6 +86,12 @@ MATRICES = [
 ]
 """Two cells of five for each output, and none to three for each."""
 
+STENCIL = (
+    kernels.ShiftedRange(0, 1, 5, -2.0, False), kernels.ShiftedRange(0, 0, 5, 1.0, True),
+    kernels.ShiftedRange(1, 3, 4, 0.5, True), kernels.ShiftedRange(4, 6, 1, 3.0, False),
+)  # fmt: skip
+"""For fields of five cells, with a halo of one cell at each end."""
+
 CALLS: dict[str, list[tuple[Any, ...]]] = {
     "neighborhood_attention": [(*case[:3], *case[6:]) for case in NEIGHBORS],
     "neighborhood_attention_backward": NEIGHBORS,
@@ -98,6 +104,12 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         for transform, parts in (("rfft", 1), ("fft", 2), ("ifft", 2), ("irfft", 2))
         for n, *others in ((12, 5), (7,), (16, 3, 2), (1, 4), (11, 3), (90,), (35, 20))
         for cells in ((n // 2 + 1 if transform == "irfft" else n, *others),)
+    ],
+    "apply_stencil": [
+        (noise(2, 4, *cells), noise(2, 3, *(k + 2 * (d == dim) for d, k in enumerate(cells)), seed=1), given, taken,
+         dim, STENCIL)
+        for cells in ((5,), (5, 3), (2, 5), (2, 5, 3)) for dim, n in enumerate(cells) if n == 5
+        for given, taken in ((slice(0, 3), slice(None)), (slice(1, None, 2), slice(0, 3, 2)))
     ],
     "sum_squares_by_index": [
         (noise(5, *modes, 2), np.arange(np.prod(modes)).reshape(modes) % 4, np.abs(noise(*modes)), 6)

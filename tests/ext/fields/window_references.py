@@ -167,6 +167,22 @@ def resampled(x, dy, dtype) -> Cases:
     return {"multiply_along_dim": [call]}
 
 
+def stencils(x, dy, dtype) -> Cases:
+    """Half the difference of the next and the previous of five cells along dim 2."""
+    field = np.resize(x, (2, 3, 5, 4))
+    ranges = kernels.ShiftedRange(1, 0, 3, -0.5, False), kernels.ShiftedRange(1, 2, 3, 0.5, True)
+    want, size = np.zeros(field.shape), np.zeros(field.shape)
+    want[:, :, 1:4] = field[:, :, :3] * -0.5 + field[:, :, 2:] * 0.5
+    size[:, :, 1:4] = np.abs(field[:, :, :3]) + np.abs(field[:, :, 2:])
+
+    def call(xp, a):
+        y = np.zeros(a.shape, a.dtype)
+        kernels.apply_stencil(xp, y, a, slice(None), slice(None), 0, ranges)
+        return y
+
+    return {"apply_stencil": [Case(call, (field,), want, size)]}
+
+
 def transforms(x, dy, dtype) -> Cases:
     """Fourier transforms of six cells, and the spectrum of five rows of modes."""
     # which parts of a mode are NaN depends on the order of its sums
@@ -215,5 +231,5 @@ def neighborhoods(x, dy, dtype) -> Cases:
     }
 
 
-FAMILIES = images, convolutions, group_norms, fields_on_one_rank, resampled, transforms, neighborhoods
+FAMILIES = images, convolutions, group_norms, fields_on_one_rank, resampled, stencils, transforms, neighborhoods
 KERNELS = {name for name in vars(kernels) if isfunction(getattr(kernels, name))}

@@ -59,7 +59,7 @@ def close(got: Any, want: Any, bound: float) -> None:
 
 
 OF_HOSTS = {
-    "fourier_along_dim", "group_norm", "group_norm_backward_input", "neighborhood_attention",
+    "apply_stencil", "fourier_along_dim", "group_norm", "group_norm_backward_input", "neighborhood_attention",
     "neighborhood_attention_backward", "sum_squares_by_index",
 }  # fmt: skip
 """Kernels that only the host has: on a GPU, GroupNorm runs the kernels of fields that are split over ranks, and

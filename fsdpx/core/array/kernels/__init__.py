@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from fsdpx.core.array.kernels.loss import (
         binary_entropy as binary_entropy, binary_entropy_backward as binary_entropy_backward,
         cross_entropy as cross_entropy, cross_entropy_backward as cross_entropy_backward,
-        embedding_backward as embedding_backward, squared_error as squared_error,
+        embedding_backward as embedding_backward, huber_error as huber_error,
+        huber_error_backward as huber_error_backward, huber_error_gradient_and_sum as huber_error_gradient_and_sum,
+        squared_error as squared_error,
         squared_error_backward as squared_error_backward,
         squared_error_gradient_and_sum as squared_error_gradient_and_sum,
     )  # fmt: skip

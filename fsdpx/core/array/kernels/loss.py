@@ -12,7 +12,8 @@ from fsdpx.core.array.kernels.squares import square_sum
 
 __all__ = [
     "binary_entropy", "binary_entropy_backward", "cross_entropy", "cross_entropy_backward", "embedding_backward",
-    "squared_error", "squared_error_backward", "squared_error_gradient_and_sum",
+    "huber_error", "huber_error_backward", "huber_error_gradient_and_sum", "squared_error", "squared_error_backward",
+    "squared_error_gradient_and_sum",
 ]  # fmt: skip
 
 
@@ -133,3 +134,26 @@ def squared_error_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
 def squared_error_gradient_and_sum(xp: Any, y: Any, target: Any, factor: float) -> tuple[Any, float]:
     """Return `squared_error_backward` and `squared_error`. The compiled code computes both in one pass over memory."""
     return squared_error_backward(xp, y, target, factor), squared_error(xp, y, target)
+
+
+@kernel(narrow=0)
+def huber_error(xp: Any, y: Any, target: Any, delta: float) -> float:
+    """Return the sum of Huber's errors for two arrays of equal shape, in float64. With d = |y - target|, the error is
+    d^2 / 2 where d <= delta, and delta * (d - delta / 2) elsewhere. If `delta` is 0, the error is d instead, the limit
+    of Huber's error divided by delta."""
+    apart = xp.abs(y - target)
+    near = xp.minimum(apart, delta)
+    return float((near * (apart - near * 0.5) if delta else apart).sum(dtype=np.float64))
+
+
+@kernel()
+def huber_error_backward(xp: Any, y: Any, target: Any, delta: float, factor: float) -> Any:
+    """Return the gradient of `huber_error` times `factor`, in the dtype of y."""
+    slopes = xp.clip(y - target, -delta, delta) if delta else xp.sign(y - target)
+    return (slopes * factor).astype(y.dtype, copy=False)
+
+
+@kernel()
+def huber_error_gradient_and_sum(xp: Any, y: Any, target: Any, delta: float, factor: float) -> tuple[Any, float]:
+    """Return `huber_error_backward` and `huber_error`. The compiled code computes both in one pass over memory."""
+    return huber_error_backward(xp, y, target, delta, factor), huber_error(xp, y, target, delta)

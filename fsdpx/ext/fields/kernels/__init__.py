@@ -23,3 +23,5 @@ from fsdpx.ext.fields.kernels.pool import max_pool as max_pool
 from fsdpx.ext.fields.kernels.pool import max_pool_backward as max_pool_backward
 from fsdpx.ext.fields.kernels.resample import CellMatrix as CellMatrix
 from fsdpx.ext.fields.kernels.resample import multiply_along_dim as multiply_along_dim
+from fsdpx.ext.fields.kernels.stencil import ShiftedRange as ShiftedRange
+from fsdpx.ext.fields.kernels.stencil import apply_stencil as apply_stencil

@@ -168,88 +168,140 @@ def cross_entropy_backward(
 
 
 @jit(fastmath=REORDER)
-def _sum_squared_errors(y, target):
+def _sum_errors(y, target, delta):
+    """Return the sum of Huber's errors, or of absolute errors if `delta` is 0, or of squared errors if it is -1."""
     result = 0.0
-    for i in range(y.size):
-        d = np.float64(to_float(y[i]) - to_float(target[i]))
-        result += d * d
+    if delta < 0.0:
+        for i in range(y.size):
+            d = np.float64(to_float(y[i]) - to_float(target[i]))
+            result += d * d
+    elif delta == 0.0:
+        for i in range(y.size):
+            result += abs(np.float64(to_float(y[i]) - to_float(target[i])))
+    else:
+        for i in range(y.size):
+            d = abs(np.float64(to_float(y[i]) - to_float(target[i])))
+            near = delta if d > delta else d
+            result += near * (d - near * 0.5)
     return result
 
 
 @jit
-def _sum_squared_errors_per_block(sums, y, target):
-    for n in range(sums.size):
-        sums[n] = _sum_squared_errors(y[n * BLOCK : (n + 1) * BLOCK], target[n * BLOCK : (n + 1) * BLOCK])
+def _set_error_slopes(y, target, dy, factor, delta):
+    """Set dy to `factor` times the derivatives of the errors that `_sum_errors` adds. Those of squared errors are
+    halved. `delta` has the dtype of `factor`."""
+    if delta < 0:
+        for i in range(y.size):
+            dy[i] = round_to_dtype_of(dy, (to_float(y[i]) - to_float(target[i])) * factor)
+    elif delta == 0:
+        for i in range(y.size):
+            d = to_float(y[i]) - to_float(target[i])
+            slope = factor if d > 0 else -factor if d < 0 else d * factor
+            dy[i] = round_to_dtype_of(dy, slope)
+    else:
+        for i in range(y.size):
+            d = to_float(y[i]) - to_float(target[i])
+            near = delta if d > delta else -delta if d < -delta else d
+            dy[i] = round_to_dtype_of(dy, near * factor)
 
 
 @jit
-def _squared_error_backward_loop(y, target, dy, factor):
-    for i in range(y.size):
-        dy[i] = round_to_dtype_of(dy, (to_float(y[i]) - to_float(target[i])) * factor)
-
-
-@register_compiled_kernel(lambda x, w, s: (x, x))
-def squared_error(xp: Any, y: np.ndarray, target: np.ndarray) -> float:
-    sums = np.empty(-(-y.size // BLOCK))
-    _sum_squared_errors_per_block(sums, *make_flat_views(y, target))
-    return float(np.sum(sums))
-
-
-@register_compiled_kernel(lambda x, w, s: (x, x, 1.0))
-def squared_error_backward(xp: Any, y: np.ndarray, target: np.ndarray, factor: float) -> np.ndarray:
-    flat, dy = make_flat_views_and_output(y, target)
-    y, target, into = map(as_contiguous, flat)  # `as_contiguous` copies a target that is read-only or not aligned
-    parallel_for_rows(_squared_error_backward_loop, (y, target, into), accumulation_dtype(y.dtype).type(factor))
-    return dy
-
-
-@jit
-def _squared_error_gradient_and_sum_of_blocks(first, last, sums, y, target, dy, factor):
+def _sum_errors_and_set_slopes_of_blocks(first, last, sums, y, target, dy, factor, delta):
+    """For each block in the range [first, last), compute the gradient dy, and write the sum of errors to `sums`. If dy
+    has no elements, compute only the sums."""
     for n in range(first, last):
         start, stop = n * BLOCK, min((n + 1) * BLOCK, y.size)
-        sums[n] = _sum_squared_errors(y[start:stop], target[start:stop])
-        _squared_error_backward_loop(y[start:stop], target[start:stop], dy[start:stop], factor)
+        sums[n] = _sum_errors(y[start:stop], target[start:stop], np.float64(delta))
+        if dy.size:
+            _set_error_slopes(y[start:stop], target[start:stop], dy[start:stop], factor, delta)
 
 
 @jit
-def _squared_error_gradient_and_sum_of_cells(first, last, sums, y, target, dy, factor):
-    """For each block in the range [first, last), compute the gradient dy, and write the sum of squared errors to
-    `sums`. y and dy have channels last; `target` has the shape (samples, channels, cells). Each block lies within one
-    sample, and consists of whole cells."""
+def _sum_errors_and_set_slopes_of_cells(first, last, sums, y, target, dy, factor, delta):
+    """For each block in the range [first, last), compute the gradient dy, and write the sum of errors to `sums`. If dy
+    has no elements, compute only the sums. y and dy have channels last; `target` has the shape (samples, channels,
+    cells). Each block lies within one sample, and consists of whole cells."""
     channels, cells = target.shape[1], target.shape[2]
     block = np.empty((BLOCK // channels, channels), target.dtype)
     for n in range(first, last):
         start, cell = n * BLOCK, n * block.shape[0]
         transpose_pixels_into(target[cell // cells], cell % cells, block, False)
         part, flat = slice(start, start + BLOCK), block.reshape(BLOCK)
-        sums[n] = _sum_squared_errors(y[part], flat)
-        _squared_error_backward_loop(y[part], flat, dy[part], factor)
+        sums[n] = _sum_errors(y[part], flat, np.float64(delta))
+        if dy.size:
+            _set_error_slopes(y[part], flat, dy[part], factor, delta)
 
 
-@register_compiled_kernel(
-    lambda x, w, s: [
-        (x, x, 1.0),
-        (np.zeros((1, BLOCK // 4, 4), x.dtype).transpose(0, 2, 1), np.zeros((1, 4, BLOCK // 4), x.dtype), 1.0),
-    ]
-)
+def _sum_errors_and_make_gradient(
+    y: np.ndarray, target: np.ndarray, factor: float, delta: float, with_gradient: bool
+) -> tuple[np.ndarray, float]:
+    """Return the gradient and the sum of errors. If `with_gradient` is false, the gradient has no elements."""
+    sums, loop = np.empty(-(-y.size // BLOCK)), _sum_errors_and_set_slopes_of_blocks
+    dy, flat = np.empty(0, y.dtype), list[np.ndarray]()
+    if _has_blocks_of_cells(y, target):
+        loop, shape = _sum_errors_and_set_slopes_of_cells, (*y.shape[:2], math.prod(y.shape[2:]))
+        flat = [view_channels_last(y).reshape(-1), target.reshape(shape), dy]
+        if with_gradient:
+            dy = np.empty_like(y)
+            flat[2] = view_channels_last(dy).reshape(-1)
+    elif with_gradient:
+        arrays, dy = make_flat_views_and_output(y, target)
+        flat = list(map(as_contiguous, arrays))  # `as_contiguous` copies a target that is read-only or not aligned
+    else:
+        flat = [*make_flat_views(y, target), dy]
+    number = accumulation_dtype(y.dtype).type
+    if y.size < MIN_PARALLEL_SIZE:
+        loop(0, sums.size, sums, *flat, number(factor), number(delta))
+    else:
+        parallel_for_range(loop, 0, sums.size, sums, *flat, number(factor), number(delta))
+    return dy, float(np.add.reduce(sums))
+
+
+def _make_error_gradient(y: np.ndarray, target: np.ndarray, factor: float, delta: float) -> np.ndarray:
+    flat, dy = make_flat_views_and_output(y, target)
+    number = accumulation_dtype(y.dtype).type
+    parallel_for_rows(_set_error_slopes, tuple(map(as_contiguous, flat)), number(factor), number(delta))
+    return dy
+
+
+@register_compiled_kernel(lambda x, w, s: (x, x))
+def squared_error(xp: Any, y: np.ndarray, target: np.ndarray) -> float:
+    return _sum_errors_and_make_gradient(y, target, 0.0, -1.0, False)[1]
+
+
+@register_compiled_kernel(lambda x, w, s: (x, x, 1.0))
+def squared_error_backward(xp: Any, y: np.ndarray, target: np.ndarray, factor: float) -> np.ndarray:
+    return _make_error_gradient(y, target, factor, -1.0)
+
+
+def _make_examples(x: np.ndarray, *arguments: float) -> list[tuple[Any, ...]]:
+    """Return arguments for which kernels are compiled: arrays in one memory order, and in two."""
+    y, target = np.zeros((1, BLOCK // 4, 4), x.dtype).transpose(0, 2, 1), np.zeros((1, 4, BLOCK // 4), x.dtype)
+    return [(x, x, *arguments), (y, target, *arguments)]
+
+
+@register_compiled_kernel(lambda x, w, s: _make_examples(x, 1.0))
 def squared_error_gradient_and_sum(
     xp: Any, y: np.ndarray, target: np.ndarray, factor: float
 ) -> tuple[np.ndarray, float]:
-    sums, loop = np.empty(-(-y.size // BLOCK)), _squared_error_gradient_and_sum_of_blocks
-    flat: tuple[np.ndarray, ...]
-    if _has_blocks_of_cells(y, target):
-        loop, dy = _squared_error_gradient_and_sum_of_cells, np.empty_like(y)
-        shape = *y.shape[:2], math.prod(y.shape[2:])
-        flat = view_channels_last(y).reshape(-1), target.reshape(shape), view_channels_last(dy).reshape(-1)
-    else:
-        arrays, dy = make_flat_views_and_output(y, target)
-        flat = tuple(map(as_contiguous, arrays))
-    factor = accumulation_dtype(y.dtype).type(factor)
-    if y.size < MIN_PARALLEL_SIZE:
-        loop(0, sums.size, sums, *flat, factor)
-    else:
-        parallel_for_range(loop, 0, sums.size, sums, *flat, factor)
-    return dy, float(np.add.reduce(sums))
+    return _sum_errors_and_make_gradient(y, target, factor, -1.0, True)
+
+
+@register_compiled_kernel(lambda x, w, s: (x, x, 1.0))
+def huber_error(xp: Any, y: np.ndarray, target: np.ndarray, delta: float) -> float:
+    return _sum_errors_and_make_gradient(y, target, 0.0, delta, False)[1]
+
+
+@register_compiled_kernel(lambda x, w, s: (x, x, 1.0, 1.0))
+def huber_error_backward(xp: Any, y: np.ndarray, target: np.ndarray, delta: float, factor: float) -> np.ndarray:
+    return _make_error_gradient(y, target, factor, delta)
+
+
+@register_compiled_kernel(lambda x, w, s: _make_examples(x, 1.0, 1.0))
+def huber_error_gradient_and_sum(
+    xp: Any, y: np.ndarray, target: np.ndarray, delta: float, factor: float
+) -> tuple[np.ndarray, float]:
+    return _sum_errors_and_make_gradient(y, target, factor, delta, True)
 
 
 def _has_blocks_of_cells(y: np.ndarray, target: np.ndarray) -> bool:
