@@ -11,8 +11,8 @@ __all__ = ["ShiftedRange", "apply_stencil"]
 
 
 class ShiftedRange(NamedTuple):
-    """One term of a stencil: for cells i from 0 to `length` - 1 along a dim, y[to + i] = weight * x[start + i], or += if
-    `add` is true."""
+    """One term of a stencil. For the cells i from 0 to `length` - 1 along a dim, it sets y[to + i] to
+    `weight * x[start + i]`, or adds this product to y[to + i] if `add` is true."""
 
     to: int
     start: int

@@ -44,8 +44,8 @@ def _apply_ranges(first, last, y, x, channels, terms, weights):
 @lru_cache(1 << 10)
 def _make_arrays(ranges: tuple[ShiftedRange, ...], inner: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the arguments `terms` and `weights` of `_apply_ranges`, for cells of `inner` numbers."""
-    terms = np.array([(to * inner, start * inner, length * inner, add) for to, start, length, _, add in ranges], np.int64)
-    return terms.reshape(len(ranges), 4), np.array([one.weight for one in ranges], dtype)
+    terms = [(one.to * inner, one.start * inner, one.length * inner, one.add) for one in ranges]
+    return np.array(terms, np.int64).reshape(len(ranges), 4), np.array([one.weight for one in ranges], dtype)
 
 
 @register_compiled_kernel(lambda x, w, s: (x.reshape(1, 2, 3).copy(), x.reshape(1, 2, 3), *EXAMPLE_OPTIONS))
