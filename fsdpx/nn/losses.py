@@ -57,9 +57,6 @@ class Loss(ABC):
     number of samples; "unknown", anything else, such as the number of labels that are not ignored."""
     skipna: bool = False
     """Whether elements whose target is NaN are ignored. If so, NaN in a target is not an error."""
-    reads_any_memory_order: bool = False
-    """Whether the loss is as fast for a target in another memory order than y. If not, the trainer copies such
-    targets of fields to the memory order of y."""
     __array_ufunc__ = None  # with this, `numpy.float64(2) * loss` calls `Loss.__rmul__` instead of a NumPy function
 
     def __init_subclass__(cls) -> None:
@@ -132,6 +129,12 @@ class Loss(ABC):
         """
         total, weight, saved = self.forward(env, y, match_memory_order(self, target, y))
         return total, weight, self.backward(env, saved, seed)
+
+    @property
+    def reads_any_memory_order(self) -> bool:
+        """Whether the loss is as fast for a target in another memory order than y. If not, the trainer copies such
+        targets of fields to the memory order of y. Default False."""
+        return False
 
     def bind_partition(self, parts: FieldPartition) -> "Loss":
         """Return the loss to use if each rank holds one shard of the output field (domain decomposition). By default,
@@ -320,7 +323,6 @@ class WeightedElementwiseLoss(_Elementwise):
         self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
         self.skipna = bool(skipna)
         self.acts_on = "position" if weights is None else "sample"
-        self.reads_any_memory_order = bool(self.kernel_names) and weights is None and not skipna
         self.counts = "unknown" if skipna else "elements" if weights is None else "samples"
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
@@ -359,6 +361,10 @@ class MSELoss(WeightedElementwiseLoss):
     """
 
     kernel_names = ("squared_error", "squared_error_backward", "squared_error_gradient_and_sum")
+
+    @property
+    def reads_any_memory_order(self) -> bool:
+        return self.weights is None and not self.skipna
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         target = target.astype(y.dtype, copy=False)

@@ -23,10 +23,11 @@ class _RobustLoss(WeightedElementwiseLoss):
     kernel_names = ("huber_error", "huber_error_backward", "huber_error_gradient_and_sum")
 
     def get_delta_and_scale(self) -> tuple[float, float]:
+        """Return the numbers `delta` and `scale`."""
         raise NotImplementedError
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        if not self._can_use_kernels():
+        if not self._can_use_kernels(y):
             return super().forward(env, y, target)
         delta, scale = self.get_delta_and_scale()
         target = target.astype(y.dtype, copy=False)
@@ -41,17 +42,22 @@ class _RobustLoss(WeightedElementwiseLoss):
     def forward_and_backward(
         self, env: LayerContext, y: Array, target: Array, seed: float
     ) -> tuple[float, float, Array]:
-        if not (env.xp is np and self._can_use_kernels()):
+        if not (env.xp is np and self._can_use_kernels(y)):
             return super().forward_and_backward(env, y, target, seed)
         delta, scale = self.get_delta_and_scale()
         target = target.astype(y.dtype, copy=False)
         gradient, total = kernels.huber_error_gradient_and_sum(env.xp, y, target, delta, seed * scale)
         return total * scale, float(y.size), gradient
 
-    def _can_use_kernels(self) -> bool:
+    @property
+    def reads_any_memory_order(self) -> bool:
+        """True if the kernels compute the loss, unless y has 16 bits."""
         own = type(self) in (L1Loss, HuberLoss, SmoothL1Loss)  # other classes may define other errors
         delta = self.get_delta_and_scale()[0] if own else 0.0
         return own and self.weights is None and not self.skipna and (delta >= MIN_DELTA or not delta)
+
+    def _can_use_kernels(self, y: Array) -> bool:
+        return self.reads_any_memory_order and y.dtype.itemsize > 2  # array code does not round targets to 16 bits
 
 
 class L1Loss(_RobustLoss):

@@ -398,7 +398,8 @@ def compute_loss_and_output_gradients(
     # make outputs C-contiguous if needed, because the result of a NumPy sum depends on the memory order
     y = _fix_memory_order(env, (), taken[0] if len(taken) == 1 else taken)
     compute = getattr(type(find), "forward_and_backward", Loss.forward_and_backward)
-    total, share, dy = compute(find, env, y, batch.target, run.scaler.value)
+    target = _fix_memory_order(env, (), batch.target)
+    total, share, dy = compute(find, env, y, target, run.scaler.value)
     each = (dy,) if len(taken) == 1 else tuple(dy)
     _require_gradients_match_outputs(find, taken, each)
     dys = _drop_constant_gradients(run, each)
@@ -426,8 +427,8 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
     env = run.get_layer_contexts_of_microbatch(batch)[0]
     # make outputs C-contiguous if needed, because the result of a NumPy sum depends on the memory order
     y = _fix_memory_order(env, (), taken[0] if len(taken) == 1 else taken)
-    loss = run.placement.loss
-    total, share, _ = loss.forward(env, y, match_memory_order(loss, batch.target, y))
+    loss, target = run.placement.loss, _fix_memory_order(env, (), batch.target)
+    total, share, _ = loss.forward(env, y, match_memory_order(loss, target, y))
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 
 

@@ -54,7 +54,7 @@ TRAINS = ("step", "accumulate")
 """Kinds of programs that run forward and backward on samples and targets."""
 NO_GRADIENT, WRONG_SHARDING = "no gradient reaches some", "how samples are cut"
 MAX_SHAPES = 16
-"""Maximum number of `DirectPrediction` objects to keep, one for each batch shape."""
+"""Maximum number of `DirectPrediction` objects to keep, one for each shape and dtype of batches."""
 READ_ONLY_KINDS = ("evaluate", "predict")
 """Kinds of programs that change no state. During training, besides the number of microbatches, only two things change
 how these programs are compiled: which parameters are frozen, and which values, such as gradients, earlier programs left

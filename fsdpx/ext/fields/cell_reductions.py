@@ -75,5 +75,4 @@ def sum_squares_over_cells(xp: Any, x: Array) -> Array:
     cells = math.prod(x.shape[2:])
     if xp is np and x.flags.c_contiguous and x.size:
         return sum_squares_of_blocks(xp, x.reshape(-1), cells).reshape(x.shape[:2])
-    mean, deviations = channel_means_and_square_deviations(xp, x)
-    return deviations + mean * mean * cells
+    return (x * x).sum(axis=tuple(range(2, x.ndim)), dtype=np.float64)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -141,7 +140,7 @@ class _DerivativeLayer(FieldLayer):
         for term in self._list_terms(x.ndim - 2):
             halo, taps, d = self._find_halo_taps_and_dim(env, term, x)
             wide, taken = x, term.taken
-            if _reads_other_cells(halo):
+            if not halo.is_local:
                 wide, taken = exchange_halo(env, x[:, term.taken], (halo,)), slice(None)
             _apply_taps(env, y, wide, term.given, taken, d, taps, term.given.start in begun)
             begun.add(term.given.start)
@@ -158,7 +157,7 @@ class _DerivativeLayer(FieldLayer):
         for term in self._list_terms(dx.ndim - 2):
             halo, taps, d = self._find_halo_taps_and_dim(env, term, dx)
             turned = [StencilTap(tap.cells, tap.out, tap.weight) for tap in taps]
-            if not _reads_other_cells(halo):
+            if halo.is_local:
                 _apply_taps(env, dx, dy, term.taken, term.given, d, turned, True)
                 continue
             shape = list(dy[:, term.given].shape)
@@ -312,11 +311,6 @@ class FieldCurl(_DerivativeLayer):
 
     def _describe_input(self, dims: int) -> str:
         return "(samples, vectors x dims, *cells) of 2 or 3 dims"
-
-
-def _reads_other_cells(halo: HaloSpec) -> bool:
-    """Return whether any rank's stencils read cells of other ranks, or cells beyond a periodic end."""
-    return any(need != part for need, part in zip(halo.needs, pairwise(halo.cuts), strict=True))
 
 
 def _apply_taps(

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.kernels.memory_order import put_channels_first
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.derivatives import DerivativeTerm, FieldGradient, Spacing, StencilTap
 from fsdpx.ext.fields.halo import HaloSpec
@@ -49,7 +48,7 @@ class RelativeH1(RelativeL2):
     """
 
     needs_grid = True
-    kernel_names = ("channels_last", *RelativeL2.kernel_names, "apply_stencil")
+    kernel_names = (*RelativeL2.kernel_names, "apply_stencil")
 
     def __init__(
         self,
@@ -75,8 +74,6 @@ class RelativeH1(RelativeL2):
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, samples, channels, dims = env.xp, y.shape[0], y.shape[1], y.ndim - 2
-        # with channels first in memory, stencils read memory sequentially
-        y, target = (put_channels_first(xp, a) for a in (y, target))
         error, target, w = self._get_error_target_and_weights(env, y, target)
         values = xp.empty((2 * samples, channels, *y.shape[2:]), dtype=error.dtype)
         slopes = xp.empty((2 * samples, channels * dims, *y.shape[2:]), dtype=error.dtype)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.core.array.kernels import squared_error, sum_squares_of_blocks
+from fsdpx.core.array.kernels.memory_order import put_channels_first
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.cell_reductions import all_reduce_moments, all_reduce_over_parts, sum_squares_over_cells
 from fsdpx.ext.fields.halo import get_local_range
@@ -111,12 +112,15 @@ class RootLoss(FieldLoss):
 
     A group consists of the elements along the dims that `_get_reduced_dims` returns."""
 
-    kernel_names: tuple[str, ...] = ("channel_means_and_square_deviations", "sum_squares_of_blocks")
+    kernel_names: tuple[str, ...] = ("channels_last", "sum_squares_of_blocks")
+    reads_any_memory_order = True
+    _divides_by_squared_target = False
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         dims = self._get_reduced_dims(y)
         error, target, w = self._get_error_target_and_weights(env, y, target)
-        sums = self._sum_weights_and_squares(env, dims, w, error, target)
+        squared = (error, target) if self._divides_by_squared_target else (error,)
+        sums = self._sum_weights_and_squares(env, dims, w, *squared)
         count, squares, below = self._all_reduce_error_sums(env, dims, w, sums, target)
         total, weight, scale = self._compute_roots(env, count, squares, below)
         return total, weight, (error, w, scale, y.dtype)
@@ -146,6 +150,8 @@ class RootLoss(FieldLoss):
     def _get_error_target_and_weights(
         self, env: LayerContext, y: Array, target: Array
     ) -> tuple[Array, Array, Array | None]:
+        # float64 sums over the cells of a channel are fast if these cells are consecutive in memory
+        y, target = (put_channels_first(env.xp, a) for a in (y, target))
         return compute_difference_target_and_weights(env, y, target, self.weights, self.skipna)
 
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
@@ -156,8 +162,9 @@ class RootLoss(FieldLoss):
         self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, sums: Array, target: Array
     ) -> tuple[Array, Array, Array]:
         """Return (count, sum(w error^2), denominator) for each group of elements, computed over all parts of the field.
-        `sums` holds the sums of weights, of squared errors and of squared targets of this rank's part."""
-        count, squares = all_reduce_over_parts(env, sums[:2], type(self).__name__)
+        `sums` holds sums over this rank's part: of weights, of squared errors and, if the loss divides by it, of the
+        squared target."""
+        count, squares = all_reduce_over_parts(env, sums, type(self).__name__)
         return count, squares, count
 
 
@@ -179,8 +186,8 @@ class RelativeL2(RootLoss):
         default False
     """
 
-    reads_any_memory_order = True
     kernel_names = (*RootLoss.kernel_names, "squared_error")
+    _divides_by_squared_target = True
 
     def __init__(self, eps: float = 0.0, weights: Any = None, skipna: bool = False) -> None:
         super().__init__(weights, skipna)
@@ -188,9 +195,10 @@ class RelativeL2(RootLoss):
         self.eps = float(eps)
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        plain = self.weights is None and not self.skipna and y.dtype == target.dtype and y.dtype.char in "fd"
-        if env.xp is not np or not plain or y.ndim < 3 or y[:1].size < LARGE_SAMPLE or not target.flags.carray:
-            return super().forward(env, y, match_memory_order(None, target, y))
+        plain = type(self) is RelativeL2 and self.weights is None and not self.skipna  # others may define other errors
+        large = env.xp is np and y.ndim > 2 and y[:1].size >= LARGE_SAMPLE and y.dtype.char in "fd"
+        if not (plain and large and y.dtype == target.dtype and target.flags.c_contiguous):
+            return super().forward(env, y, target)
         squares = sum_squares_of_blocks(np, target.reshape(-1), target[0].size)
         errors = [squared_error(np, y[n : n + 1], target[n : n + 1]) for n in range(len(y))]
         sums = np.stack([np.full(len(y), float(target[0].size)), np.array(errors), squares])
@@ -258,6 +266,8 @@ class VRMSE(RootLoss):
     eps : number added to the variance; default 1e-7
     weights, skipna : as in `RelativeL2`
     """
+
+    kernel_names = (*RootLoss.kernel_names, "channel_means_and_square_deviations")
 
     def __init__(self, eps: float = 1e-7, weights: Any = None, skipna: bool = False) -> None:
         super().__init__(weights, skipna)

@@ -11,6 +11,7 @@ from grids import GRIDS, cuts_of, demand_loss_of_whole, env_of, grid_at, loss_ov
 
 import fsdpx
 from fsdpx import nn, optim, spawn
+from fsdpx.core.array.kernels.memory_order import channels_last, put_channels_first
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.shard_specs import FieldPartition
@@ -497,3 +498,71 @@ def test_losses_and_gradients_are_those_of_pytorch(name: str, cells: tuple[int, 
     assert total / weight == pytest.approx(want.item(), rel=1e-12)
     dy = ours[name].backward(env_of(None), saved, 1.0 / weight)
     np.testing.assert_allclose(dy, there.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("cells", [(9, 11), (80, 80)], ids=str)
+@pytest.mark.parametrize("name", ["relative", "rmse", "vrmse", "h1", "spectrum"])
+def test_any_memory_order_and_flags_of_arrays(name: str, cells: tuple[int, ...]) -> None:
+    """Read-only targets give the bits of others, and fields with channels last in memory their values."""
+    loss, results = LOSSES[name](), []
+    arrays = [a.astype(np.float32) for a in fields(name, 2, *cells)]
+    locked = arrays[1].copy()
+    locked.flags.writeable = False
+    for y, target in (arrays, (arrays[0], locked), *([channels_last(np, arrays[0]), a] for a in (arrays[1], locked))):
+        total, weight, dy = loss.forward_and_backward(env_of(None), y, target, 0.5)
+        assert loss.forward(env_of(None), y, target)[:2] == (total, weight)
+        results.append((total, weight, np.ascontiguousarray(dy)))
+    for one, other in (results[:2], results[2:]):
+        assert one[:2] == other[:2]
+        np.testing.assert_array_equal(one[2], other[2])
+    assert results[2][0] == pytest.approx(results[0][0], rel=1e-6)
+    np.testing.assert_allclose(results[2][2], results[0][2], rtol=1e-4, atol=1e-8)
+
+
+def test_a_field_with_an_infinite_error_has_an_infinite_loss() -> None:
+    for name in ("relative", "rmse"):
+        for cells in ((3, 4), (80, 80)):
+            y, target = (a.astype(np.float32) for a in fields(name, 2, *cells))
+            y[1, 2, 1, 1] = np.inf
+            for array in (y, channels_last(np, y)):
+                assert LOSSES[name]().forward(env_of(None), array, target)[0] == np.inf
+
+
+def test_a_subclass_of_relative_l2_may_sum_over_other_dims() -> None:
+    class OfChannels(nn.RelativeL2):
+        def _get_reduced_dims(self, y: np.ndarray) -> tuple[int, ...]:
+            return axes(y)
+
+    for cells in ((3, 4), (80, 80)):
+        y, target = fields("relative", 2, *cells)
+        want = np.linalg.norm((y - target).reshape(6, -1), axis=1) / np.linalg.norm(target.reshape(6, -1), axis=1)
+        assert OfChannels().forward(env_of(None), y, target)[:2] == (pytest.approx(want.sum(), rel=1e-12), 6.0)
+
+
+def test_channels_first() -> None:
+    for shape in ((2, 3, 4, 5), (1, 8, 70), (0, 3, 4), (2, 1, 6), (2, 5)):
+        x = noise(*shape).astype(np.float32)
+        last = channels_last(np, x) if len(shape) > 2 else x
+        for array in (x, last, x[::-1], x.astype(np.float16)):
+            got = put_channels_first(np, array)
+            np.testing.assert_array_equal(got, array, strict=True)
+            assert got is array or got.flags.c_contiguous
+        assert put_channels_first(np, last).flags.c_contiguous
+
+
+def test_in_a_pipeline_no_bit_depends_on_the_memory_order_of_targets() -> None:
+    x, target = (a.astype(np.float32) for a in fields("mse", 4, 70, 80))
+
+    def train(comm: Communicator, loss: nn.Loss, turn: Callable[[np.ndarray], np.ndarray]) -> list[Any]:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 3, 1))
+        trainer = fsdpx.distribute(
+            model, loss=loss, optimizer=optim.SGD(lr=0.1), mesh=fsdpx.Mesh(shard=1, pipe=2), seed=0, comm=comm
+        )
+        steps = [trainer.step(x, turn(target)) for _ in range(2)]
+        return [*steps, trainer.evaluate(x, turn(target))]
+
+    for loss in (nn.MSELoss(), nn.HuberLoss(), nn.RelativeL2(), nn.RMSE(), nn.RelativeH1(), nn.SpectrumRMSE()):
+        turns = np.asarray, lambda a: channels_last(np, a), lambda a: np.frombuffer(a.tobytes(), "f4").reshape(a.shape)
+        first, *others = (spawn(train, 2, loss, turn) for turn in turns)
+        for other in others:
+            assert other == first, loss

@@ -264,7 +264,13 @@ def _make_error_gradient(y: np.ndarray, target: np.ndarray, factor: float, delta
     return dy
 
 
-@register_compiled_kernel(lambda x, w, s: (x, x))
+def _make_examples(x: np.ndarray, *arguments: float) -> list[tuple[Any, ...]]:
+    """Return arguments for which kernels are compiled: arrays in one memory order, and in two."""
+    y, target = np.zeros((1, BLOCK // 4, 4), x.dtype).transpose(0, 2, 1), np.zeros((1, 4, BLOCK // 4), x.dtype)
+    return [(x, x, *arguments), (y, target, *arguments)]
+
+
+@register_compiled_kernel(lambda x, w, s: _make_examples(x))
 def squared_error(xp: Any, y: np.ndarray, target: np.ndarray) -> float:
     return _sum_errors_and_make_gradient(y, target, 0.0, -1.0, False)[1]
 
@@ -274,12 +280,6 @@ def squared_error_backward(xp: Any, y: np.ndarray, target: np.ndarray, factor: f
     return _make_error_gradient(y, target, factor, -1.0)
 
 
-def _make_examples(x: np.ndarray, *arguments: float) -> list[tuple[Any, ...]]:
-    """Return arguments for which kernels are compiled: arrays in one memory order, and in two."""
-    y, target = np.zeros((1, BLOCK // 4, 4), x.dtype).transpose(0, 2, 1), np.zeros((1, 4, BLOCK // 4), x.dtype)
-    return [(x, x, *arguments), (y, target, *arguments)]
-
-
 @register_compiled_kernel(lambda x, w, s: _make_examples(x, 1.0))
 def squared_error_gradient_and_sum(
     xp: Any, y: np.ndarray, target: np.ndarray, factor: float
@@ -287,7 +287,7 @@ def squared_error_gradient_and_sum(
     return _sum_errors_and_make_gradient(y, target, factor, -1.0, True)
 
 
-@register_compiled_kernel(lambda x, w, s: (x, x, 1.0))
+@register_compiled_kernel(lambda x, w, s: _make_examples(x, 1.0))
 def huber_error(xp: Any, y: np.ndarray, target: np.ndarray, delta: float) -> float:
     return _sum_errors_and_make_gradient(y, target, 0.0, delta, False)[1]
 
