@@ -64,7 +64,12 @@ class CodecContract:
     def test_error_feedback_loses_nothing(self, whole: bool) -> None:
         """For a codec with error feedback, check that the sum of all sent values plus the values kept for later equals
         the sum of all gradients. The kept values are in the memory arrays that have the rule "sum" in
-        `reshard_rules`."""
+        `reshard_rules`.
+
+        Parameters
+        ----------
+        whole : whether to test `all_reduce`; if false, test `reduce_scatter`
+        """
         size, n, steps = 3, 61, 3
 
         def body(comm: Communicator) -> np.ndarray:

@@ -282,8 +282,17 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars, TakesSeveralGrids):
         return unwrap_single([*(one.join_gradient_of_input() for one in gradients), *dothers, *dwalls])
 
     def require_ghost_cells(self, parts: FieldPartition | None) -> None:
-        """Raise ConfigError if the Rollout has boundary values and `parts`, the partition of the states, has no ghost
-        cells."""
+        """Check that the states have ghost cells if the Rollout has boundary values.
+
+        Parameters
+        ----------
+        parts : partition of the states; None on one rank
+
+        Raises
+        ------
+        ConfigError
+            if there are boundary values, and the states have no ghost cells
+        """
         for state in self.states if self.boundary else ():
             state.require_ghost_cells(self, parts)
 

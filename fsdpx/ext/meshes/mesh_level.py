@@ -65,11 +65,19 @@ class MeshLevel:
         return f"MeshLevel({self.fine}, {self.coarse})"
 
     def find_node_map(self, kind: Kind) -> LevelLink:
-        """Return the map between the two meshes. `kind` describes how node values of one of the meshes are distributed.
-        In a dry run, `kind` may describe the part of another rank; the returned map is then for that rank, and has
-        sizes but no data. If `kind` belongs to neither mesh, return the map for this rank.
+        """Return the map between the two meshes. Does not communicate.
 
-        Does not communicate."""
+        Parameters
+        ----------
+        kind : how node values of one of the meshes are distributed. In a dry run, it may describe the part of another
+            rank
+
+        Returns
+        -------
+        LevelLink
+            the map for this rank, also if `kind` belongs to neither mesh. If `kind` describes the part of another rank,
+            the map for that rank, with sizes but no data
+        """
         known = next((link for link in self._links if kind in (link.fine, link.coarse)), None)
         if known is not None or not isinstance(kind, MeshPartition) or kind.graph.numbers.size:
             return known or self._links[0]
