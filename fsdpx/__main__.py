@@ -68,8 +68,8 @@ def _expand_path(text: str) -> Path:
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that reports a mistake in one line. Unlike argparse, it does not list all options.
 
-    `options` is a function that adds the options of a command. It is imported only for the requested command, because
-    a launcher should not have to import training code."""
+    `options` is a function that adds the options of a command. The function is imported only if its command was
+    requested, because a launcher should not have to import training code."""
 
     def __init__(self, *args: Any, options: Options | None = None, **more: Any) -> None:
         super().__init__(*args, **{**more, "allow_abbrev": False})

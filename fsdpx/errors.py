@@ -91,8 +91,8 @@ class ShapeError(ConfigError):
 
 
 class LaunchError(ConfigError):
-    """Raised if ranks cannot be started as one job, for example because launcher and MPI disagree, or ranks do not
-    find each other."""
+    """Raised if ranks cannot be started as one job, for example because the launcher and MPI disagree, or because ranks
+    cannot find each other."""
 
 
 class DataError(FsdpxError, ValueError):

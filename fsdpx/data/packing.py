@@ -1,4 +1,4 @@
-"""`pack_graphs` joins several graphs into one, so that a batch of different graphs is one sample."""
+"""`pack_graphs` joins several graphs into one, so that a batch of different graphs can be passed as a single sample."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _make_shift(zeros: int) -> np.ndarray:
 
 
 def _append_zeros_to_crcs(shift: np.ndarray, states: np.ndarray) -> np.ndarray:
-    """Return the CRC states that follow from `states` after a number of zero bytes. `shift` is the result of
+    """Return the CRC states that follow from `states` when a number of zero bytes is appended. `shift` is the result of
     `_make_shift` for this number."""
     found = np.zeros_like(states)
     for bit, image in enumerate(shift):

@@ -114,7 +114,8 @@ def _view_feature_bytes_as_array(name: str, features: Mapping[str, memoryview], 
 
 
 def _parse_meta(meta: Any) -> tuple[int, dict[str, TrajectoryField]]:
-    """Return the number of steps and the fields. Raise ValueError if the JSON object does not describe them."""
+    """Return the number of steps and the fields that the JSON object `meta` describes. Raise ValueError if it does not
+    describe them."""
     steps = meta.get("trajectory_length") if isinstance(meta, dict) else None
     features = meta.get("features") if isinstance(meta, dict) else None
     if type(steps) is not int or steps < 1 or not isinstance(features, dict):

@@ -6,7 +6,7 @@ import numpy as np
 from mpi4py import MPI
 
 ROWS, COLUMNS = 32, 48  # size in cells; walls at the first and last row, periodic columns
-SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # number of small steps per state, time step, viscosity
+SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # number of small steps from state to state, length of a small step, viscosity
 STATES = 20  # number of states in a run of the solver
 
 comm = MPI.COMM_WORLD

@@ -16,7 +16,7 @@ THEMES: dict[str, dict[Any, Any]] = {
     }
     for theme, page, ink in (("light", "#ffffff", "#24292f"), ("dark", "#131416", "#d7dce1"))
 }  # fmt: skip
-"""Maps each theme to Matplotlib settings with the colors of the documentation pages in this theme."""
+"""For each theme of the documentation pages, the Matplotlib settings that match the colors of the pages."""
 HALO = 2  # number of halo cells drawn on each side of a part; two 3 x 3 convolutions need this many
 
 

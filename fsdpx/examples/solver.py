@@ -24,7 +24,7 @@ SIDE = 32  # number of cells along each dim of the field
 # number of small steps per large step, length of a small step in time, viscosity
 SMALL, STEP, VISCOSITY = 4, 0.0025, 0.02
 LARGE = 5  # number of large steps per round
-SCALE = 20.0  # the network's output is the change in a large step times this factor
+SCALE = 20.0  # the network outputs the change over one large step, multiplied by this factor
 GOOD = 3e-4  # the solver may use the network if its loss is below this value
 # number of snapshots kept, snapshots per training step, and training steps per round
 KNOWN, DRAWN, STEPS = 8, 2, 40
@@ -38,8 +38,8 @@ def make_network() -> nn.Layer:
 
 
 class Solver:
-    """Solves Burgers' equation on a periodic field by explicit steps. Each rank of `comm`, an mpi4py communicator,
-    holds some rows of the field."""
+    """Solves Burgers' equation on a periodic field with explicit time steps. Each rank of `comm`, an mpi4py
+    communicator, holds some rows of the field."""
 
     def __init__(self, comm: Any) -> None:
         from mpi4py import MPI
@@ -55,8 +55,8 @@ class Solver:
         self.net = make_network().as_distributed(domain=self.grid)
 
     def advance_round(self, learned: bool) -> Array:
-        """Advance the field by the large steps of one round. Return a snapshot of the first large step, with the shape
-        (4, rows, SIDE): the field before the step, followed by its scaled change in the step."""
+        """Advance the field by the large steps of one round. Return a snapshot of shape (4, rows, SIDE): the field
+        before the first large step, followed by the scaled change of the field in this step."""
         for k in range(LARGE):
             before = self.velocity
             if learned and k > 0:
@@ -73,8 +73,8 @@ class Solver:
         return float(self.comm.allreduce(np.abs(self.velocity - self.exact).max(), self._largest))
 
     def _take_large_step_by_small_steps(self, field: Array) -> Array:
-        """Return the field after one large step, which is SMALL explicit steps of du/dt = viscosity laplace(u) - (u .
-        grad) u with central differences."""
+        """Return the field after one large step, computed as SMALL explicit steps of du/dt = viscosity laplace(u) - (u
+        . grad) u with central differences."""
         for _ in range(SMALL):
             wide = self._exchange_and_concatenate_halo_rows(field)
             above, below, left, right = wide[:, :-2], wide[:, 2:], np.roll(field, 1, 2), np.roll(field, -1, 2)
@@ -101,7 +101,8 @@ def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
         for _ in range(rounds):
             bridge.send(solver.advance_round(learned))
             weights = bridge.receive_weights()
-            assert weights is not None  # never None, because the trainer does not close the bridge before the solver
+            # never None, because the trainer keeps the bridge open until the solver closes it
+            assert weights is not None
             learned = bool(weights.pop("loss") < GOOD)  # same value on all solver ranks
             solver.net.load_parameters(weights)
     return solver.all_reduce_error(), solver.small / (rounds * LARGE * SMALL)

@@ -25,14 +25,14 @@ Array = np.ndarray
 
 
 def make_network() -> nn.Layer:
-    """Build the U-Net that maps a state to the next one. The U-Net pads with copies of the edge cells at walls, and
-    periodically along the other dim."""
+    """Build the U-Net that maps a state to the next one. At walls, the U-Net pads with copies of the edge cells. Along
+    the other dim, its padding is periodic."""
     around = ("replicate", "circular")
     return nn.Residual(nn.UNet(3, 3, width=12, depth=1, padding=around, norm=None, activation="tanh"))
 
 
 def compute_waves(u: Array) -> Array:
-    """Return the deviation of a state from water at rest, scaled so that its values are about 1."""
+    """Return the deviation of the state `u` from water at rest, scaled so that its values are about 1."""
     return (u - REST) * SCALE
 
 

@@ -91,7 +91,7 @@ class NodeCores:
     Attributes
     ----------
     cores : number of cores
-    source : where the number comes from, as a phrase to end a sentence with, such as "as this machine has"
+    source : where the number comes from, as a phrase that can end a sentence, such as "as this machine has"
     """
 
     cores: int

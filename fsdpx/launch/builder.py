@@ -36,8 +36,8 @@ __all__ = ["SECTIONS", "ModelBuilder"]
 SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
 REQUIRED = ("model", "loss", "optimizer")
 PLAIN = str | bytes | int | float | list | tuple | None
-"""Types of plain values. A section must be a table (dict) or a finished object, such as a layer. A value of one of
-these plain types is an error, with one exception: data sections may be lists or tuples."""
+"""Types of plain values. A section must be a table (dict) or a finished object, such as a layer; a plain value is an
+error. The only exceptions are data sections, which may also be lists or tuples."""
 NAME_SOURCES: tuple[Any, ...] = (
     nn, models, optim, schedules, data, codecs, int8, topk, powersgd, config, choice, mesh, asynchronous, trace,
 )  # fmt: skip
@@ -179,11 +179,11 @@ class ModelBuilder:
         return self._build_objects_of_section("fit")
 
     def _make_section_object(self, section: str) -> Any:
-        """Return the object that a section describes: the result of its `make` call, or the object itself if one was
-        given instead of a table."""
+        """Return the object that a section describes: the result of its `make` call. If the plan contains an object
+        instead of a table for the section, return this object."""
         given = self.plan[section]
         if not isinstance(given, Mapping | PLAIN) or (section not in REQUIRED and isinstance(given, list | tuple)):
-            # no check is needed here: `distribute` and `DataLoader` check objects that are given instead of tables
+            # `given` is an object, not a table; no check is needed here, because `distribute` or `DataLoader` checks it
             return given
         if not isinstance(given, Mapping) or "make" not in given:
             raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
@@ -198,8 +198,9 @@ class ModelBuilder:
         return {name: self._replace_make_and_use_tables(value, f"{section}.{name}") for name, value in given.items()}
 
     def _replace_make_and_use_tables(self, value: Any, where: str) -> Any:
-        """Return `value` with each nested `make` table replaced by the result of its call, and each nested `use` table
-        replaced by the object that it names. `where` is the location of the value, for error messages."""
+        """Return `value` with each nested `make` table replaced by the result of the call that it describes, and each
+        nested `use` table replaced by the object that it names. `where` is the location of the value, for error
+        messages."""
         if type(value) in (list, tuple):
             return type(value)([self._replace_make_and_use_tables(one, f"{where}[{n}]") for n, one in enumerate(value)])
         if not isinstance(value, Mapping):

@@ -90,7 +90,7 @@ class JoinRequests:
                 os.kill(listener, signal.SIGUSR1)
 
     def pop_accepted_rank_count(self) -> int:
-        """Return the number of ranks that were accepted since the last start, and reset the count to 0."""
+        """Return the number of ranks that were accepted since the previous call, and reset the count to 0."""
         came, self.accepted_ranks = self.accepted_ranks, 0
         return came
 

@@ -238,8 +238,8 @@ class Evidence:
         return None if self.waited else max((f.step for f in self.flight_records.values() if f.program), default=None)
 
     def make_message_template_values(self, first: RankStatus | None) -> dict[str, Any]:
-        """Return the values that fill the placeholders in the message templates of `EXIT_CASES`. `first` is the rank
-        that caused the end."""
+        """Return the values that fill the placeholders in the message templates of `EXIT_CASES`. `first` is the status
+        of the rank that caused the job to end, or None."""
         step, flight = self.last_step, None if first is None else self.flight_records.get(first.rank)
         lost = any(status.error == "StateLost" for status in self.statuses.values())
         missing = self.statuses.keys() - set(self.waited)
@@ -397,8 +397,8 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_attempts_without_progress(endings: Sequence[JobEnding]) -> int:
-    """Count the earlier attempts to run the job that got at least as far as the last one. Counting goes backward from
-    the last attempt, and stops at the first attempt that got less far."""
+    """Going backward from the last attempt to run the job, count the earlier attempts that got at least as far as the
+    last one. Stop at the first attempt that did not get as far."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

@@ -27,8 +27,8 @@ from fsdpx.errors import LaunchError, install_hint
 __all__ = ["make_local_launcher_command"]
 
 _END_TIMEOUT_SECONDS = 5.0
-"""When a rank has failed, the other ranks have this many seconds to report what they know about it. After SIGTERM,
-they have this many seconds to end."""
+"""After a rank has failed, the other ranks get this many seconds to report what they know about the failure. After
+SIGTERM, they again get this many seconds to end."""
 _POLL_SECONDS = 0.02
 
 

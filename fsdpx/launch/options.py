@@ -333,9 +333,9 @@ def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, rank
 def find_default_rank_count(
     nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None
 ) -> tuple[int, str]:
-    """Return the number of ranks of a job without -n, and a phrase that says where this number comes from, such as "the
-    8 cores that this process may use". The number is derived from other options, a hostfile, the allocation, or the
-    cores of this machine."""
+    """Return the number of ranks of a job that is started without -n, and a phrase that says where this number comes
+    from, such as "the 8 cores that this process may use". The number is derived from other options, a hostfile, the
+    allocation, or the cores of this machine."""
     if hostfile is None and nodes is not None and per_node is not None:
         return nodes * per_node, "--nodes and --nproc-per-node"
     made = environment.find_hostfile_and_variable() if hostfile is None else (hostfile, "--hostfile")

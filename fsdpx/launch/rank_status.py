@@ -26,8 +26,9 @@ __all__ = [
 ]
 
 _LOG_FOLDER_FILE = "logs"
-"""Name of the file that contains the path of the log folder. It is in the folder of an attempt to run the job. A rank
-whose host does not see this file prints as usual, because the launcher could not follow its log file."""
+"""Name of the file that contains the path of the log folder. It is in the folder that belongs to one attempt to run the
+job. A rank whose host does not see the file prints as usual, because the launcher could not follow the rank's log
+file."""
 _POLL_SECONDS = 0.1
 
 
@@ -38,8 +39,8 @@ def write_log_folder_request(run: Path, folder: Path) -> None:
 
 
 def read_log_folder(run: Path) -> Path | None:
-    """Return the log folder that the launcher requested by a file in `run`, the folder of this attempt to run the job.
-    Return None if there is no such file."""
+    """Return the log folder named in a file that the launcher wrote to `run`, the folder of this attempt to run the
+    job. Return None if there is no such file."""
     mark = safe_files.read_if_trusted(run / _LOG_FOLDER_FILE)
     return None if mark is None else Path(mark.decode())
 

@@ -335,8 +335,8 @@ def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int
 
 
 class _SignalForwarder:
-    """Handles signals to `fsdpx run`: sends SIGUSR1 to the ranks, gives them `grace` seconds to save a checkpoint, and
-    then sends SIGTERM, and finally SIGKILL.
+    """Handles signals to `fsdpx run`: sends SIGUSR1 to the ranks, gives them `grace` seconds to save a checkpoint, then
+    sends SIGTERM, and finally SIGKILL.
 
     SIGTERM is sent at once after a second signal, or if no rank handles SIGUSR1."""
 

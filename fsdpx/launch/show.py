@@ -213,7 +213,8 @@ def parse_dim_size_tuple(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def make_error_that_samples_are_not_fields(example: str) -> ConfigError:
-    """Return the error to raise for --domain or --field, because samples of the model `example` are not fields."""
+    """Return the error to raise if --domain or --field is used with the model `example`, whose samples are not
+    fields."""
     fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
     say = "; of a model of your own say --batch with samples, channels and cells, as many as it gives"
     own = say * (":" in example)
@@ -461,7 +462,7 @@ def write_trace_of_dry_run(dry: StepDryRuns, found: Prediction, path: str) -> st
 def _convert_events_to_record(
     run: Any, row: Sequence[ActionEvent], alive: Sequence[tuple[float, int]], program: Any
 ) -> ProgramRecord:
-    """Convert simulated events to the form in which a rank records its actions. The program number of the result is -1,
+    """Convert simulated events to a `ProgramRecord`, as if a rank had recorded them. The record's program number is -1,
     which no recorded program has."""
     turn, free = ProgramRecord(-1, 0, program, []), 0.0
     times = [time for time, _ in alive]

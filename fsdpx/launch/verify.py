@@ -67,8 +67,8 @@ class VerifyCase:
     strategy, precision, schedule, sequence, microbatches : as for `fsdpx.distribute`
     mesh : the mesh; if None, the default mesh of the strategy
     recompute : the command-line value of --recompute
-    chunks : number of reproducible chunks. With chunks, results must be bit-identical; if None, results need only agree
-        within a tolerance
+    chunks : number of chunks into which the batch is divided for reproducible results, which must then be
+        bit-identical; if None, results need only agree within a tolerance
     steps : number of training steps
     """
 
@@ -84,8 +84,8 @@ class VerifyCase:
 
     @property
     def tolerance(self) -> float:
-        """Largest allowed relative difference. It is 0 if results must be bit-identical: with reproducible chunks, and
-        without a tensor axis, which would split sums."""
+        """Largest allowed relative difference. It is 0 if results must be bit-identical. This is the case with
+        reproducible chunks, unless a tensor axis splits sums."""
         exact = self.chunks is not None and (self.mesh is None or self.mesh.width_of("tensor") == 1)
         return 0.0 if exact else TOLERANCE[self.precision]
 
@@ -206,8 +206,8 @@ def _train_in_one_process(case: VerifyCase, size: VerifySize) -> TrainingResult:
 
 
 def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> TrainingResult:
-    """Train one case, and return (losses, full parameters, text). With chunks, the text contains a fingerprint of the
-    parameters; otherwise the text is empty. Collective."""
+    """Train one case, and return (losses, full parameters, text). If the case uses reproducible chunks, the text
+    contains a fingerprint of the parameters; otherwise, it is empty. Collective."""
     trainer = _make_small_gpt_trainer(comm, case, size)
     losses = [
         trainer.step(x, y) for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len)
@@ -248,12 +248,12 @@ def _count_microbatches(case: VerifyCase) -> int:
 
 def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len: int) -> Iterator[tuple[Any, Any]]:
     """Yield this rank's samples of each global batch, as (inputs, targets). The global batches do not depend on the
-    number of ranks. Without chunks, the last global batch is smaller than the others."""
+    number of ranks. If `chunks` is None, the last global batch is smaller than the others."""
     rng = np.random.Generator(np.random.Philox(11))
     for step in range(steps):
         rows = 2 * chunks if chunks else FULL_BATCH if step < steps - 1 else LAST_BATCH
         tokens = rng.integers(0, VOCAB, (rows, seq_len + 1))
-        tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # to test labels that the loss ignores
+        tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # in odd steps, include labels that the loss ignores
         if chunks:
             mine, each = get_chunks_of_rank(chunks, comm.rank, comm.size), rows // chunks
             part = slice(mine.start * each, mine.stop * each)

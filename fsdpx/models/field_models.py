@@ -122,9 +122,9 @@ def to_state_dict(
     """
     tensors = _read_tensors(like)
     ends = np.cumsum([0, *(_view_as_real(a).size for a in tensors.values())]).tolist()
-    # The elements of all tensors are numbered consecutively, and each element is replaced by its number. If a model is
-    # built from the resulting tensors, each element of a parameter is the number of the tensor element that its value
-    # comes from.
+    # The elements of all tensors are numbered consecutively, and each element is replaced by its number. In a model
+    # built from the resulting tensors, the value of each parameter element is then the number of the tensor element
+    # that it comes from.
     places = {}
     for (name, array), first, end in zip(tensors.items(), ends, ends[1:], strict=False):
         numbers = np.arange(first, end, dtype=np.float64)
@@ -144,7 +144,7 @@ def to_state_dict(
 
 
 def _build_model_of_matching_project(tensors: Tensors, options: Mapping[str, Any]) -> Container:
-    """Build the model of the first project whose marker tensor is present, initialized with the tensors. Raise
+    """Build the model of the first project whose marker tensor is present, and initialize it with the tensors. Raise
     CheckpointError if no project matches."""
     tensors = {name.removesuffix(":0"): array for name, array in tensors.items()}  # TensorFlow appends ":0" to names
     for project in PROJECTS:
@@ -186,8 +186,8 @@ def _remove_prefix(name: str, prefix: str) -> str:
 
 
 def _build_model_from_tensors(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Container:
-    """Build the model of a project, initialized with the tensors. Raise CheckpointError if tensors are missing or left
-    over."""
+    """Build the model of a project, and initialize it with the tensors. Raise CheckpointError if tensors are missing or
+    left over."""
     kept = {n: a for n, a in tensors.items() if not any(fnmatchcase(n, pattern) for pattern in project.unused)}
     try:
         model, kept = project.make_model(kept, **options), project.join_tensors(kept)
@@ -328,4 +328,4 @@ PROJECTS = (
         unused=("Model/*", "global_step", "beta*_power", "*/Adam", "*/Adam_1"),
     ),
 )
-"""The supported projects."""
+"""The projects whose models `from_state_dict` can build, each with the name of a tensor that identifies its models."""

@@ -56,7 +56,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None), "cross_attention_hidden_size": (None,), "is_causal": (True,),
     "is_decoder": (False, None), "is_encoder_decoder": (False, None), "pruned_heads": (None, {}),
 }  # fmt: skip
-"""Fields that are common to all architectures, with their supported values."""
+"""Configuration fields that all architectures have in common, with the supported values of each field."""
 
 HARMLESS = frozenset(
     """

@@ -22,8 +22,8 @@ def build_physicsnemo_network(tensors: Mapping[str, np.ndarray], **options: Any)
 
 
 def build_deepmind_network(tensors: Mapping[str, np.ndarray], **options: Any) -> MeshGraphNet:
-    """Return a model without parameter values that fits weights of the program by Pfaff et al. (2021). In this model,
-    nodes sum the results of the edge MLPs, before the residual connection."""
+    """Return a model, without parameter values, whose architecture fits weights from the program by Pfaff et al.
+    (2021). In this architecture, nodes sum the outputs of the edge MLPs before the residual connection."""
     return _build_mesh_graph_net(join_deepmind_tensors(tensors), "messages", options)
 
 
@@ -54,8 +54,8 @@ def join_physicsnemo_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
 
 
 def join_deepmind_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
-    """Return the variables of the program by Pfaff et al. (2021), a TensorFlow graph of Sonnet modules, under the
-    parameter names of `MeshGraphNet`.
+    """Convert the variables of the program by Pfaff et al. (2021) to the parameters of a `MeshGraphNet`, by name. The
+    program builds a TensorFlow graph of Sonnet modules.
 
     In this program, matrices are stored as (inputs, outputs). The inputs of edge MLPs are [sender, receiver, edge]
     instead of [edge, sender, receiver], and the inputs of node MLPs are [node, received] instead of [received, node].

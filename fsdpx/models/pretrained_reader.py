@@ -290,7 +290,8 @@ def _map_parameters_to_sources(
     rows = {name: (specs[ordered.ties.get(name, name)].shape or (1,))[0] for name in [*specs, *ordered.ties]}
     theirs = {name: architecture.get_names_in_files(name, n) for name, n in rows.items()}
     taken = {other for others in theirs.values() for other in others}
-    for name, (first, *_) in theirs.items():  # some tied tensors are stored only under the name of the other tensor
+    # some tied tensors are stored only under the name of the tensor that they are tied to
+    for name, (first, *_) in theirs.items():
         if first in tied and (twin := architecture.tied[first]) in source.locations and twin not in taken:
             theirs[name] = (twin,)
     if headless:

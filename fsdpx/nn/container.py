@@ -40,8 +40,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChildCall:
-    """One step of a container: a call of `layer`. `sources` contains the names of the values that the layer takes, and
-    `gives` the names of the values that the layer returns."""
+    """One step of a container. The step calls `layer`. `sources` contains the names of the values that the layer takes,
+    and `gives` the names of the values that the layer returns."""
 
     name: str
     layer: Layer
@@ -83,8 +83,8 @@ class Container(Layer):
     """Whether `forward` accesses steps by index. If so, no steps may be inserted."""
 
     initial: Mapping[str, Init] = MappingProxyType({})
-    """Initializers by parameter name. These initializers replace the initializers of the layers, for example to read
-    values from a file; see `fsdpx.models`."""
+    """Initializers by parameter name, used instead of the initializers of the layers. For example, they can read values
+    from a file; see `fsdpx.models`."""
 
     def __init__(
         self,
@@ -129,8 +129,8 @@ class Container(Layer):
         return new
 
     def with_layers(self, layers: Mapping[str, Layer]) -> Container:
-        """Return a copy of the container with the layer of each step replaced with the layer of the same name in
-        `layers`. The new layers may have additional parameters. Frozen parameters stay frozen."""
+        """Return a copy of the container in which each step runs the layer that `layers` contains under the name of the
+        step. The new layers may have additional parameters. Frozen parameters stay frozen."""
         new = copy(self)
         new.steps = tuple(replace(step, layer=layers[step.name]) for step in self.steps)
         new.collective = any(step.layer.collective for step in new.steps)

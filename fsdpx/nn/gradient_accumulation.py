@@ -165,8 +165,8 @@ def cast_input_to_dtype_of_readers(array: Any, takes: str, dtype: Any) -> Any:
 
 
 def choose_float_dtype(takes: str, dtype: Any) -> np.dtype:
-    """Return the float dtype of inputs for which layers declare `takes`, a value of `Layer.takes`. `dtype` is the dtype
-    in which the model computes."""
+    """Return the float dtype to which an input is cast if the layers that read it declare the value `takes` (see
+    `Layer.takes`). `dtype` is the dtype in which the model computes."""
     return accumulation_dtype(dtype) if takes == "exact" else np.dtype(dtype)
 
 

@@ -422,8 +422,9 @@ class Layer(ABC):
         return ()
 
     def get_declared_output_names(self) -> tuple[str, ...]:
-        """Return the names of the `n_outputs` results, for a layer with several results. In an `nn.Graph`, these are
-        read as "name.result". By default, the names are "0", "1", ..."""
+        """Return the names of the `n_outputs` results, for a layer with several results. In an `nn.Graph`, other layers
+        read a result as "name.result", where "name" is the name of this layer. By default, the names are "0", "1",
+        ..."""
         return tuple(map(str, range(self.n_outputs)))
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
@@ -742,8 +743,7 @@ def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
 @functools.cache
 def _list_init_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
     init: Any = kind.__init__
-    # do not pass `object.__init__` to `inspect`, which would parse its signature from text, and import modules that
-    # load slowly
+    # do not pass `object.__init__` to `inspect`, which would parse its signature from text, and that is slow
     if init is object.__init__:
         init = lambda self, /, *args, **kwargs: None  # noqa: E731
     _, *arguments = inspect.signature(init).parameters.items()  # the first parameter is self

@@ -84,7 +84,7 @@ class LayerList:
     ties : dict that maps aliases of tied parameters to canonical names
     frozen : canonical names of the parameters that containers freeze
     initial : initializers by canonical parameter name, for each parameter whose own initializer a container replaces
-    takes : for each input, the dtype that the model expects, a value of `Layer.takes` other than "passed"
+    takes : the dtype that the model expects for each input, as a value of `Layer.takes` other than "passed"
     """
 
     nodes: tuple[Node, ...]
@@ -139,8 +139,8 @@ def find_dtypes_read_by_inputs(layer: Layer, count: int, wanted: Sequence[frozen
     value of `Layer.takes`, such as "indices". The set has several elements if the children of a container read the same
     input in different dtypes.
 
-    `wanted` contains one such set for each result of the layer: the dtypes in which later layers read the result. An
-    input for which `Layer.takes` is "passed" gets the set of the layer's first result."""
+    `wanted` contains one such set for each result of the layer: the dtypes in which later layers read the result. If
+    `Layer.takes` is "passed" for an input, this input gets the same set as the layer's first result."""
     if isinstance(layer, Container):
         wants = _resolve_container_words(layer, wanted)
         return [wants[name] for name in layer.inputs]
@@ -179,16 +179,16 @@ def _find_dtypes_read_by_layers(
 
 
 def choose_dtype_word(words: frozenset[str]) -> str:
-    """Choose the dtype of an input that layers read in several dtypes. `words` contains these dtypes, as values of
-    `Layer.takes`; return one of these values."""
+    """Choose the dtype in which the model takes an input, if several layers read this input in different dtypes.
+    `words` contains these dtypes, as values of `Layer.takes`; return one of these values."""
     return next((word for word in ("indices", "given", "exact") if word in words), "numbers")
 
 
 class AsNumbers(Layer):
     """Casts an input to the dtype in which the model computes. This layer is needed if some layers compute with an
-    input, and other layers read the same input as "indices" or "exact" (see `Layer.takes`). The cast is inserted before
-    the layers that compute. `takes` is the word that the other layers declare. If `dtype` is None, the input is cast to
-    `LayerContext.dtype`."""
+    input while others read it as "indices" or "exact" (see `Layer.takes`). The cast is inserted before the layers that
+    compute. `takes` is the word, such as "indices", that the other layers declare. If `dtype` is None, the input is
+    cast to `LayerContext.dtype`."""
 
     acts_on = "element"
 
@@ -203,9 +203,9 @@ class AsNumbers(Layer):
 
 
 def insert_integer_casts(model: Layer, dtype: Any) -> Layer:
-    """Return `model` with inserted layers that cast inputs to `dtype`, or to `LayerContext.dtype` if `dtype` is None. A
-    cast is needed if some layers compute with an input, and other layers read the same input as "indices" or "exact"
-    (see `Layer.takes`)."""
+    """Return `model` with layers inserted that cast inputs to `dtype`, or to `LayerContext.dtype` if `dtype` is None.
+    An input needs a cast if some layers compute with it while others read it as "indices" or "exact" (see
+    `Layer.takes`)."""
     if not isinstance(model, Container):
         return model
     wanted = [NUMBERS] * len(model.outputs)
@@ -220,8 +220,8 @@ def _insert_casts_in_container(
     """Return the container with casts to `dtype` inserted, and a list that says whether each output is an integer
     array.
 
-    `whole` is the set of names of integer values. This function adds the names of integer results to it. `wanted` is as
-    in `find_dtypes_read_by_inputs`."""
+    `whole` holds the names of the values that are integers. This function adds the names of all results that are
+    integers. `wanted` has the same form as in `find_dtypes_read_by_inputs`."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
@@ -324,8 +324,8 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
 def _run_node_on_shapes(
     env: LayerContext, node: Node, p: Params, x: Sequence[Any], dtype: Any
 ) -> tuple[Sequence[Any], str, Exception | None]:
-    """Run a layer on shape-only arrays. Return three values: the layer's results, a description of a problem with the
-    layer ("" if there is none), and the exception that the layer raised (None if there is none)."""
+    """Run a layer on shape-only arrays. Return three values: the layer's results, text that says what is wrong with the
+    layer ("" if nothing is), and the exception that the layer raised (None if there is none)."""
     try:
         found = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:

@@ -393,7 +393,7 @@ class RowParallelLinear(ShardedLinear):
         self.backward_params(env, g, (*saved, self._all_gather_gradient(env, dy), dy))
 
     def _all_gather_gradient(self, env: LayerContext, dy: Array) -> Array:
-        """Return the gradient of the result with the full sequence along dim 1. Collective if `sequence` is true."""
+        """Return the gradient of the output for the full sequence (dim 1). Collective if `sequence` is true."""
         if not self.sequence:
             return dy
         return collectives.all_gather_dim(

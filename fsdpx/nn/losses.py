@@ -352,8 +352,9 @@ class WeightedElementwiseLoss(_Elementwise):
 
 
 class MSELoss(WeightedElementwiseLoss):
-    """Squared error: the sum of `(y - target)^2` for y and target of equal shape. The weight is the number of elements,
-    or the sum of their weights if the option `weights` is given.
+    """Squared error: the sum of `(y - target)^2` for y and target of equal shape. The weight, by which the sum is
+    divided to get the mean, is the number of elements or, if the option `weights` is given, the sum of the elements'
+    weights.
 
     Parameters
     ----------
@@ -394,8 +395,8 @@ class MSELoss(WeightedElementwiseLoss):
 
 
 class BCEWithLogitsLoss(_Elementwise):
-    """Binary cross-entropy of sigmoid(y) and targets. The targets are numbers from 0 to 1, or bools. The weight is the
-    number of elements.
+    """Binary cross-entropy of sigmoid(y) and targets. The targets are numbers from 0 to 1, or bools. The weight of the
+    loss is the number of elements.
 
     The error of an element is computed without overflow, as `max(y, 0) - y * target + log(1 + exp(-|y|))`."""
 
@@ -560,7 +561,7 @@ def require_target_shape(loss: Loss, wanted: tuple[int, ...], target: Array, wha
 
 
 class WrappedLoss(Loss):
-    """Base class for losses that change the layout of the arrays, and then compute another loss, `loss`."""
+    """Base class for losses that wrap another loss, `loss`, for example to convert arrays to another layout."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss

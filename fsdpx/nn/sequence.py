@@ -153,8 +153,8 @@ class ShardedSequenceLoss(WrappedLoss):
         if len(shape) < 2:
             raise DataError(f"{self!r}: an output of shape {tuple(shape)} has no dim 1 to be cut along")
         time = target.shape[1] if target.ndim > 1 else 0
-        # if the output does not fit the target, replace `time` with a length that does not fit the target either, so
-        # that `validate` raises the error
+        # if the output does not fit the target, pass a `time` that does not fit either, so that `self.loss.validate`
+        # raises the error
         if shape[1] not in (time // self.width, -(-time // self.width)):
             time = shape[1] * self.width
         self.loss.validate((shape[0], time, *shape[2:]), target)

@@ -79,7 +79,8 @@ class Ring(NamedTuple):
 
 
 def find_tensor_ring(env: LayerContext, part: int) -> Ring:
-    """Return the ring of ranks that a sequence is sharded over. This rank holds `part` positions of the sequence."""
+    """Return the ring of ranks over which a sequence is sharded. `part` is the number of positions that this rank
+    holds."""
     comm, (_, time) = env.mesh.tensor, env.sequence_offset(part)
     bounds = (shard_bounds(time, rank, comm.size) for rank in range(comm.size))
     return Ring(comm, [stop - start for start, stop in bounds])

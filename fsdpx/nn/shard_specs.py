@@ -56,7 +56,8 @@ class ShardSpec:
         Returns
         -------
         list of (start, stop)
-            one range of elements of `dim` per block; the range is empty if the rank has no grain
+            one range of elements of `dim` per block; the range is empty if there are too few grains (groups of elements
+            that stay together) for this rank to get one
 
         Raises
         ------
@@ -291,7 +292,8 @@ class FieldPartition:
         return math.prod(max(b - a for a, b in zip(cuts, cuts[1:], strict=False)) for cuts in self.cuts)
 
     def with_cuts(self, cuts: tuple[Cuts, ...]) -> FieldPartition:
-        """Return a partition with the given cuts and the same letters, without ghost cells and without `periods`."""
+        """Return a partition with the given cuts and this partition's dim letters, but without ghost cells and without
+        `periods`."""
         return FieldPartition(cuts, letters=self.letters)
 
     def make_single_rank_partition(self) -> FieldPartition:
@@ -327,8 +329,8 @@ class FieldPartition:
 
     @classmethod
     def to_channels_first(cls, array: Any) -> Any:
-        """Return a view of a field array in which channels are dim 1. Applied to such a view, the function returns a
-        view in the original layout."""
+        """Return a view of a field array, with the dims reordered so that channels are dim 1. A second call on this
+        view restores the original order of the dims."""
         return array
 
     def bind_loss(self, loss: Any) -> Any:

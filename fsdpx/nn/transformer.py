@@ -195,7 +195,8 @@ class MLP(Container):
         return up, activation, down
 
     def _compute_gelu_input_gradient(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """Return the gradient of the GELU's input, and the values that `backward_params` of `down` needs."""
+        """Return the gradient of the GELU's input, and the values that the layer `down` needs when its
+        `backward_params` is called."""
         _, gelu, down = self._get_up_activation_down()
         assert isinstance(gelu, GELU)
         _, h, mask = saved

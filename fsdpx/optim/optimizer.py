@@ -68,8 +68,8 @@ def get_slot_formats(optimizer: Any) -> dict[str, SlotFormat]:
 
 
 def needs_full_parameters(optimizer: Any) -> bool:
-    """Return whether an optimizer needs data of full parameters for an update. If so, parameters cannot be sharded over
-    the tensor axis."""
+    """Return whether an optimizer's update of a parameter needs data from the full parameter. If so, parameters cannot
+    be sharded over the tensor axis."""
     return bool(getattr(optimizer, "whole", False))
 
 
@@ -175,7 +175,7 @@ class Optimizer(Protocol):
 
 
 class Average(Protocol):
-    """The protocol of rules for averaging the parameters over time."""
+    """Protocol for rules that average the parameters over time."""
 
     def get_kept_share(self, step: int) -> float:
         """Return the weight, from 0 to 1, that the old average gets when the average is updated after step `step`
@@ -386,8 +386,8 @@ class UpdateFormula:
 
 
 def declare_update_formula(plain: Callable[..., None]) -> UpdateFormula:
-    """Declare an elementwise update, given its array code. Decorate the Numba loop of the update with
-    `@NAME.register_loop`."""
+    """Declare an elementwise update whose array code is `plain`. Decorate the Numba loop of the update with
+    `@NAME.register_loop`, where NAME is the name of the declared update."""
     formula = FORMULAS_BY_NAME[plain.__name__] = UpdateFormula(plain)
     return formula
 

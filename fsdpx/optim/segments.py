@@ -123,8 +123,8 @@ class ShardSegments:
     items : the segments; () if the shard is empty
     exchange : function that all-gathers a few numbers per parameter among the ranks that hold shards of the same flat
         array, or None if there is only one shard
-    peers : the ranks that hold shards of the same flat array, with an all-to-all for large transfers, or None if there
-        is only one shard
+    peers : describes the ranks that hold shards of the same flat array, and provides an all-to-all among them for large
+        transfers; None if there is only one shard
     """
 
     items: tuple[ShardSegment, ...]
@@ -246,8 +246,8 @@ class ShardSegments:
     def _get_or_make_hyperparameter_spans(
         self, make: Callable[..., tuple[HyperparameterSpan, ...]], groups: ParamGroups
     ) -> tuple[HyperparameterSpan, ...]:
-        """Return `make(items, groups)`. The result is cached, because every update needs it, and matching thousands of
-        names would take longer than the update."""
+        """Return `make(items, groups)`, and cache the result. Every update needs it, and matching thousands of
+        parameter names again would take longer than the update."""
         key = (make, make_hashable_groups(groups))
         if key not in self._cached_spans:
             self._cached_spans[key] = make(self.items, key[1])
@@ -319,8 +319,8 @@ class ShardSegments:
 
     @cached_property
     def _segment_pairs_shared_with_each_rank(self) -> list[list[tuple[ShardSegment, ShardSegment]]]:
-        """One list for each rank. It contains, for each parameter that this rank shares with the other rank, the pair
-        (the other rank's segment, this rank's segment). The list for this rank itself is empty."""
+        """For each rank, a list with one pair (that rank's segment, this rank's segment) for each parameter of which
+        both ranks hold a segment. The list for this rank itself is empty."""
         assert self.peers is not None
         own_segments = {s.name: s for s in self.items}
         return [
@@ -329,10 +329,10 @@ class ShardSegments:
         ]
 
     def all_reduce_square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
-        """Return sums over full parameters, given partial sums on each rank. Each argument (column) belongs to one
-        quantity that is summed. It contains one list of partial sums for each segment (part of a parameter) of this
-        rank. The result has the same columns; each contains, for each segment, the sum over the full parameter to which
-        the segment belongs.
+        """Sum quantities over full parameters, given partial sums on each rank. Each argument is a column with the
+        partial sums of one quantity: one list for each segment (part of a parameter) of this rank. The result has one
+        column per argument, which contains, for each segment, the sum over the full parameter to which the segment
+        belongs.
 
         The sums are correctly rounded, so they do not depend on how the partial sums are distributed over shards. Each
         rank sends `EXPANSION_PARTS` numbers per column and parameter. Collective over the ranks that hold shards of

@@ -94,8 +94,8 @@ def fill_in_fastest_configuration(
 
 
 def _get_fixed_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options that the search must not change: the options that the user has set, and always the precision,
-    `group_bytes` and `offload`.
+    """Return the options that the search must not change: the options that the user has set, and in any case the
+    precision, `group_bytes` and `offload`.
 
     The precision is kept because a plan must not change results, `group_bytes` because it is measured at runtime, and
     `offload` because it needs a folder."""

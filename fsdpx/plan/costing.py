@@ -53,7 +53,7 @@ class _LayerResult(NamedTuple):
     plan : instructions for rebuilding the return value
     work, calls : work and communication of the call
     inner : peak bytes in use during the call, minus the bytes in use before the call
-    flags : one flag for each gradient of the layer: whether it has been written by the end of the call
+    flags : for each gradient of the layer, whether it has been written by the end of the call
     """
 
     plan: Any
@@ -125,8 +125,8 @@ class ActionCostRecorder(TimelineRecorder):
         """Ignore the event: work outside of programs takes no time in a dry run."""
 
     def _pop_work_and_calls(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
-        """Return the work and the communication calls since the last call of this method. If `moved` is False, nothing
-        was communicated, and the returned calls are empty."""
+        """Return the work and the communication calls that were recorded since this method was last called. If `moved`
+        is False, nothing was communicated, and the returned calls are empty."""
         work = self.work.pop_counts()
         if not moved:
             return work, ()
@@ -171,7 +171,7 @@ class ActionCostRecorder(TimelineRecorder):
             return found
         try:
             plan = make_template_to_rebuild_value(found, roots, constants=(RecomputePlaceholder,))
-        except TypeError:  # an object of unknown type in the result cannot be rebuilt, so equal calls run again
+        except TypeError:  # the result holds an object of unknown type and cannot be rebuilt, so do not cache it
             self._known[key] = None
             return found
         calls = tuple(self.counters.get_counts_since(before))
@@ -196,8 +196,8 @@ class _Flags:
 
 
 ARGUMENTS = {"forward": "p", "backward": "pg", "backward_leaf": "pg", "backward_input": "p", "backward_params": "g"}
-"""Maps each method of a layer to the arguments between the `LayerContext` and the arrays: p for parameters and g for
-gradients."""
+"""For each method of a layer, the arguments that come after the `LayerContext` and before the arrays: p stands for
+parameters, and g for gradients."""
 
 
 class _MemoizedLayer:
@@ -226,9 +226,9 @@ class _MemoizedLayer:
 
 
 def _get_first_seen_equal_layer(layer: Layer) -> Layer:
-    """Return the first layer passed to this function that is equal to `layer`; this may be `layer` itself. All equal
-    containers must be replaced with one object, because a container recognizes its saved placeholders only if they were
-    made by the same object."""
+    """Return the first layer passed to this function that is equal to `layer`; this may be `layer` itself. Equal
+    containers must be represented by the same object, because a container recognizes its saved placeholders only if the
+    same object made them."""
     if id(layer) not in _FIRST_EQUAL:
         kept: list[Any] = [layer]
         _FIRST_EQUAL[id(layer)] = layer, _LAYER_BY_KEY.setdefault(_make_layer_key(layer, kept), (layer, kept))[0]

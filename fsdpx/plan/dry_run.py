@@ -140,8 +140,9 @@ def _measure_baseline_memory_in_child(mpi: bool, blas: str, ranks_here: int) -> 
 
 
 OBJECT_BYTES_PER_PARAMETER = 6 << 10
-"""Bytes of Python objects for each parameter tensor: views, fields, and the tensor's share of the objects of its layer
-and of the program. Measured on models with a thousand layers, where these objects take 10% of the process's memory.
+"""Number of bytes that Python objects take per parameter tensor: views, fields, and the tensor's share of the objects
+that belong to its layer and to the program. Measured on models with a thousand layers, where these objects take 10% of
+the process's memory.
 """
 
 

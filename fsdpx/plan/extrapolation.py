@@ -65,8 +65,8 @@ class StepDryRuns:
         return cls(step, runs, others, ran, simulated, period)
 
     def _can_extrapolate(self) -> bool:
-        """Return whether the dry runs represent all microbatches: every action of the full program must repeat an
-        action that ran, and each group of `period` additional microbatches must add the same actions."""
+        """Return whether the dry runs represent all microbatches. This requires that every action of the full program
+        repeats an action that ran, and that each additional group of `period` microbatches adds the same actions."""
         m, simulated, period = self.step.microbatches, self.simulated, self.period
         times = (m - simulated) // period if period else 0
         for one in () if self.ran == m else self.runs:
@@ -96,7 +96,8 @@ class StepDryRuns:
         return seconds, parts, tuple(event for row in rows for event in row)
 
     def extrapolate_traffic_and_memory(self) -> tuple[RankClass, ...]:
-        """Return the traffic and the memory peak of each kind of rank that ran, extrapolated to all microbatches."""
+        """Return the traffic and the memory peak of each kind of rank. The results of the dry runs are extrapolated to
+        all microbatches."""
         step = self.step
         rows = step.sample_count // step.sample_group_count // step.microbatches * (step.microbatches - self.ran)
         busy = (self.others, step.count_bytes_per_sample(1)), (self.runs, step.count_bytes_per_sample(0))

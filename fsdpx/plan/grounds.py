@@ -12,8 +12,8 @@ MEASURE = "python -m fsdpx measure-machine"
 
 
 def describe_unmeasured_figures(found: Prediction) -> list[str]:
-    """Return one sentence for each figure in a prediction that is not based on measurements. Return [] if there are
-    none."""
+    """Return a list of sentences that say which figures of the prediction are not based on measurements. The list is
+    empty if there are no such figures."""
     machine, ranks = found.machine, found.mesh.size
     measured = machine.measured or ()
     sentences = []

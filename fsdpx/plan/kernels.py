@@ -18,8 +18,8 @@ __all__ = [
 ]  # fmt: skip
 
 SHORT, LONG = 1 << 18, 1 << 26
-"""Sizes of calls: the number of bytes that a call reads and writes. `SHORT` fits into the caches, and `LONG` exceeds
-them. The rates of memory-bound kernels are measured at these two sizes."""
+"""Numbers of bytes that one call reads and writes. `SHORT` bytes fit into the caches, and `LONG` bytes do not. The
+rates of memory-bound kernels are measured at these two sizes."""
 USUAL, COPY, CAST, WEIGHTS = "elements", "copy", "store", "weights of "
 """Names of rates in `KernelRates.passes`. USUAL: plain array code, whose rate also applies to kernels that were not
 measured. COPY: copies. CAST: conversions between formats. WEIGHTS: prefix of the rates at which convolutions reorder
@@ -145,9 +145,8 @@ def locate_product_in_rate_table(product: ProductCount) -> tuple[int, int, int, 
     """Return the position of a matrix product in the grid of measured sizes: (input channels, output channels, window
     size in cells, windows per row of results).
 
-    The number of input channels depends on the product. Most products sum over the input channels, so it is the length
-    of the sum. Products that compute parameter gradients sum over cells, so it is the number of columns of the
-    result."""
+    Most products sum over the input channels, so the number of input channels is the length of the sum. Products that
+    compute parameter gradients sum over cells; for these, it is the number of columns of the result."""
     channels = product.columns if "params" in product.kernel else product.inner
     return channels, product.rows, product.places, product.windows
 

@@ -111,8 +111,8 @@ def _run_layers_and_list_costs(step: WorldStep, rows: int, split: bool) -> tuple
     one action of a unit (group of layers), and is given as (index of the last layer of the unit, part of the step as
     numbered in `STEP_PARTS`, cost of the action, change in the bytes of kept activations).
 
-    `rows` is the number of samples of a microbatch. With `split`, two pipeline ranks each run half of the layers, so
-    that the backward pass is divided into input gradients (I) and parameter gradients (W)."""
+    `rows` is the number of samples of a microbatch. If `split` is true, two pipeline ranks each run half of the layers,
+    with a schedule that divides the backward pass into input gradients (I) and parameter gradients (W)."""
     options, grid, pipe = step.options, step.mesh.domain, 2 if split else 1
     recompute = options["recompute"] if options["recompute"] in ("all", "attention") else None
     mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width_of("tensor"))

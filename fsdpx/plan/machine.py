@@ -78,8 +78,8 @@ class Compute:
     memory : peak bytes per second to and from memory
     efficiency : fraction of `flops` that large products reach
     half : size in FLOP of a matrix product that reaches half the rate of large products, in the fastest format: a
-        product of F FLOP reaches `F / (F + half)` of that rate. So every product takes longer than at the full rate by
-        a constant time, which is the same in all formats
+        product of F FLOP reaches `F / (F + half)` of that rate. Every product therefore takes a constant time longer
+        than at the full rate, and this extra time is the same in all formats
     memory_efficiency : fraction of `memory` that memory-bound kernels reach
     launch : overhead of each kernel call in seconds
     spill : fraction of the intermediate arrays of attention and losses that is written to memory if these layers

@@ -32,8 +32,8 @@ def count_parameters(model: Layer) -> int:
 
 
 def _find_repeated_blocks(model: Layer) -> tuple[str, Container] | None:
-    """Return the name and the container of the model's repeated blocks. Return None if the model has none, or if the
-    blocks are not all equal."""
+    """Return the container that holds the model's repeated blocks, as a pair (name, container). Return None if the
+    model has none, or if the blocks are not all equal."""
     for name, child in model.children().items() if isinstance(model, Container) else ():
         if isinstance(child, Container) and len({step.layer for step in child.steps}) == 1 < len(child.steps):
             layers = {step.name: step.layer for step in child.steps}

@@ -41,8 +41,8 @@ ROUNDS, ROUND_SECONDS, SHORT_ROUND_SECONDS = 5, 0.1, 0.01
 """Each timing consists of `ROUNDS` rounds of at least `ROUND_SECONDS`. If many kernels are timed one by one, each round
 takes at least `SHORT_ROUND_SECONDS`."""
 KERNELS = ("float32", "bf16")
-"""Formats that kernels are timed in, one by one. The rates in other formats follow from these rates, see
-`KernelRates`."""
+"""Formats in which kernels are timed one by one. The rates in other formats are derived from these rates (see
+`KernelRates`)."""
 ALL_REDUCE_ELEMENTS = (8, 1 << 20)
 """Numbers of float32 elements of a short and of a long all-reduce."""
 LAYER_COUNTS = (4, 16)
@@ -96,7 +96,8 @@ class Processors:
 
 
 class Gpus(Processors):
-    """Sizes and formats for measurements on the current GPU, on which calls run asynchronously."""
+    """Array sizes and number formats for measurements on the current GPU. Calls run asynchronously, so measurements
+    must synchronize the device."""
 
     gpu, basis = True, "bf16"
     large, small, block = 8192, 512, 1 << 28

@@ -41,8 +41,8 @@ ROW_MEANINGS = {
 shown by its name.
 """
 SLAB_MEANINGS = {"full": "gathered parameters", "grad": "gradients of whole pages"}
-"""Texts shown for the temporary buffers, which all lie in one memory block, the slab. The keys are kinds of slots
-(named buffers of a program)."""
+"""Texts shown for kinds of temporary buffers. All temporary buffers lie in a single memory block, the slab. The keys
+are kinds of slots (named buffers of a program)."""
 ACTIVATION_MEANINGS = {
     "saved": "kept for backward", "held": "kept to compute it once more", "kept": "kept for gradients of parameters",
     "dact": "gradients of values", "act": "values between units",
@@ -147,8 +147,8 @@ def _format_units(units: Iterable[tuple[str, int]]) -> str:
 
 
 def find_memory_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
-    """Find the moment of a shape-only step at which the rank held the most memory, and return what the rank held
-    then."""
+    """Find the moment when the rank held the most memory during a shape-only step, and return what it held at that
+    moment."""
     program, state = watch.program, engine.state
     assert program is not None
     action = program.actions[watch.action_at_peak]
@@ -186,8 +186,8 @@ def _iterate_activations_at_peak(state: TrainState, watch: HeapRecorder) -> Iter
 
 
 def _iterate_persistent_memory_at_peak(state: TrainState, parts: int) -> Iterator[Holding]:
-    """Yield the memory that is kept from step to step, such as parameters and optimizer state, and also the gradient
-    sums of the step, which take `parts` bytes at the peak."""
+    """Yield the memory that is kept from step to step, such as parameters and optimizer state, and also the gradients
+    summed so far in the step. These sums take `parts` bytes at the peak."""
     found = Counter[tuple[str, str]]()
     for row in state.ledger:
         kind = LEDGER_KINDS[row.key.kind].memory

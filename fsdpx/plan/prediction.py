@@ -221,7 +221,7 @@ def predict_step_cost(step: WorldStep, machine: Machine) -> Prediction:
 
 
 def predict_from_dry_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
-    """Predict a step on a machine from existing dry runs of the step."""
+    """Predict the cost of a step on a machine from existing dry runs of the step."""
     step, overhead = dry.step, machine.compute.overhead
     seconds, parts, events = dry.predict_step_time_and_events(step.make_time_model(machine))
     found = (

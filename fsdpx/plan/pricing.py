@@ -1,5 +1,5 @@
-"""Simulates how long a step takes on a machine, given the time of each action, and how the actions of all pipeline
-ranks wait for each other."""
+"""Predicts how long a step takes on a machine, given the time of each action. To do so, it simulates how the actions of
+all pipeline ranks wait for each other."""
 
 from __future__ import annotations
 

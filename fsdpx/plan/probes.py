@@ -30,7 +30,7 @@ Call = Callable[[], Any]
 WIDTH, CHANNELS = 64, 16
 """Number of columns of a matrix, and number of channels of a field."""
 PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
-"""Window of the pooling kernels."""
+"""Window for which the pooling kernels are measured: 2 x 2 cells with stride 2."""
 
 
 @lru_cache(1)
@@ -123,8 +123,8 @@ def _list_pooling_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
 
 
 def _list_cast_and_update_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
-    """If `dtype` has 16 bits, return calls that cast between `dtype` and float32, in which sums are accumulated.
-    Otherwise, return a call of an optimizer update."""
+    """If `dtype` has 16 bits, return calls that cast between `dtype` and float32, the dtype in which sums are
+    accumulated. Otherwise, return a call of an optimizer update."""
     size, total = n * WIDTH, accumulation_dtype(dtype)
     short, long = (xp.full((size,), 0.5, dtype=one) for one in (dtype, total))
     calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (dtype != total)]
@@ -151,10 +151,11 @@ FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
     CELL: ((1 << 13,), (1 << 16,)),
 }  # fmt: skip
 """Sizes of fields for each window. Some fields have short rows, where windows often extend beyond the ends of the row,
-and others have long rows. The fields for LINE and for TALL have rows of equal lengths, and therefore equal numbers of
-windows per row."""
+and others have long rows. The fields for TALL have the same row lengths as those for LINE, and therefore the same
+numbers of windows per row."""
 DEPTHWISE_CASES = (LINE, (16,)), (LINE, (64,)), (CUBE, (8, 8, 16)), (CUBE, (8, 8, 64))
-"""(Window, field size) of depthwise convolutions, with the same two row lengths for both windows."""
+"""(Window, field size) of the depthwise convolutions to time. For both windows, fields have rows of 16 and of 64
+cells."""
 ELEMENTS = 1 << 18
 """Approximate number of elements of a field, over all samples. It is large enough that the Python code around a call
 takes negligible time."""
@@ -178,8 +179,8 @@ def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
 
 
 MANY = 256
-"""Number of channels of convolutions with few cells, where reordering the weights takes as long as the matrix
-products."""
+"""Number of input and of output channels in the measured convolutions with few cells. In these convolutions, reordering
+the weights takes as long as the matrix products."""
 
 
 def iterate_weight_heavy_convolution_calls(xp: Any, name: str) -> Iterator[Call]:

@@ -46,7 +46,7 @@ __all__ = ["search"]
 MAX_CANDIDATES = 400
 """Default maximum number of configurations that are predicted."""
 MAX_REFINED = 3
-"""Number of the fastest configurations for which other `group_bytes` and codecs are tried."""
+"""How many of the fastest configurations are also tried with other values of `group_bytes` and other codecs."""
 GROUP_BYTES = 256 << 10, 4 << 20
 """Unit sizes in bytes that are tried in addition to the default of 1 MiB."""
 OFFLOAD_CHOICES = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
@@ -67,7 +67,8 @@ GRIDS_PER_SIZE = 4
 """Maximum number of grids that are tried for each number of ranks. The grids with the smallest halos relative to the
 shards are tried."""
 CLOSE_FACTOR = 1.3
-"""Configurations are predicted if the lower bound on their step time is within this factor of the fastest step time."""
+"""A configuration is predicted if the lower bound on its step time is at most this factor times the step time of the
+fastest configuration."""
 RECOMPUTE_CHOICES = None, "all"
 PIPE_SCHEDULES = tuple(name for name, known in SCHEDULES.items() if known.steady is not None)
 """Pipeline schedules that are searched. Without pipeline parallelism, schedules have no effect, and only the first one
@@ -360,9 +361,8 @@ class _Search:
         """Predict a configuration, record the result, and return it. Return None if the configuration was tried before,
         cannot run, does not fit, or is too slow to be shown.
 
-        By default, a configuration that may be the fastest of its own kind of parallelism is predicted even if other
-        kinds are faster. With `all_kinds`, a configuration is predicted only if it may be shown among the fastest of
-        all kinds."""
+        By default, a configuration that may be the fastest of its kind of parallelism is predicted even if other kinds
+        are faster. With `all_kinds`, it is predicted only if it may rank among the fastest configurations overall."""
         words, least = _make_options_key(options), self._compute_step_time_lower_bound(options)
         if words in self.seen:
             return None
@@ -471,8 +471,8 @@ class _Search:
     def _find_largest_growth_factor_of_dims(
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
-        """Return the largest factor by which dims [first, last) of the batch can grow so that a step still fits, and
-        the options that make it fit. The factor is a power of 2, at most 2**MAX_DOUBLINGS.
+        """Return the largest factor by which dims [first, last) of the batch can grow so that a step still fits in
+        memory, and the options with which it fits. The factor is a power of 2, at most 2**MAX_DOUBLINGS.
 
         The factor is None if the model rejects larger dims."""
         if self.limit is None:
@@ -537,7 +537,7 @@ class _Search:
         while layers not in known and len(known) < MAX_DEPTHS_TRIED:
             try:
                 known[layers] = self._predict_bytes_at_depth(options, layers)
-            except FsdpxError:  # options such as a list of stages allow only one number of blocks
+            except FsdpxError:  # options such as a list of stages are valid for only one number of blocks
                 break
             fits = max(n for n, memory in known.items() if memory <= self.limit)
             other = min((n for n in known if n > fits), default=max((n for n in known if n < fits), default=fits))
@@ -572,9 +572,9 @@ class _Search:
         return tuple(found[ranks] for ranks in sorted(found))
 
     def _choose_field_grid_for_data_ranks(self, mesh: Mesh, data: int) -> tuple[int, ...]:
-        """Choose how many ranks share a field along each dim, for a job with `data` data ranks. Several such grids of
-        ranks process different samples in parallel; their number stays the same as in `mesh`. Raise ValueError if no
-        grid is possible."""
+        """Choose how many ranks share a field along each dim, for a job with `data` data ranks. The ranks that share a
+        field form a grid, and several such grids process different samples in parallel. The number of grids stays the
+        same as in `mesh`. Raise ValueError if no grid is possible."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]
         grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if can_split_evenly(dims, cells)]
         return min(grids, key=lambda dims: _compute_halo_to_cell_ratio(dims, cells))

@@ -70,7 +70,8 @@ def _compute_product_seconds(product: ProductCount, compute: Compute, half: str)
         have = ", ".join(compute.flops)
         raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
     rate = flops * compute.efficiency
-    # fixed overhead of a product, converted to FLOP; in seconds, this overhead is the same in every format
+    # fixed overhead of a product, as the number of FLOP that this format computes in the time of the overhead, which is
+    # the same in every format
     slow = compute.half * flops / max(compute.flops.values())
     seconds = (product.flops + slow) / rate
     if product.is_fused:
@@ -88,7 +89,7 @@ class LevelCrossing(NamedTuple):
     level : the network level
     width : number of connected units that the group is spread over
     members : number of ranks of the group in each unit
-    users : total number of ranks in a unit, which share the links of the unit
+    users : number of all ranks in a unit, including those outside the group; they share the links of the unit
     """
 
     level: NetworkLevel
@@ -98,7 +99,8 @@ class LevelCrossing(NamedTuple):
 
     @property
     def bytes_per_second(self) -> float:
-        """Bandwidth of one rank while all ranks of its unit communicate, in bytes per second."""
+        """Bandwidth of one rank, in bytes per second, while all ranks in the same unit (host, socket or rack)
+        communicate."""
         return self.level.compute_bandwidth_per_rank(self.users)
 
 
@@ -152,8 +154,8 @@ class MeshOnMachine:
 
     @cached_property
     def crossed_network_levels_by_axis(self) -> dict[str, list[LevelCrossing]]:
-        """The network levels across which the ranks along each axis communicate, keyed by the axis names of the traffic
-        counters."""
+        """For each axis, the network levels across which the ranks along this axis communicate. The keys are the axis
+        names that the traffic counters use, such as "peers"."""
         groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
         groups |= {"peers": ("pipe",), "domain": ("replica", "shard")}
         return {name: self.find_crossed_network_levels(axes) for name, axes in groups.items()}
@@ -240,7 +242,7 @@ class StepTimes:
         return self.lines.mesh.size
 
     def predict_action_seconds(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
-        """Return the computing time of an action in seconds, and the seconds of its communication by axis.
+        """Return the computing time of an action, and its communication time along each axis, in seconds.
 
         On a GPU, the host launches the next kernels during computing, so the action takes the longer of the computing
         time and the launch time. On a CPU, `Compute.launch`, which is the time of the Python code around a kernel, is

@@ -49,8 +49,8 @@ LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()
 Batch = tuple[tuple[tuple[int, ...], str], ...]
 """(shape, dtype) of each input, followed by the (shape, dtype) of the targets."""
 CONTROL = "world"
-"""Axis name under which the small messages about losses are counted. These messages add latency to the step, but tables
-of traffic leave them out."""
+"""Axis name under which the small messages about losses are counted. These messages add latency to the step, but
+traffic tables omit them."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RankClass:
     ----------
     rank : global rank ID of the representative rank
     coordinates : mesh coordinates of the representative rank
-    peak : the moment of highest memory use, and the memory held for each unit
+    peak : the moment of highest memory use, and what the rank holds at that moment
     traffic : (axis, call) -> (number of calls, bytes) in a step
     """
 
@@ -108,8 +108,9 @@ class RankDryRun(NamedTuple):
         return self.programs[microbatches]
 
     def count_actions(self, microbatches: int) -> Counter[Action]:
-        """Return how often each action occurs in the program for `microbatches` microbatches. An action of a microbatch
-        that did not run is counted as the same operation on the last microbatch that ran."""
+        """Return how often each action occurs in the program for `microbatches` microbatches. If the dry run ran fewer
+        microbatches, an action on one of the remaining microbatches is counted as the same operation on the last
+        microbatch that ran."""
         return Counter(
             find_representative_action(action, min(self.programs)) for action in self.get_program(microbatches).actions
         )
@@ -241,9 +242,9 @@ class WorldStep:
         return min(most, 3 * pipe if SCHEDULES[self.options["schedule"]].interleaves else pipe + 4)
 
     def dry_run_pipe_ranks(self, group: int, microbatches: int, representative_index: int = 0) -> Iterator[RankDryRun]:
-        """For each position along the pipeline axis, run the step on shape-only arrays on one rank of group number
-        `group` (see `sample_group_count`), and yield the run. If ranks share samples, `representative_index` selects
-        the rank with the most computation (0) or the most communication (1)."""
+        """For each position along the pipeline axis, dry-run the step of one rank of group number `group` (see
+        `sample_group_count`), using shape-only arrays, and yield the run. If ranks share samples,
+        `representative_index` selects the rank with the most computation (0) or the most communication (1)."""
         rows = self.count_samples_of_group(group)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
@@ -314,7 +315,7 @@ class WorldStep:
 def make_world_step(
     model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, options: Mapping[str, Any]
 ) -> WorldStep:
-    """Return the step that the arguments of `predict` describe. `gpu` says whether ranks are GPUs."""
+    """Return the step that the arguments of `predict` describe. `gpu` says whether the ranks use GPUs."""
     pairs, chosen = get_batch_shapes_and_dtypes(batch), dict(options)
     model, chosen["loss"] = adapt_foreign_model_and_loss(model, chosen.get("loss"), chosen.get("domain"))
     chosen = _check_and_complete_options(pairs, gpu, chosen)

@@ -129,8 +129,8 @@ def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T
 
 
 class StepLog:
-    """A log of the steps of all ranks, to check a job that was restarted after faults. There is one file for each rank
-    and each start of the job. A file has one line per step, which the rank writes during the step."""
+    """A log of the steps of all ranks, for checking a job that was restarted after faults. There is one file for each
+    rank and each start of the job. A file has one line per step, which the rank writes during the step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -152,13 +152,13 @@ class StepLog:
         return found
 
     def check_and_get_last_start_of_each_step(self, steps: int) -> list[int]:
-        """Check the log, and return a list with one entry for each of `steps` steps: the last start of the job that
-        performed the step. Raise AssertionError if the log is wrong.
+        """Check the log, and return a list that gives, for each of `steps` steps, the number of the job's last start
+        that performed this step. Raise AssertionError if the log is wrong.
 
         Each start must continue from a checkpoint of an earlier start, without skipping a step. The losses of a step
         must be bit-identical on all ranks and in all starts that performed the step. The last start must have reached
         the last step on all ranks."""
-        made: list[int] = []  # made[step] is the last start that performed the step
+        made: list[int] = []  # made[step] is the number of the last start of the job that performed this step
         losses: dict[int, str] = {}
         for start, ranks in self.read_starts().items():
             firsts = {entries[0][0] for entries in ranks.values() if entries}

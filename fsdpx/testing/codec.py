@@ -21,9 +21,9 @@ REDUCE_CASES = (
     (3, (1, 4, 2), "start"), (4, (0, 0, 0, 1), "elsewhere"), (5, (1, 4, 2, 0, 3), "elsewhere"),
     (5, (12, 12, 12, 12, 13), "start"),
 )  # fmt: skip
-"""Test cases for sums of which each rank gets one part: (number of ranks, number of elements in each part, where a rank
-writes its part). A part is written to a separate array ("elsewhere"), or into the gradient, at its beginning ("start")
-or at the position of the part ("own part"). The cases contain every number of ranks from 1 to 5."""
+"""Test cases for reduce-scatters: (number of ranks, number of elements in each part of the sum, where a rank writes its
+part). A part is written to a separate array ("elsewhere"), or into the gradient, at its beginning ("start") or at the
+position of the part ("own part"). The cases contain every number of ranks from 1 to 5."""
 SHARED_CASES = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
 """Pairs (number of ranks, number of elements) for tests of an all-reduce."""
 
@@ -140,8 +140,8 @@ class CodecContract:
         spawn(body, size, timeout=60)
 
     def test_codec_keeps_no_state_outside_memory(self) -> None:
-        """Check that two codecs that alternate on the same memory arrays give the same bits as a single codec. This
-        shows that a codec stores no state elsewhere."""
+        """Check that two codecs that take turns on the same memory arrays give results that are bitwise equal to those
+        of a single codec. This shows that a codec stores no state elsewhere."""
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
             n, counts = 61, split_evenly(61, comm.size)

@@ -125,8 +125,8 @@ class CommunicatorContract:
     @_decorate_test_to_run_on_every_rank
     def test_16_bit_floats_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
         ours = [_make_random_array(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
-        # added in rank order, the large values cancel before the small ones are added; in another order, the small
-        # values would be lost
+        # in rank order, the large values cancel before the small ones are added; in any other order, the small values
+        # would be lost
         if comm.size > 2:
             ours[0] = _make_random_array(dtype, 33, seed=9) * 4096
             ours[1] = -ours[0]
@@ -254,8 +254,8 @@ class CommunicatorContract:
 
     @_decorate_test_to_run_on_every_rank
     def test_waiting_for_one_transfer_progresses_others(self, comm: Communicator) -> None:
-        # rank 0 sends a message after it has waited for its reductions; all other ranks wait for this message first,
-        # and for their reductions later
+        # rank 0 waits for its reductions before it sends a message; all other ranks wait for this message before they
+        # wait for their reductions
         half, ring, note = np.ones(5, np.float16), np.ones(5), np.zeros(1)
         handles = [comm.all_reduce(half), comm.all_reduce(ring, ReduceOp.SUM, "ring")]
         if comm.rank == 0:

@@ -29,14 +29,15 @@ class OptimizerContract:
 
     `make` must take the option `lr`, a number or a function that maps the step (counted from 1) to a number. If
     `takes_groups` is True (the default), `make` must also take the options `weight_decay` and `groups`. Each shard is
-    updated in its own thread, so that optimizers can sum the norms of full parameters over shards."""
+    updated in its own thread, so that an optimizer can exchange numbers between shards, for example to compute the norm
+    of a full parameter."""
 
     shard_alignment: int = 1
-    """Alignment of shards with which results do not depend on the sharding. Use 1 if results never depend on where
-    shards begin. Use 1024 if results are the same only for shards that begin at a multiple of 1024 elements in a
-    parameter."""
+    """Alignment of shards that makes results independent of the sharding. Use 1 if results never depend on where shards
+    begin. Use 1024 if results are the same only for shards that begin at a multiple of 1024 elements in a parameter."""
     takes_groups: bool = True
-    """Whether `make` takes `weight_decay`, and `groups` with "lr_scale" and "weight_decay"."""
+    """Whether `make` accepts the options `weight_decay` and `groups`, where a group may set "lr_scale" and
+    "weight_decay"."""
 
     def make(self, **options: Any) -> Optimizer:
         """Return a new optimizer to test. Must be overridden.

@@ -100,8 +100,8 @@ class ScheduleContract:
 
     def test_compiled_programs_complete(self) -> None:
         """Check that the compiled programs of all ranks, including messages, gathers and reductions, run to completion.
-        The model has one unit per stage. One of its activations is read again in a later stage, so it skips the stages
-        in between."""
+        The model has one unit per stage. The last stage also reads the output of the first stage, which skips the
+        stages in between."""
         for made in self._iterate_schedules():
             n = made.stages
             units = [((u,), (u, 1) if u == n - 1 > 1 else (u,), (u + 1,)) for u in range(n)]

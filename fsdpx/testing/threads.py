@@ -18,8 +18,8 @@ _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", 
 
 MAX_VISITS = 1
 """Number of times that a thread yields at the same bytecode. One visit is enough to find two kinds of errors: errors in
-objects that are created lazily, because they are created on the first visit, and layers that incorrectly store the data
-of a call in their own attributes."""
+the lazy creation of objects, which happens on the first visit, and layers that incorrectly store the data of a call in
+their own attributes."""
 
 
 @contextmanager

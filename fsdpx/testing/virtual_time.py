@@ -171,7 +171,7 @@ class VirtualTime:
 
 
 class _TimedCommunicator(CommunicatorWrapper):
-    """A communicator whose windows (shared memory) are accessed in virtual time."""
+    """Wraps a communicator so that its windows (shared memory) are accessed in virtual time."""
 
     def __init__(self, comm: Communicator, virtual: VirtualTime) -> None:
         super().__init__(comm)

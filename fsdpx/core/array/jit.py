@@ -73,12 +73,12 @@ class CodeStore(Protocol):
         return None."""
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-        """Make Numba's dispatcher write its compiled code to the disk cache. `bare` is true if the code has no entry
-        point for Python."""
+        """Make the Numba dispatcher write its compiled code to the disk cache. `bare` is true if this code cannot be
+        called from Python."""
 
     def compile_dispatcher(self, dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
-        """Compile Numba's dispatcher for arguments of these kinds and return it. If the kinds were declared with
-        `specialize`, the dispatcher accepts no other kinds."""
+        """Compile the Numba dispatcher for arguments of these kinds, and return the dispatcher. If the kinds were
+        declared with `specialize`, the dispatcher accepts no other kinds."""
 
 
 @functools.cache
@@ -137,9 +137,9 @@ def _format_array_kind(a: np.ndarray) -> str | None:
 
 
 class CompiledFunction:
-    """A Python function that is compiled when it is called. The kind of an argument is its dtype and layout. `wanted`
-    is a function that takes the arguments of a call and returns the kinds to compile for (default: the kinds of these
-    arguments)."""
+    """A Python function that is compiled for the kinds of its arguments when it is called. The kind of an argument is
+    its dtype and layout. `wanted` is a function that takes the arguments of a call and returns the kinds to compile for
+    (default: the kinds of these arguments)."""
 
     def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = get_argument_kinds) -> None:
         self.function = function

@@ -151,8 +151,8 @@ class Random:
         return numbers
 
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
-        """Return an array of random float32 in [0, 1) with this shape, on the device of `xp`. Dim 0 is the sample
-        dim."""
+        """Return an array of this shape with random float32 numbers in [0, 1), on the device of `xp`. Dim 0 is the
+        sample dim."""
         return self.get_number_range(shape).make_fractions(xp).reshape(shape)
 
 
@@ -247,8 +247,9 @@ class NumberSubarray:
         return xp.asarray(out)
 
     def _find_first_dim_generated_per_call(self) -> int:
-        """Return the dim at which the work is divided. A loop runs over the dims before it. In each iteration, one call
-        generates all numbers along this dim and the dims after it; numbers outside the part are dropped."""
+        """Return the first of the dims whose numbers are generated in a single call. A loop runs over the dims before
+        it. In each iteration, one call generates all numbers along this dim and the dims after it; numbers outside the
+        part are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]
         if not cut:
             return 0
@@ -275,8 +276,8 @@ class NumberRows:
     def make_fractions(self, xp: Any) -> Any:
         """Return the numbers as a float32 array in [0, 1) of shape `shape`, on the device of `xp`.
 
-        The numbers of rows that are close to each other are generated in one call, together with the numbers of the
-        rows between them."""
+        If several rows are close to each other, a single call generates the random numbers for all of them, and also
+        those for the rows in between, which are discarded."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty(self.shape, dtype=np.float32)
         out, width = np.empty(self.shape, np.float32), max(math.prod(self.shape[2:]), 1)

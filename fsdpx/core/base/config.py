@@ -141,8 +141,8 @@ PRESETS: dict[str, Sharding] = {
 
 
 PRESETS_BY_MEMORY = tuple({one: name for name, one in PRESETS.items() if one.replica or one.shard}.values())
-"""Names of the presets in which all data-parallel ranks lie on one of the two mesh axes, in order of decreasing memory
-per rank. If several presets are identical, only the last name is listed."""
+"""Names of the presets that put all data-parallel ranks on a single mesh axis (replica or shard), in order of
+decreasing memory per rank. If several presets are identical, only the last name is listed."""
 
 
 def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
@@ -159,7 +159,7 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
         if isinstance(strategy, str):
             unknown = f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)"
             raise ConfigError(unknown + did_you_mean(strategy, known))
-        # an enum member of another library, such as PyTorch, has a `name`
+        # `strategy` may be an enum member of another library, such as PyTorch, and then has a `name`
         hint = did_you_mean(getattr(strategy, "name", type(strategy).__name__), ())
         raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...){hint}")
     replica, shard = strategy.replica, strategy.shard

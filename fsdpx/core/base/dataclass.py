@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["dataclass", "field", "fields", "replace"]
 
 METHODS = {"__init__", "__eq__", "__hash__", "__setattr__", "__delattr__"}
-"""If a class defines one of these methods, Python's decorator keeps the class's method or raises an error."""
+"""If a class defines one of these methods itself, Python's own `dataclass` decorator keeps this definition or raises an
+error."""
 
 
 def _convert_to_dataclass(cls: Any = None, /, *, frozen: bool = False, **options: bool) -> Any:

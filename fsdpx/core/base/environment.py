@@ -34,8 +34,8 @@ _LAUNCHERS = {
 """For each launcher, the names of the variables that contain the size, rank, local rank and local size. The first
 launcher whose variables are set is used."""
 _NO_TASKS = 0xFFFFFFF0
-"""Slurm step IDs at or above this value do not denote steps with ranks, but the batch script and the shell of an
-interactive allocation."""
+"""Slurm step IDs at or above this value denote the batch script or the shell of an interactive allocation, not a step
+with ranks."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def require_expected_world_size(size: int, environment: Environment, library: st
             "ranks, or unset FSDPX_EXPECT_SIZE"
         )
     if expected is None and launcher is not None and (launcher.rank or 0) >= size:
-        expected = (launcher.rank or 0) + 1  # the size is unknown, but greater than the rank
+        expected = (launcher.rank or 0) + 1  # the size is unknown, but it is at least rank + 1
     if launcher is None or expected is None or expected == size:
         return
     beside = Path(sys.executable).with_name("mpiexec")

@@ -51,7 +51,8 @@ class _HookLink:
 
 
 def _skip_bypassed_links(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Remove wrappers from `function` as long as the outermost one has been bypassed. Return the result."""
+    """Strip bypassed wrappers from the outside of `function`, up to the first wrapper that is still active. Return the
+    result."""
     while isinstance(function, _HookLink) and function.is_bypassed:
         function = function.former
     return function
@@ -161,7 +162,8 @@ def find_communicator_to_abort() -> Any:
 
 
 class _ExceptionHolder:
-    """An owner of the hooks that is attached to an exception and lives as long as the exception."""
+    """A hook owner that is stored in an exception. It keeps the process hooks installed as long as the exception
+    exists."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -171,8 +173,8 @@ class _ExceptionHolder:
 def releasing_hooks_after_block() -> Iterator[None]:
     """Return a context manager that removes all hook owners added inside its block when the block ends.
 
-    If an exception leaves the block, the exception becomes an owner in their place. The hooks then stay installed, and
-    they end all ranks if nobody catches the exception."""
+    If an exception leaves the block, the exception becomes the owner instead. The hooks then stay installed, and end
+    all ranks if the exception is not caught."""
     begun: list[Any] = []
     token = _visit.set(begun)
     try:

@@ -53,7 +53,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 LOGGER = logging.getLogger("fsdpx")
-"""Logger of all messages; `logging.getLogger("fsdpx").handlers` may be replaced."""
+"""The logger for all messages. The user may replace its handlers, `logging.getLogger("fsdpx").handlers`."""
 # otherwise the user's program has configured the logger, so nothing is added
 if not LOGGER.handlers and LOGGER.level == logging.NOTSET:
     LOGGER.addHandler(_StderrHandler())

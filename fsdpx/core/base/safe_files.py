@@ -319,7 +319,7 @@ def open_self_deleting_file(folder: str | os.PathLike[str]) -> int:
     """Create a file that is deleted when the last process closes it. Return its file descriptor, open for reading and
     writing.
 
-    If the system cannot create files without a name, the file briefly has a name while it is empty.
+    If unnamed files are not supported, the file has a name for a moment, while it is still empty.
     """
     if hasattr(os, "O_TMPFILE"):
         with suppress(OSError):  # some file systems do not support O_TMPFILE

@@ -155,8 +155,8 @@ class SaveTarget:
 
     @classmethod
     def lock_and_create_files(cls, path: Path, token: str, layout: FileLayout) -> SaveTarget:
-        """Lock the folder `path` against other jobs, and remove temporary folders that killed saves to this path have
-        left behind. Then create a new temporary folder with the files of `layout`, filled with zeros."""
+        """Lock the folder `path` against other jobs. Remove temporary folders left behind by earlier saves to this path
+        that were killed. Then create a new temporary folder with the files of `layout`, filled with zeros."""
         path = resolve_replaceable_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         target = cls(path, make_sibling_path(path, PARTIAL + token), _lock_checkpoint(path))

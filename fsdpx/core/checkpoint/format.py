@@ -102,8 +102,8 @@ class PartialCrc:
         self.at = start + len(data)
 
     def get_crc_share(self, nbytes: int) -> int:
-        """Return the contribution of the added bytes to the CRC-32 of a tensor of `nbytes` bytes. The xor of all ranks'
-        contributions is passed to `compute_crc_from_xor`."""
+        """Return the contribution of the bytes added so far to the CRC-32 of a tensor of `nbytes` bytes. The xor of all
+        ranks' contributions is passed to `compute_crc_from_xor`."""
         return _append_zeros_to_crc(self.value, nbytes - self.at)
 
 

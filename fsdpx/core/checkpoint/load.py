@@ -138,9 +138,9 @@ def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> l
 def verify_checksums_on_all_ranks(
     world: Communicator, source: CheckpointSource, where: str, count: ByteCounter
 ) -> None:
-    """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. All ranks
-    read about the same number of bytes, and add this number to `count`. Error messages begin with `where`.
-    Collective."""
+    """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. The bytes
+    to read are divided about evenly among the ranks. Each rank adds to `count` the number of bytes that it reads. Error
+    messages begin with `where`. Collective."""
     parts: list[np.ndarray] = []
     compute = partial(compute_partial_crcs, source, world.rank, world.size, count=count)
     run_on_all_ranks(world, where, lambda: parts.append(compute()))

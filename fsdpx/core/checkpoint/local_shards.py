@@ -312,7 +312,7 @@ class CodecMemory:
 
     def _get_saved_index_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
         """Return the index of the saved tensor that this rank uses, and the number of saved tensors. A checkpoint may
-        store several tensors of this codec array for one parameter.
+        store this codec array as several tensors per parameter.
 
         If the parameter is not sharded over the tensor axis, all tensor ranks usually use the same tensor. However, if
         each tensor rank computes only a partial sum of the parameter's gradient, each tensor rank has its own

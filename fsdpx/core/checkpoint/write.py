@@ -219,7 +219,7 @@ class Worker:
 
 
 FLUSH_BYTES = 64 << 20
-"""Data is flushed to disk each time this many bytes have been written, while writing continues. By itself, the
+"""Whenever this many more bytes have been written, they are flushed to disk while writing continues. By itself, the
 operating system would begin to flush much later."""
 
 INLINE_WRITE_BYTES = 1 << 16

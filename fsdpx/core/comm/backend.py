@@ -80,8 +80,8 @@ class Backend(Communicator):
         return COLLECTIVES[call.verb](self, call)
 
     def start_rounded_sum(self, call: Call) -> Handle:
-        """Start a sum over ranks in which arrays are sent in the 16-bit dtype `call.wire`. The arguments have been
-        checked."""
+        """Start a sum over ranks in which arrays are sent in the 16-bit dtype `call.wire`. The caller has already
+        checked the arguments."""
         return ROUNDED_COLLECTIVES[call.verb](self, call)
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:

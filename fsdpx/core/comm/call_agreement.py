@@ -59,8 +59,8 @@ def make_signature(
 class CallAgreement:
     """Compares the calls of all ranks before they start. The constructor is collective.
 
-    Calls are compared one at a time, in the order in which they are issued. All ranks issue them in the same order. A
-    record in shared memory is therefore overwritten only after all ranks have read it.
+    Calls are compared one at a time, in the order in which they are issued, which is the same on all ranks. A record in
+    shared memory is therefore overwritten only after all ranks have read it.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class CallAgreement:
 
     def _agree_within_few_polls(self, number: int, call: CallSignature, board: CollectiveBoard) -> bool:
         """Post this rank's call, and return whether all ranks post the same call within a few polls. Try this method
-        before creating a handle, which takes longer: it usually returns True, and then no handle is needed."""
+        before creating a handle, because it is faster. It usually returns True, and then no handle is needed."""
         board.post_record(number + 1, call.words)
         for other in self.others:
             if not any(board.has_posted(other, number + 1) for _ in QUICK_POLLS):
@@ -157,10 +157,10 @@ class CallAgreement:
 
 
 class AgreementStage(ABC):
-    """Base class of handles for the two stages of comparing a call: waiting for earlier calls, and the comparison
-    itself.
+    """Base class of handles for the two stages of checking that all ranks make the same call: waiting for earlier
+    calls, and comparing this one.
 
-    `wait` first polls only this comparison. After a number of polls, it also advances other transfers between polls."""
+    `wait` first polls only this handle. After a number of polls, it also advances other transfers between polls."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         self.agreement, self.number, self.call = agreement, number, call

@@ -240,7 +240,7 @@ def copy_unless_same(target: Array, source: Array) -> None:
 POLLS_BEFORE_YIELD = 2048
 """Number of polls (about a millisecond) after which a waiting rank yields its CPU core if each rank has its own
 core."""
-_SPINS_BEFORE_SLEEP = 4096  # after this many more polls (a few milliseconds), a wait sleeps between polls
+_SPINS_BEFORE_SLEEP = 4096  # number of polls (a few milliseconds) between the first yield of a wait and its first sleep
 THREAD_POLLS = -_SPINS_BEFORE_SLEEP
 """`polls_before_yield` for ranks that run as threads. It is negative, so that a waiting rank sleeps between polls from
 the beginning. Otherwise, its polling would keep the other ranks from running Python code for 5 ms at a time."""
@@ -348,8 +348,8 @@ class HandleWithCallback:
 
 
 class LongWait:
-    """A call to `spin_until` that has lasted long enough that the watchdog should know about it. `str()` of this object
-    names what the call waits for."""
+    """A call to `spin_until` that has lasted long enough to be reported to the watchdog. `str()` of this object names
+    what the call waits for."""
 
     __slots__ = ("_ready",)
 

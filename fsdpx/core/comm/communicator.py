@@ -656,7 +656,7 @@ class CommunicatorWrapper(Communicator):
 
 
 def unwrap_communicator(comm: Any) -> Any:
-    """Return the innermost communicator, without the wrappers (which count or check calls) around it."""
+    """Return the innermost communicator, without the wrappers that count or check its calls."""
     while hasattr(comm, "comm"):
         comm = comm.comm
     return comm

@@ -27,8 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DefaultCommunicator:
-    """The communicator that the functional API uses if the caller passes none, and data that belongs to this
-    communicator.
+    """The communicator that the functional API uses if the caller passes none, together with related information.
 
     Attributes
     ----------

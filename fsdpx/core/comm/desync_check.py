@@ -1,4 +1,5 @@
-"""Detect ranks that diverge: a communicator compares each collective between ranks, and a function compares settings.
+"""Detect ranks that diverge: a communicator checks that all ranks call the same collectives, and a function checks that
+they have the same settings.
 
 Settings are compared when ranks first exchange data, before any setting takes effect. Functions register their
 arguments with `comparing_arguments`, so that a communicator opened inside this context compares them."""
@@ -63,7 +64,8 @@ class CheckedCommunicator(CommunicatorWrapper):
         return super().all_gather_object(obj)
 
     def close(self) -> None:
-        """Close the separate channel. The wrapped communicator stays open; its owner must close it."""
+        """Close the separate communicator that is used to compare calls. The wrapped communicator stays open; its owner
+        must close it."""
         self._channel.close()
 
     def _agree_on_call(self, call: str) -> None:

@@ -77,7 +77,8 @@ def _make_thread_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
     begun, process = threading.Lock(), os.getpid()
 
     def end_all_ranks(args: threading.ExceptHookArgs) -> None:
-        if os.getpid() != process or issubclass(args.exc_type, SystemExit):  # SystemExit ends only this thread
+        # a forked child, or SystemExit, which ends only this thread
+        if os.getpid() != process or issubclass(args.exc_type, SystemExit):
             former(args)
             return
         name = args.thread.name if args.thread is not None else "unknown"
@@ -524,7 +525,8 @@ def spawn(
             for thread in threads:
                 thread.start()
             late = _join_and_find_unfinished_threads(threads, world)
-    except BaseException as stop:  # for example Ctrl-C in an interactive session; threads then end at their next calls
+    # such as Ctrl-C in an interactive session; the rank threads then end at their next communication calls
+    except BaseException as stop:
         world.record_failure(stop)
         raise
     if failures:
@@ -541,7 +543,7 @@ def spawn(
 
 
 class _NamedExits:
-    """Context manager in which `os._exit` first prints the rank that has called it, if that rank runs as a thread."""
+    """Context manager that makes `os._exit` first print which rank has called it, if that rank runs as a thread."""
 
     def __init__(self) -> None:
         self._hook, self._lock, self._inside = (

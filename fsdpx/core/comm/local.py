@@ -256,8 +256,8 @@ class ThreadMessage:
 
     Attributes
     ----------
-    needs : a set that contains the rank without which the message cannot complete. This is the rank on the other side
-        or, while the data is being copied (`moving`), the rank that copies it"""
+    needs : a set with one element: the rank that the message is waiting for. This is the rank on the other side or,
+        while the data is being copied (`moving`), the rank that copies it"""
 
     __slots__ = ("array", "done", "moving", "name", "needs", "rank")
 
@@ -455,7 +455,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
                 COLLECTIVES[call.verb],
             )
         if call.verb not in ("send", "recv"):
-            return super().start_call(call)  # super() builds the operation from messages
+            return super().start_call(call)  # the base class builds these operations from sends and receives
         sending, (array,) = call.verb == "send", call.arrays
         name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
         pair = (self.rank, call.root) if sending else (call.root, self.rank)

@@ -210,8 +210,8 @@ class Mesh:
         elif self.domain and self.shard is None and self.replica is not None and world_size % beside == 0:
             data = world_size // beside
             if data == self.replica * prod(self.domain) and resolve_sharding(strategy, data).shard == 1:
-                # the shard width is 1, because each rank holds a full copy of the model, even if several ranks share a
-                # sample
+                # each rank holds a full copy of the model, even if several ranks share a sample, so the shard width is
+                # 1
                 mesh = replace(self, replica=data, shard=1)
         return mesh.resolve_open_axis(world_size)
 
@@ -404,8 +404,8 @@ def connect_axes(
 ) -> MeshAxes:
     """Create the communicators of this rank along the axes of `mesh`. Collective.
 
-    Each distinct group is created only once. An axis of width 1 gets a communicator of one rank, without MPI. Calls are
-    counted under the name of the axis.
+    Each distinct group is created only once. An axis of width 1 gets a communicator of one rank, without MPI. The calls
+    on each axis are counted under the name of the axis.
 
     Parameters
     ----------

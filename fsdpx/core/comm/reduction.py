@@ -84,8 +84,8 @@ def explain_undefined_reduction(op: ReduceOp, dtype: np.dtype) -> str | None:
 
 
 BLOCK_ELEMENTS = 1 << 15
-"""Number of elements that `reduce_in_rank_order_into` reduces at a time on the host. It is so small that a block of
-results stays in the cache until it has been written to all outputs."""
+"""Number of elements that `reduce_in_rank_order_into` reduces at a time on the host. It is small enough for a block of
+results to stay in the cache until the block has been written to all outputs."""
 
 
 def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:

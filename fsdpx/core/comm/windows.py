@@ -87,8 +87,8 @@ class Window(ABC):
         self.poll_until_none_missing(missing, what)
 
     def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until all living ranks have arrived and no longer depend on this rank to make progress. `missing()`
-        returns the ranks that have not arrived."""
+        """Wait until all living ranks have arrived, and until no other rank still needs this rank to make progress.
+        `missing()` returns the ranks that have not arrived."""
         self.poll_until_none_missing(missing, what)
 
     def poll_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:

@@ -55,8 +55,8 @@ class BoundCodec(NamedTuple):
             return self.codec.all_reduce(self.comm, grad, self.scratch, self.memory, what=self.what)
 
     def _error_norms_context(self, grad: Any) -> AbstractContextManager[None]:
-        """Return a context manager that wraps a call of the codec and sets `error_norms`. It does nothing for GPU
-        arrays, because computing the norms would require waiting for the device."""
+        """Return a context manager in which the codec is called. It sets `error_norms`. It does nothing for GPU arrays,
+        because computing the norms would require waiting for the device."""
         error = self.memory.get("error")
         return (
             self._recording_error_norms(grad, error)
@@ -74,7 +74,7 @@ class BoundCodec(NamedTuple):
 
 
 SAMPLED_ELEMENTS, SPAN_ELEMENTS = 1024, 1 << 14
-"""In large arrays, only SAMPLED_ELEMENTS of every SPAN_ELEMENTS elements are read."""
+"""To estimate the norm of a large array, only SAMPLED_ELEMENTS of every SPAN_ELEMENTS elements are read."""
 
 
 def _sample_elements(array: Any) -> Any:

@@ -129,7 +129,7 @@ class CodecRules:
     @classmethod
     def from_user_choice(cls, choice: Choice, precision: Precision, outer: Codec | None = None) -> CodecRules:
         """Build the rules from the `compression` option, with default codecs for this precision. Raise ConfigError if a
-        codec cannot reduce gradients of this precision's gradient dtype.
+        codec does not support the gradient dtype of this precision.
 
         If replicas train independently, `outer` is the codec for sums between them."""
         codecs = cls.from_choice(

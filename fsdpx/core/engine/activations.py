@@ -61,8 +61,8 @@ class ActivationMeter:
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
 
     def get_storage_bytes_by_slot(self) -> dict[Slot, dict[int, int]]:
-        """Return the memory that the value in each slot (named value) currently uses, as one dict per slot that maps
-        the `id` of each base array to its size in bytes."""
+        """Return the memory that each slot (named value) currently uses. The result contains one dict per slot, which
+        maps the `id` of each base array to its size in bytes."""
         return dict(self._held)
 
     def exclude_arena(self, arena: Arena) -> None:

@@ -15,13 +15,13 @@ from fsdpx.core.program import VERBS, Action
 __all__ = ["BATCHES", "PROGRESS", "EngineClock", "VerbTimings"]
 
 PROGRESS = "(progress of transfers between actions)"
-"""Row of the clock for the time between actions that is spent on advancing transfers."""
+"""Row in the clock's table for the time that is spent, between actions, on advancing transfers."""
 BATCHES = "(batches: checked, and agreed on by all ranks)"
 """Row of the clock for checking and comparing batches. It includes the time that ranks spend waiting for the slowest
 rank."""
 SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the background)", "(loading weights)"
-"""Rows of the clock for checkpoints, with the number of bytes that this rank writes or reads. For a background save,
-only the time to make the copy is counted, because another thread writes the file."""
+"""Names of the clock's rows for checkpoints. The rows for saving and loading also count the bytes that this rank writes
+or reads. For a background save, only the time to make the copy is counted, because another thread writes the file."""
 
 
 class VerbTimings(NamedTuple):

@@ -39,7 +39,7 @@ class Engine:
     added_observers : observers added after construction
     hooks : for each event, the observer methods to call
     last_program, batch : the program that ran last, and its batch
-    direct : functions that run only the layers (`DirectPrediction`), keyed by the (shape, dtype) of the batch
+    direct : functions that run the layers without a program (`DirectPrediction`), keyed by the (shape, dtype) of the batch
     """
 
     added_observers: tuple[Observer, ...]
@@ -270,8 +270,8 @@ class Engine:
             self._views = None
 
     def abandon_transfers(self) -> list[Handle]:
-        """Forget pending transfers and return their handles. The caller must keep the memory of these transfers until
-        they complete."""
+        """Forget pending transfers and return their handles. The caller must not free or reuse the memory of these
+        transfers until they are complete."""
         handles = [transfer.handle for transfer in (*(t for _, t in self._in_flight), *self._sends)]
         self._in_flight.clear()
         self._sends.clear()
@@ -314,7 +314,7 @@ class DirectPrediction:
         self.shape, self.dtype = x.shape, x.dtype
         (self.input,), self.outputs = self.program.stage.used_inputs, self.program.stage.outputs
         self.valid = state.seed, state.arena.generation
-        self.store: list[tuple[Any, Any]] = []  # pairs (slot that the layers read, value that it must hold)
+        self.store: list[tuple[Any, Any]] = []  # pairs (slot that the layers read, value that the slot must still hold)
         self.units: list[tuple[Any, ...]] = []
         for planned in executable.steps:
             if planned.action.op == "E":

@@ -40,8 +40,8 @@ class Observer:
         return units
 
     def wrap_unit_functions(self, functions: UnitFunctions) -> UnitFunctions:
-        """Return replacements for the functions that run the layers of units in the program that is about to run, for
-        example, functions that launch recorded work."""
+        """Return the functions that run the layers of units in the program that is about to run: `functions` itself, or
+        replacements, such as functions that launch recorded work."""
         return functions
 
     def on_action_begin(self, words: str, now: float) -> None:

@@ -169,7 +169,7 @@ def _compute_mean_loss_from_gathered_rows(run: ProgramRun, rows: list[list[float
     # the modulo is needed in asynchronous training, where `rows` has only one row, from this rank
     lr = rows[run.sync_group.rank % len(rows)][-2]
     if math.isnan(lr):
-        # NaN marks an invalid learning rate; this call computes the rate again, and raises the error on all ranks
+        # NaN means that the learning rate is invalid; computing it again raises the error on every rank
         get_learning_rate(run.placement.optimizer, run.step + 1)
     shared = sum_exactly([row[0] for row in rows])
     if len(rows[0]) == 3:
@@ -194,7 +194,7 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
         store(place.xp, master, own_part)
         handle = comm.all_gather(own_part, wire, page.counts, what=description)
         return (TimedTransfer(HandleWithCallback(handle, partial(store, place.xp, wire, full)), lambda: views),)
-    # in asynchronous training the shard is in an MPI window and cannot be sent from there
+    # in asynchronous training, the shard is in an MPI window, from which it cannot be sent directly
     if place.formats.compute != place.formats.master or place.sync_policy.own_speed:
         own_part = full[page.own_range.start : page.own_range.stop]
         store(place.xp, master, own_part)
@@ -205,8 +205,8 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Free the values that the action takes from its slots (named values): gathered parameters, or arrays loaded from
-    storage."""
+    """Free the values that the action takes out of its slots (named values). These values are gathered parameters, or
+    arrays loaded from storage."""
     return ()
 
 

@@ -125,8 +125,8 @@ class BufferViews:
         return cached[1]
 
     def view_unit_gradients(self, unit: int, pages: Sequence[dict[str, GradientEntry]]) -> list[Gradients]:
-        """Return, for each node (layer call) of a unit (group of layers), a dict that maps parameter names within the
-        layer to gradients. Only trainable parameters are included."""
+        """Return, for each node (layer call) of a unit (group of layers), a dict whose keys are the parameter names
+        within the layer and whose values are gradients. Only trainable parameters are included."""
         key = (unit, *map(id, pages))
         cached = self._grads.get(key)
         if cached is None:
@@ -273,7 +273,7 @@ class Workspace:
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
             return self.take_next_temporary_buffer(kind, page, nbytes // dtype.itemsize, dtype)
-        # use an empty view of the slab, because a buffer must be in shared memory on all ranks or on none
+        # use an empty view of the slab if there is one: a buffer must be in shared memory on all ranks or on none
         if kind not in self._nothing:
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)
@@ -366,7 +366,8 @@ class ProgramRun:
 
     @property
     def stage(self) -> Stage:
-        """This rank's pipeline stage. It reflects which parameters were frozen when the program was compiled."""
+        """This rank's pipeline stage, as it was when the program was compiled. Parameters frozen or unfrozen since then
+        do not change it."""
         return self.workspace.program.stage
 
     @property

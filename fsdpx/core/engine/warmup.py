@@ -72,7 +72,7 @@ OTHER_WARMUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "bfloat16": lambda x, w, s: _warm_up_conversion(x, "bf16"),
 }
 """Warm-up functions, by name, for operations that are not kernels but also need a warm-up. They take the same sample
-arrays as a `choice.Sample`."""
+arrays as functions of the type `choice.Sample`."""
 VARIANTS = {
     **dict.fromkeys(("gated", "gated_backward"), ("gelu", "gelu tanh")),
     **dict.fromkeys(("gelu", "gelu_backward", "bias_gelu", "recompute_gelu_and_backward"), ("tanh",)),

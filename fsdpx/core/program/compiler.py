@@ -34,8 +34,8 @@ class ProgramKind:
     Attributes
     ----------
     about : text that says what the program does
-    ops : operations that compute: "FB" if the program follows a schedule of forward and backward actions, or a single
-        operation that runs for all microbatches
+    ops : compute operations: "FB" if the program follows a schedule of forward and backward actions; otherwise the one
+        operation that runs for all microbatches, or "" if there is none
     loss : operation that ends the forward pass of a microbatch, such as LOSS
     results : kinds of the slots (named buffers) that the caller reads at the end
     updates : whether the program ends with an update of parameters
@@ -76,9 +76,10 @@ class SyncRules:
     Attributes
     ----------
     before : operations that run before the first update
-    after : (operation, pages) pairs: operations that run after the update of each of these pages
-    rest : (operation, pages) pairs: operations that run for each of these pages after all updates
-    kept : kinds of slots that are filled both before and after the step, one slot per trained page
+    after : (operation, pages) pairs: after the update of each of these pages, the operation runs for that page
+    rest : (operation, pages) pairs: after all updates, the operation runs for each of these pages
+    kept : kinds of slots that are filled both before and after the step; there is one slot of each kind per trained
+        page
     begins, ends : additional slots that are filled before the step (`begins`) or after it (`ends`)
     results : kinds of slots that the caller reads at the end
     """
@@ -92,9 +93,10 @@ class SyncRules:
     results: tuple[str, ...] = ()
 
     def list_slots_filled_for_trained_pages(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
-        """Return the slots (named buffers) that are filled before or after a program that trains the pages (flat
-        parameter buffers) `trained`. To get the slots that are filled before the program, pass the attribute `begins`
-        as the argument `filled`. To get the slots that are filled after the program, pass the attribute `ends`."""
+        """Return the slots (named buffers) that are filled before or after a program. The program trains the pages
+        (flat parameter buffers) in `trained`. To get the slots that are filled before the program, pass the attribute
+        `begins` as the argument `filled`. To get the slots that are filled after the program, pass the attribute
+        `ends`."""
         return {s for s in filled if s.at is None or s.at in trained}.union(
             *(_make_slots(kind, trained) for kind in self.kept)
         )

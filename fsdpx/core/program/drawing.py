@@ -73,7 +73,8 @@ def _format_legend(letters: dict[int | None, str]) -> list[str]:
 
 
 def _format_cells_of_each_rank(events: Sequence[ActionEvent], letters: dict[int | None, str]) -> dict[int, list[str]]:
-    """Return the text of each rank's cells, one per time step. A cell "-" continues the action of the previous cell.
+    """Return, for each rank, the texts of its cells, one cell per time step. The text "-" means that the action of the
+    previous cell continues.
     """
     step = min(e.end - e.start for e in events)
     zero = min(e.start for e in events)

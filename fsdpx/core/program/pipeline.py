@@ -259,8 +259,8 @@ def convert_rows_to_stage_units(
     """Convert rows (pages, values read, values computed) to units (groups of layers). Each unit records which of its
     input values no later unit reads.
 
-    Among the units `here`, the last reader of a value frees it (`takes`). The loss frees the values in `outputs`. All
-    other readers leave the value in place (`reads`)."""
+    The last of the units `here` that reads a value frees the value (`takes`). All other readers leave it in place
+    (`reads`). Values in `outputs` are freed by the loss instead."""
     own_units = set(here)
     last = {v: k for k, (_, read, _) in enumerate(rows) if k in own_units for v in read} | dict.fromkeys(
         outputs, len(rows)
@@ -295,7 +295,7 @@ def get_buffer_slots_of_action(action: Action, stage: Stage, microbatches: int) 
 
 
 def list_slots_of_verb_table_word(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
-    """Return the slots (named buffers) that a word of the table `VERBS` refers to in an action. For example,
+    """Return the slots (named buffers) to which a word in the table `VERBS` refers for the given action. For example,
     "full:pages" refers to all pages (flat parameter buffers) of a unit (group of layers)."""
     kind, _, over = word.partition(":")
     if kind in SPECIAL_WORDS:
@@ -370,9 +370,9 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
         (v for v in s.units[_require_unit_number(a)].inputs if v not in s.constant), a.mb
     ),
 }
-"""Functions for the text after the colon of a word, such as "pages" in "full:pages". This text selects the slots of the
-word. Each function takes an action `a`, a stage `s` and the number of microbatches `n`. It returns a pair (at, mb) for
-each slot. Extensions add entries."""
+"""Functions that select slots, keyed by the text after the colon in a word of the table `VERBS`, such as "pages" in
+"full:pages". Each function takes an action `a`, a stage `s` and the number of microbatches `n`, and returns a pair (at,
+mb) for each selected slot. Extensions add entries."""
 
 
 def make_stages(

@@ -155,7 +155,7 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     flight on each rank. These stages are half as large as the stages of 1F1B, so each rank needs as much memory as the
     first rank in 1F1B."""
     _require_valid_counts("zbv", ranks, microbatches, per_rank, 2)
-    # build the order for at least 2 P - 1 microbatches, then drop the surplus microbatches below
+    # build the order for at least 2P - 1 microbatches; the actions of surplus microbatches are removed below
     whole = max(microbatches, 2 * ranks - 1)
     rows = []
     for rank in range(ranks):
@@ -261,9 +261,9 @@ def make_schedule(
 
     Parameters
     ----------
-    choice : a name in `SCHEDULES`; a function (ranks, microbatches, per_rank) that returns a PipelineSchedule, or the
-        actions of each rank as a list or as text; or the path of a text file with one line of actions per rank, in
-        which blanks separate actions and # begins a comment
+    choice : a name in `SCHEDULES`; a function (ranks, microbatches, per_rank) that returns either a PipelineSchedule
+        or, for each rank, its actions as a list or as text; or the path of a text file with one line of actions per
+        rank, in which blanks separate actions and # begins a comment
     ranks : number of pipeline ranks
     microbatches : number of microbatches per step
     per_rank : stages per rank; if None (default), the schedule's own default (2 for interleaved and zbv, 1 for the

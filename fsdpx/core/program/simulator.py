@@ -93,7 +93,7 @@ class ActionEvent:
     ----------
     rank : pipeline rank; in a trace, the rank in the entire job
     action : the action
-    start, end : times in seconds, or in the unit of the costs
+    start, end : times in seconds, or in the unit of the simulation's costs
     nbytes : bytes that this rank sent or received in the action
     key : identifier of a transfer; it is the same on all ranks that take part in the transfer, that is, at both ends of
         a message or on all ranks of a collective
@@ -159,7 +159,7 @@ def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[A
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
 
     def list_missing(task: SimulatedTask) -> list[Hashable]:
-        return [key for key, _ in task.waits if left.get(key, 1)]  # if no task completes a key, it stays incomplete
+        return [key for key, _ in task.waits if left.get(key, 1)]  # a key that no task has is never complete
 
     def issue_task(rank: int, task: SimulatedTask) -> None:
         key, lane, start = task.key, task.lane, free[rank]
@@ -217,8 +217,8 @@ def group_events_by_rank(events: Iterable[ActionEvent]) -> dict[int, list[Action
 
 PerStage = float | Sequence[float]
 Done = tuple[str, int, int]
-"""The key that is complete once an action has finished: ("F", "I" or "W", stage, microbatch). After B, the keys of both
-I and W are complete."""
+"""The key under which a finished action is recorded: ("F", "I" or "W", stage, microbatch). B has the same key as I; the
+verifier also records the key of W."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class StageCosts:
         return sum(value if isinstance(value, int | float) else value[action.unit] for value in parts[action.op])
 
     def require_stage_count(self, stages: int) -> None:
-        """Raise ConfigError if times are given for each stage, but not for exactly `stages` stages.
+        """Raise ConfigError if times are given per stage, but for a number of stages other than `stages`.
 
         Parameters
         ----------
@@ -279,7 +279,7 @@ def get_completion_key(action: Action) -> Done:
 
 
 def list_dependencies_of_action(action: Action, stages: int) -> list[Done]:
-    """Return the keys that must be complete before an action of a schedule can start."""
+    """Return the keys of the actions that must be complete before an action of a schedule can start."""
     _, stage, mb = get_completion_key(action)
     if action.op == "F":
         return [("F", stage - 1, mb)] if stage else []
@@ -467,7 +467,7 @@ def compute_idle_share(events: Sequence[ActionEvent]) -> float:
     in the step.
 
     The length of a step is the time of the slowest rank from its first to its last compute action. With this
-    definition, the fraction is the bubble of Qi et al. (ICLR 2024)."""
+    definition, the fraction equals the bubble as defined by Qi et al. (ICLR 2024)."""
     rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in group_events_by_rank(events).values()]
     spans = [max(e.end for e in row) - min(e.start for e in row) for row in rows if row]
     busy = sum(e.end - e.start for row in rows for e in row)

@@ -161,8 +161,8 @@ SLOTS: dict[str, SlotKind] = {
 
 
 def get_buffer_slot(slot: Slot) -> Slot:
-    """Return the slot (named buffer) whose memory `slot` uses, such as the gradient buffer grad3 for the reduced
-    gradient sum3."""
+    """Return the slot (named buffer) that owns the memory of `slot`. For example, the reduced gradient sum3 uses the
+    memory of the gradient buffer grad3."""
     kind = SLOTS[slot.kind].buffer
     return slot if kind == slot.kind else Slot(kind, slot.at, slot.mb)
 
@@ -251,7 +251,7 @@ NUMBERS = VerbTransfer("world", "all_gather", "numbers", "control")
 
 # fmt: off
 VERBS: dict[str, Verb] = {
-    # load a batch, and compute its loss
+    # load a batch, and compute losses and their mean
     "LOAD": Verb(gives=("act:inputs",), lane="host", about=""),
     "LOSS": Verb(takes=("act:outputs",), adds=("dact:made", "weight"), gives=("loss:mb",), about=""),
     "SCORE": Verb(takes=("act:outputs",), adds=("weight",), gives=("loss:mb",), about=""),
@@ -300,7 +300,7 @@ VERBS: dict[str, Verb] = {
                    within=(VerbTransfer("shard", "all_to_all", "parts", "update"),)),
 }
 # fmt: on
-"""Verbs by name. Extensions add verbs."""
+"""Maps names to verbs. Extensions can add verbs."""
 
 
 @cache

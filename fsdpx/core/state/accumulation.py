@@ -92,7 +92,7 @@ class SequentialAccumulation:
         return True
 
     def estimate_samples_per_rank(self, rows: int) -> tuple[int, ...]:
-        """Estimate the number of samples of each data rank, given this rank's number of samples `rows`."""
+        """Estimate the number of samples of each data rank. `rows` is the number of samples of this rank."""
         return (rows,) * self.ranks
 
     def get_sample_indices_of_rank(self, rows: int, rank: int) -> range:

@@ -11,12 +11,12 @@ from typing import Any
 __all__ = ["get_digest_of_first_recorded_array", "record_sample_digest"]
 
 _known: dict[int, tuple[weakref.ref[Any], int]] = {}
-"""Maps the id of each array in a batch from a loader to a pair: a weak reference to the array, and a digest of the
-indices of the samples in the array."""
+"""For the arrays of batches that come from a loader, maps the id of an array to a pair: a weak reference to the array,
+and a digest of the indices of the array's samples."""
 
 
 def record_sample_digest(batch: Any, digest: int) -> None:
-    """Record that all arrays of a batch hold the samples whose indices have this digest."""
+    """Record `digest`, the digest of the sample indices of a batch, for each array of the batch."""
     for array in _iterate_arrays(batch):
         owner, key = _find_owner(array), id(_find_owner(array))
         if owner.nbytes == array.nbytes:  # do not record a view of a part of a larger array, such as the dataset

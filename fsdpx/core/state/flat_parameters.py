@@ -146,14 +146,14 @@ class Page:
             yield field, piece.start - field.offset, flat[piece.start - elements.start : piece.stop - elements.start]
 
     def find_field_overlaps(self, shard: ElementRange) -> list[OverlapPiece]:
-        """Return one `OverlapPiece` for each parameter that overlaps a shard of this page (flat parameter buffer). The
-        attribute `have` of each piece is the index of its parameter in `fields`."""
+        """Return one `OverlapPiece` for each parameter that overlaps a shard of this page (flat parameter buffer). In
+        each piece, `have` is the index of the parameter in the page's `fields`."""
         return intersect_ranges([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def list_tensor_shapes_in_range(self, elements: ElementRange) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors in a range of elements, in order. If only part of a tensor is in the range,
-        it is split into its complete rows, a vector for an incomplete row before them, and a vector for an incomplete
-        row after them."""
+        this part is split into up to three tensors: a vector for the incomplete row at its start, the complete rows,
+        and a vector for the incomplete row at its end."""
         tensor_shapes: list[tuple[int, ...]] = []
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]

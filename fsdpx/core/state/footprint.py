@@ -112,8 +112,8 @@ def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str
 
 
 def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
-    """Return a function that measures the memory use of this process. On systems other than Linux, this function
-    returns None.
+    """Return a function that measures the memory use of this process. On systems other than Linux, the returned
+    function returns None.
 
     Call the returned function rarely, because each call makes Linux walk all memory pages of the process."""
     node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world

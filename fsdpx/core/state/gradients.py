@@ -125,7 +125,7 @@ class Reduction(NamedTuple):
 
     Attributes
     ----------
-    carrier : the codec and the communicator that send the gradient
+    carrier : the codec and the communicator with which the gradient is sent
     page : the page and its shards
     part : array for this rank's shard of the sum
     first : True if nothing has been written to `part` in this step
@@ -189,8 +189,9 @@ class FullGradient:
 
 
 class ChunkGradients:
-    """The gradients of chunks of the batch. Two siblings in the binary tree are added as soon as both are complete.
-    `leaves` holds one buffer for each partial sum that this rank keeps at the same time.
+    """The gradients of chunks of the batch. They are added along a binary tree: two siblings are added as soon as both
+    are complete. `leaves` holds the buffers, as many as the maximum number of partial sums that this rank keeps at the
+    same time.
 
     Attributes
     ----------
@@ -209,8 +210,8 @@ class ChunkGradients:
         self.current: tuple[int, Any] | None = None
 
     def get_microbatch_buffer(self, microbatch: int) -> Any:
-        """Return the gradient buffer for microbatch number `microbatch` of this rank, which is one chunk (part of the
-        batch). If the chunk is new, first add the gradient of the previous chunk to the tree."""
+        """Return the gradient buffer for this rank's microbatch number `microbatch`. Each microbatch is one chunk (part
+        of the batch). When a new chunk begins, first add the gradient of the previous chunk to the tree."""
         if self.current is None or self.current[0] != microbatch:
             self._push_current_chunk()
             self.current = (microbatch, self.free.pop())
@@ -222,7 +223,7 @@ class ChunkGradients:
 
     def start_reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
         """Start an exchange in which each rank receives its shard of all ranks' partial sums. Waiting for the transfer
-        adds the received shards along the tree. Collective.
+        also adds the received shards, in the order given by the tree of partial sums. Collective.
 
         With N ranks and a gradient of n elements, a rank sends n - n/N elements for each of its partial sums. It has
         only one partial sum if the number of chunks per rank is a power of two."""
@@ -269,8 +270,9 @@ class PartialSums:
         self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str
     ) -> Any:
         """Write the sum over the replica axis to `out`, and return `out`. For each replica, `groups` lists the nodes of
-        the binary tree whose sums the replica has. `what` names the transfers in error messages. Return only when the
-        transfers are complete, because the memory of the partial sums is reused afterwards. Collective."""
+        the binary tree for which that replica holds partial sums. `what` names the transfers in error messages. Return
+        only when the transfers are complete, because the memory of the partial sums is reused afterwards.
+        Collective."""
         if replica.size == 1:
             out[...] = self.entries[0][1]
             return out

@@ -28,7 +28,7 @@ class LedgerKind:
 
     Attributes
     ----------
-    memory : heading under which memory reports list arrays of this kind
+    memory : heading for arrays of this kind in memory reports
     slot : kind of slot (named value of a program) through which programs access arrays of this kind; "" if programs do
         not access them
     saved : whether arrays of this kind are stored in checkpoints, moved by resharding and copied for recovery; all
@@ -67,8 +67,8 @@ LEDGER_KINDS = {
 Owner = Literal["shard", "all", "data", "replica", "private"]
 """The ranks that hold the same elements. "shard": all ranks with the same index on the shard axis. "all": all ranks; if
 the tensor is sharded over an axis other than the shard axis, only the ranks with the same index on that axis. "data":
-all ranks with the same index on the data axis, because replicas also shard the array. "replica": like "shard", but only
-within one replica, because replicas have different values. "private": only this rank."""
+all ranks with the same index on the data axis; such an array is sharded over the replicas too. "replica": like "shard",
+but only within one replica, because each replica has its own values. "private": only this rank."""
 
 Level = Literal["device", "host", "slow", "map", "rank"]
 """Where an array is stored. "device": in the memory of the device that computes. "host": in host memory. "slow": at a
@@ -286,8 +286,9 @@ def _list_parameter_rows_of_page(placement: Placement, page: ShardedPage, sharer
 
 def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
     """Yield two rows for a page (flat parameter buffer): one for its full gradient, and one for this rank's shard of
-    the reduced gradient. If the full gradient is kept, the shard is a view of it. In private memory, the view is at the
-    start. In shared memory, it is at the shard's own offset, because other ranks may be reading the other shards."""
+    the reduced gradient. If the full gradient is kept, the shard is a view of it. In private memory, the view begins at
+    the start of the full gradient. In shared memory, it begins at the shard's own offset, because other ranks may be
+    reading the other shards."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keeps_full_gradients
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
@@ -312,8 +313,8 @@ def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[Ledger
 
 
 def make_unsharded_gradient_row(placement: Placement, page: int) -> LedgerRow:
-    """Return the row for an unsharded gradient that `no_sync` keeps on this rank until the update. The row is needed
-    with shardings that would otherwise free unsharded gradients after each use."""
+    """Return the ledger row for an unsharded gradient that `no_sync` keeps on this rank until the update. Only
+    shardings that would otherwise free unsharded gradients after each use need this row."""
     span, times = ElementRange(0, placement.pages[page].size), placement.accumulation.times
     return LedgerRow(
         LedgerKey("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times
@@ -355,7 +356,7 @@ def list_checkpoint_tensors(placement: Placement, replicas: int | None = None) -
 
 
 def get_dtype_of_checkpoint_tensor(placement: Placement, name: str) -> np.dtype:
-    """Return the dtype that ranks use for the state that checkpoints store as the tensor `name`."""
+    """Return the dtype in which ranks keep the state that a checkpoint stores as tensor `name`."""
     formats = placement.formats
     if "/" in name and name not in placement.layout.specs:
         # names are "m/PARAMETER", or "replica1/m/PARAMETER" if each replica has its own state

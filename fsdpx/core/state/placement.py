@@ -340,8 +340,8 @@ class Placement:
 
     @cached_property
     def _codec_routes(self) -> dict[int, CodecRoute]:
-        """The result of `get_codec_route` for each page (flat parameter buffer), bound to the shapes of the page's
-        tensors. The dict is keyed by page index."""
+        """Dict from page index to the codec route that `get_codec_route` returns for this page (flat parameter buffer).
+        Each route is bound to the shapes of the page's tensors."""
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (
@@ -427,9 +427,9 @@ class Placement:
     def start_all_gather_numbers(
         self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
     ) -> TimedTransfer:
-        """Start gathering `values` from all ranks of `comm` (default: all ranks). Waiting for the transfer calls `use`
-        with a list of the values of each rank, and returns the result of `use`. `what` names the transfer in error
-        messages. Collective."""
+        """Start gathering `values` from all ranks of `comm` (default: all ranks). Waiting for the returned transfer
+        calls `use` with a list that contains the values of each rank, and returns the result of `use`. `what` names the
+        transfer in error messages. Collective."""
         comm, n = comm or self.axes.world, len(values)
         if comm.size == 1:
             return TimedTransfer(COMPLETED, lambda: use([values]))

@@ -80,8 +80,8 @@ class StorageLevelChoice(ABC):
 
     @abstractmethod
     def assign_row_level(self, row: Any) -> Any:
-        """Return the row `row` of the ledger (table of a rank's arrays). If this option offloads the array, change the
-        row's storage level."""
+        """Return `row`, a row of the ledger (table of a rank's arrays). If this option offloads the array, change the
+        storage level in the returned row."""
 
     @abstractmethod
     def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:

@@ -97,8 +97,7 @@ class TieGroup:
 
     @property
     def page_counts_by_rank(self) -> list[int]:
-        """For each pipeline rank that has pages (flat parameter buffers) of this group, the number of these pages, in
-        rank order."""
+        """Number of pages (flat parameter buffers) of this group on each pipeline rank that has any, in rank order."""
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
     def count_gathered_elements(self, page_elements: int) -> int:
@@ -132,7 +131,8 @@ class FrozenParameters:
         self.frozen = frozenset(self._updates_when_frozen)
 
     def unfreeze(self, names: Iterable[str]) -> None:
-        """Train these parameters again, and add the number of updates that they missed while frozen to `missed`."""
+        """Train these parameters again. For each of them, add to `missed` the number of updates that it missed while it
+        was frozen."""
         self.missed = self.count_missed_updates()
         self._updates_when_frozen = {name: self._updates(name) for name in self.frozen.difference(names)}
         self.frozen = frozenset(self._updates_when_frozen)

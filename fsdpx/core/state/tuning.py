@@ -228,7 +228,7 @@ def _broadcast_from_rank_0(world: Communicator, own: T) -> T:
 
 
 def _make_blas_choice_cache_key() -> dict[str, Any]:
-    """Return the key of the cached measurement: everything that determines the fastest BLAS library."""
+    """Return the cache key of the measurement: everything that determines which BLAS library is fastest."""
     return {
         "machine": platform.node(),
         "processor": read_cpuinfo_field("model name") or platform.processor(),

@@ -37,8 +37,8 @@ __all__ = [
 
 
 GROUP_BYTES = 1 << 20
-"""Consecutive small layers are grouped until they have this many bytes of parameters. On common networks, sending 1 MiB
-takes longer than the latency."""
+"""Consecutive small layers are grouped until they have this many bytes of parameters. This is large enough on common
+networks, where the transfer time of 1 MiB exceeds the latency."""
 
 ReductionRuleFunction = Callable[[Sequence[str]], tuple[int, bool]]
 """Function that takes the names of a parameter and returns a pair: the index of the rule for reducing its gradient, and

@@ -194,8 +194,8 @@ def assemble_placement_and_model(
     """Return this rank's placement, the model that this tensor rank runs, and the configured number of microbatches
     per step. Collective.
 
-    The placement is created in this order: ranks, number formats, model, gradient reduction, flat parameter buffers
-    (pages). Then all ranks compare their choices before they exchange any other data."""
+    The parts of the placement are determined in this order: ranks, number formats, model, gradient reduction, flat
+    parameter buffers (pages). Then all ranks compare their choices before they exchange any other data."""
     ranks = _set_up_device_tuning_and_mesh(recipe, world, tuning)
     with raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)

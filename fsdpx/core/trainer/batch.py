@@ -36,7 +36,7 @@ __all__ = [
 
 WIDTH, CALL = 4, 2
 """To compare calls, each rank sends WIDTH 8-byte integers. The integer at index CALL identifies the rank's call. The
-other integers are values that the ranks exchange in this call."""
+other integers are values that the ranks exchange at the same time."""
 VALUE_COLUMNS = [column for column in range(WIDTH) if column != CALL]
 VALUE_COUNT = len(VALUE_COLUMNS)
 
@@ -77,10 +77,10 @@ def raising_errors_on_all_ranks(comm: Communicator, call: str, agree_at_end: boo
     """Context manager that raises an FsdpxError on all ranks if any rank raises one in the `with` block. The block must
     not communicate. Collective.
 
-    `call` is the name of the collective call that follows. When this call begins, ranks compare it, and each rank then
-    learns whether another rank has failed in the block. The block itself therefore sends a message only if this rank
-    has an error. If no call follows the block, pass `agree_at_end`; ranks then report errors to each other at the end
-    of the block."""
+    `call` is the name of the collective call that follows. When this call begins, all ranks compare their calls. A rank
+    then learns whether another rank has failed in the block, so the block itself communicates only if this rank has
+    raised an error. If no call follows the block, pass `agree_at_end`; ranks then report errors to each other at the
+    end of the block."""
     if not comm.has_peers:
         yield
         return
@@ -285,7 +285,8 @@ def check_and_partition_target(placement: Placement, y: Any, samples: int, batch
 
 
 def has_target_per_output(placement: Placement, y: Any) -> bool:
-    """Return True if the model has several outputs and `y` is a list of arrays, or a tuple of arrays and lists."""
+    """Return whether `y` contains one target per output: the model has several outputs, and `y` is a list of arrays, or
+    a tuple whose elements are arrays or lists."""
     several = len(placement.model.outputs) > 1 and isinstance(y, tuple | list)
     return several and all(hasattr(one, "shape") or (type(y) is tuple and isinstance(one, list)) for one in y)
 

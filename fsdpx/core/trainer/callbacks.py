@@ -69,7 +69,7 @@ class MetricSums:
         self, loss: Loss, output: Any, target: Any, batched: bool
     ) -> tuple[float, float]:
         """Return the summed loss of a batch and its weight. The weight is the number of samples, or of the other items
-        that the loss counts. If fields are partitioned (option `domain`), ranks first check together that the loss
+        that the loss counts. If fields are partitioned (option `domain`), first check collectively that the loss
         accepts the arrays of every rank. `batched` says whether the caller's arrays have a sample dimension."""
         placement, problem = self._placement, None
         y, t = (self._convert_to_model_output_layout(values, batched) for values in (output, target))

@@ -174,7 +174,7 @@ for _name, _values in (("strategies", PRESETS), ("codecs", list_codec_names()), 
 
 PLAN_OPTIONS = ("batch", "memory", "machine")
 OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(RuntimeOptions)] + [*PLAN_OPTIONS]
-"""Names of all arguments of `distribute`; PLAN_OPTIONS are only for strategy="auto"."""
+"""Names of all arguments of `distribute`. The arguments in PLAN_OPTIONS are valid only with strategy="auto"."""
 
 
 def _select_options(recipe_part: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,8 +264,8 @@ def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
 
 
 def _install_ending_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
-    """If ranks are processes, let an uncaught exception on this rank terminate all ranks, for as long as the trainer
-    exists. Return the trainer."""
+    """If ranks are processes, make any uncaught exception on this rank end all ranks, as long as the trainer exists.
+    Return the trainer."""
     if (carrier := unwrap_message_backend(world)) is not None:
         hooks.install_process_hooks_while_alive(trainer, carrier, beyond_scope=True)
     return trainer

@@ -1,5 +1,4 @@
-"""The default communicator of a process: open and close it, and look up this process's rank, local rank and world
-size."""
+"""Open and close the default communicator of a process, and look up the process's rank, local rank and world size."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
 
 def _compute_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
     """Return the local rank of `rank`. The n ranks of a host get the local ranks 0 to n - 1. If the launcher has
-    already given them these local ranks, they are kept. Otherwise, the ranks of the host are numbered in rank order.
+    already assigned these numbers, its assignment is kept. Otherwise, the ranks of the host are numbered in rank order.
     `hosts` lists, for each rank, its host name and its local rank according to the launcher."""
     here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
     ranks, numbers = zip(*here, strict=True)
@@ -117,8 +116,8 @@ def is_initialized() -> bool:
 
 
 def finalize() -> None:
-    """Close the default communicator of this process, if `init` opened it. Collective. With ULFM, it does not wait for
-    other ranks, because some may have died."""
+    """Close the default communicator of this process, if `init` opened it. Collective. With ULFM, this rank does not
+    wait for the other ranks, because some may have died."""
     opened = defaults.get_default()
     if opened is not None and not opened.of_thread:
         defaults.set_default(None)
@@ -140,8 +139,8 @@ def default_communicator() -> Communicator:
 
 
 def rank() -> int:
-    """Return the rank of this process among the ranks of `init()`, or, before `init()`, among all ranks that MPI or the
-    launcher started.
+    """Return the rank of this process in the communicator of `init()`. Before `init()`, return its rank among all ranks
+    that MPI or the launcher started.
 
     Like `world_size` and `local_rank`, this function never communicates. If a trainer uses another communicator, this
     process's rank in that communicator is `trainer.call_runner.rank`."""
@@ -149,8 +148,8 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks of `init()`, or, before `init()`, the number of ranks that MPI or the launcher
-    started."""
+    """Return the number of ranks in the communicator of `init()`. Before `init()`, return the number of ranks that MPI
+    or the launcher started."""
     return _get_rank_info_and_warn_if_trainer_differs("world_size").size
 
 

@@ -132,8 +132,8 @@ def has_dynamic_loss_scale(c: ChoiceContext) -> bool:
 
 
 def make_collective_layer_finder(text: str) -> Callable[[ChoiceContext], str]:
-    """Return a function for `ExcludedPair.found` that detects a layer that communicates in each step, and describes it
-    with `text`, in which {path} and {layer} are replaced by their values."""
+    """Return a function for `ExcludedPair.found`. If any layer communicates in each step, the function returns `text`,
+    with {path} and {layer} filled in for the first such layer. Otherwise, it returns ""."""
     return lambda c: (
         ""
         if c.first_communicating_layer_call is None
@@ -228,8 +228,8 @@ def require_valid_model_loss_and_optimizer(model: Any, loss: Any, optimizer: Any
 
 
 def _suggest_instance(name: str, value: Any) -> str:
-    """Return the end of an error message, which suggests an object to pass as the argument `name`. The suggestion
-    depends on whether the user passed a class, a name or a function."""
+    """Return the end of an error message. It suggests an object to pass as the argument `name`. The suggestion depends
+    on whether the user passed a class, a name or a function."""
     if isinstance(value, type):
         return f", {value.__name__}(...)"
     if isinstance(value, str):

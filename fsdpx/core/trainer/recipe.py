@@ -52,7 +52,7 @@ __all__ = [
 class NoLoss(Loss):
     """The loss of a trainer that was made without a loss. It accepts any output and target."""
 
-    acts_on = "position"  # without a loss, the output may be sharded in any way
+    acts_on = "position"  # the least restrictive value for a loss: without a loss, the output may be sharded in any way
 
     def forward(self, env: Any, y: Any, target: Any) -> NoReturn:
         raise AssertionError("there is no loss")
@@ -69,7 +69,7 @@ class NoLoss(Loss):
 
 @dataclass(frozen=True, repr=False)
 class NoOptimizer:
-    """The optimizer of a trainer that was made without an optimizer. All parameters are frozen, and there is no
+    """Stand-in for the optimizer of a trainer that was created without one. All parameters are frozen, and there is no
     optimizer state."""
 
     lr: float = 0.0

@@ -139,8 +139,8 @@ class Session:
         self._uncoordinated = (
             UncoordinatedPrediction(self.placement.axes.world, self._predict_on_zeros_after_error) if together else None
         )
-        # compiled programs; each key contains the request for the program, or what determines it, and the set of
-        # program kinds that had already run
+        # compiled programs; each key contains the program request, or the values that determine this request, and the
+        # set of program kinds that had already run
         self._executables: dict[tuple[Any, ...], Executable] = {}
         # for each kind of program, the entry of `_executables` that was used last, as (request, kinds that had run,
         # program)
@@ -287,8 +287,8 @@ class Session:
         self, x: Any, y: Any, kind: str, comparison: BatchComparison, also: str
     ) -> CheckedBatch:
         """Check this rank's batch as far as possible without communication. Return the batch, together with its
-        description and, if it is invalid, the error. The description includes `also`, and must be the same on the other
-        ranks."""
+        description and, if it is invalid, the error. The description, which includes the text `also`, must be the same
+        on all ranks."""
         place, checked = self.placement, CheckedBatch()
         layout = place.sample_layout
         try:

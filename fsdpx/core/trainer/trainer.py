@@ -76,7 +76,7 @@ class Trainer:
         self._call_runner = call_runner
         self._is_incomplete = is_loss_or_optimizer_missing(call_runner.session.loss, call_runner.placement.optimizer)
         self._forward_inputs: StepInputs | None = None  # inputs of the last `forward`
-        self._forward_version = 0  # version of the domain in the last `forward`
+        self._forward_version = 0  # version of the domain when `forward` last ran
         self._output_shapes: list[tuple[int, ...]] = []  # output shapes of the last `forward`
         self._local = False
         self._finite = True  # whether the loss of the last step was finite

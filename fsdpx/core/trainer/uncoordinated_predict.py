@@ -28,8 +28,8 @@ __all__ = ["UncoordinatedPrediction"]
 CALL, STOP, READY, BEGUN, FAILS = range(5)
 """Indices of the 64-bit words in a rank's part of the window (shared memory). CALL: index and state of the rank's
 current call. An epoch is a series of calls that ends with an error. STOP: the epoch in which the rank must stop. READY:
-the last epoch for which an error has been written into the window. BEGUN: the last call that any rank has begun in that
-epoch. FAILS: the last call that raises the error."""
+the last epoch for which an error has been written into the window. BEGUN: the last call of that epoch that any rank has
+begun. FAILS: the last call in which ranks raise the error."""
 STARTED, WAITING, RETURNED = range(3)
 """States of a rank's call: the rank runs the call, waits for the other ranks to begin it, or has returned from it."""
 HEAD, TEXT = 64, 1024  # sizes in bytes
@@ -38,8 +38,8 @@ OWN, ERROR = HEAD, HEAD + TEXT
 """Byte offsets of two texts in a rank's part of the window. OWN: the description of the rank's batch, or its error,
 written only if the batch is invalid or differs from the previous one. ERROR: the error that the rank has to raise."""
 CALLS = 1 << 32
-"""Maximum number of calls of `predict` in an epoch (series of calls that ends with an error). After an error, a new
-epoch begins when the ranks have agreed on a batch."""
+"""Maximum number of calls of `predict` in an epoch. An epoch is a series of calls that ends with an error; the next
+epoch begins once the ranks have agreed on a batch."""
 
 
 class UncoordinatedPrediction:
@@ -146,8 +146,8 @@ class UncoordinatedPrediction:
         return 4 * (self._epoch * CALLS + self._count) + state
 
     def _require_new_batch_on_all_ranks(self, window: Window) -> bool:
-        """Wait until the other ranks have begun this call. If every rank's batch differs from its previous one, return
-        False, because the ranks must then compare their batches. Otherwise, raise the error that all ranks raise."""
+        """Wait until the other ranks have begun this call. If the batch has changed on every rank, return False,
+        because the ranks must then compare their batches. Otherwise, raise an error, which is the same on all ranks."""
         me, own_call = self._comm.rank, self._encode_call_state(WAITING)
 
         def find_late_ranks() -> list[int]:
@@ -165,8 +165,8 @@ class UncoordinatedPrediction:
         raise self._run_missed_calls_and_get_error(1)
 
     def _write_error_to_all_ranks(self, window: Window, differing: Sequence[int]) -> None:
-        """Write an error about the ranks in `differing`, whose batches differ from the previous ones, into the window
-        (shared memory) of every rank. This makes all ranks stop."""
+        """Write an error into the window (shared memory) of every rank, which makes all ranks stop. The error is about
+        the ranks in `differing`, whose batches differ from their previous batches."""
         begun = fails = self._count
         for rank in self._others:
             with window.open_locked_part(rank, 0, HEAD) as head:
@@ -206,7 +206,7 @@ class UncoordinatedPrediction:
 
 
 def _describe_batch(batch_kind: tuple[str, int]) -> str:
-    """Return a phrase that states the number of samples of a batch and its description."""
+    """Return a phrase that states a batch's number of samples, followed by the description of the samples."""
     features, rows = batch_kind
     return f"{rows} sample{'s' * (rows != 1)} of {features}"
 

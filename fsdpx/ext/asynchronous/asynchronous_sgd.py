@@ -582,8 +582,8 @@ class AsynchronousPolicy(SyncPolicy):
             return full
         living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_rank_died(rank)]
         dtype = self.memory.dtype_of(key)
-        # a different dtype means quantized optimizer state, which cannot be averaged, so take the state of the lowest
-        # living rank
+        # if the dtype is not the master dtype, this is quantized optimizer state, which cannot be averaged, so take the
+        # state of the lowest living rank
         if dtype != self.placement.formats.master:
             living = living[:1]
         total = np.zeros(self.memory.get_own_array(key).size)

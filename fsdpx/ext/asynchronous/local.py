@@ -301,8 +301,8 @@ class LocalSyncPolicy(SyncPolicy):
     def round_schedule(self) -> RoundSchedule:
         """Schedule that says at which steps of a round each page (flat parameter buffer) is synchronized.
 
-        A fragment is a set of pages that are sent together. Pages are assigned to fragments round-robin, but all copies
-        of a tied parameter go to the same fragment."""
+        Pages are synchronized in fragments, which are sets of pages that are sent together. Pages are assigned to
+        fragments round-robin, but all copies of a tied parameter go to the same fragment."""
         choice, layout = self.choice, self.placement.layout
         first = {p: group[0] for group in layout.twins for p in group}
         trained = [page.index for page in layout.pages if page.trainable]
@@ -483,7 +483,7 @@ class RoundShare:
 
 
 def _get_policy_schedule_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterStep]:
-    """Return the policy of local training, its round schedule, and what the replicas communicate in the current
+    """Return the local synchronization policy, its round schedule, and what the replicas communicate in the current
     step."""
     policy = run.placement.sync_policy
     assert isinstance(policy, LocalSyncPolicy)

@@ -44,7 +44,7 @@ class CompressedCodec(Codec):
     error."""
 
     feedback = True
-    """True if the packing error is kept."""
+    """True if the packing error is kept and added to the next gradient."""
     random = False
     """True if packing uses random numbers."""
     warmup: int = 0
@@ -105,10 +105,10 @@ class CompressedCodec(Codec):
         return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._has_reduce_counter else {})
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Return the size in bytes of the send and receive buffers for reducing `size` elements over `width` ranks, in
-        parts of equal size.
+        """Return the size in bytes of the send and receive buffers for reducing `size` elements that are split evenly
+        over `width` ranks.
 
-        If a reduction has a part that is larger than these equal parts, it allocates its own buffers."""
+        A reduction whose parts need larger buffers allocates its own."""
         return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:

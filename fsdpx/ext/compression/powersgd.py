@@ -156,8 +156,8 @@ class PowerSGD(Codec):
     def _compute_left_factor_and_copy_rest(
         self, xp: Any, grad: Array, thin: Sequence[ThinFactors], left_sums: Array, memory: Memory
     ) -> None:
-        """For every matrix M of the gradient, add the kept error and compute P = M Q. Copy the tensors that are sent
-        uncompressed.
+        """For every matrix M of the gradient, add the error kept from earlier steps and compute P = M Q. Copy the
+        tensors that are sent uncompressed.
 
         P and the copies go to `left_sums`. Each matrix is multiplied right after its error is added, while it is still
         in the cache."""

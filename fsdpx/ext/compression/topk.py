@@ -114,7 +114,8 @@ class TopK(CompressedCodec):
     values.
 
     Each element sent takes 4 bytes for its index and 4 for its value. The elements not sent are added to the next
-    gradient (Deep Gradient Compression, Lin et al. 2018). Among equal elements, the first are sent.
+    gradient (Deep Gradient Compression, Lin et al. 2018). Among elements with equal absolute values, the first ones are
+    sent.
 
     Parameters
     ----------

@@ -207,8 +207,8 @@ class Bridge:
         self._senders[-1].send(lambda rank: pack_message(list(arrays), list(arrays.values())))
 
     def receive_weights(self, wait: bool = True) -> dict[str, np.ndarray] | None:
-        """Receive weights from the training ranks, for a trainer's `load_parameters`. Call this method on solver ranks
-        only. Collective over the solver ranks if `wait` is False.
+        """Receive weights from the training ranks, in the form that a trainer's `load_parameters` takes. Call this
+        method on solver ranks only. Collective over the solver ranks if `wait` is False.
 
         Parameters
         ----------
@@ -249,8 +249,8 @@ class Bridge:
         iteration over snapshots. Collective over both sides; later calls do nothing.
 
         If one side closes the bridge early, anything that the other side sends afterwards is discarded. The end of a
-        `with` block closes the bridge, unless an exception is propagating. The other side's iteration also ends if the
-        script ends without closing the bridge."""
+        `with` block closes the bridge, unless an exception is propagating. If this side's script ends without closing
+        the bridge, the other side's iteration ends as well."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -332,7 +332,7 @@ class Bridge:
         return array
 
     def _join_pieces(self, i: int, messages: list[tuple[Overlap, Any, list[np.ndarray]]]) -> np.ndarray:
-        """Return this rank's part of field `i`, assembled from all messages, in the layout of its grid."""
+        """Return this rank's part of field `i` in the layout of this rank's grid, assembled from all messages."""
         first, layout = messages[0][2][i], messages[0][0].theirs.layout
         has_channels = first.ndim == len(layout)
         channels = first.shape[layout.index("c")] if has_channels and "c" in layout else -1
@@ -418,8 +418,8 @@ def _require_ranks_sent_equal_fields(messages: list[tuple[Overlap, Any, list[np.
 
 def _register_end_announcement_at_exit(comm: Communicator, senders: list[Sender], receivers: list[Receiver]) -> Any:
     """Register an exit handler that tells the other side that this rank's script has ended without closing the bridge,
-    and return the handler. If ranks run as threads, the handler is returned but not registered, because such ranks
-    report a missing call themselves."""
+    and return the handler. If ranks run as threads, the handler is returned but not registered, because a rank that
+    waits for a missing call then gets an error anyway."""
 
     def announce_end() -> None:
         for receiver in receivers:

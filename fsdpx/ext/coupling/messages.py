@@ -67,8 +67,8 @@ class PartFacts(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The cells that both this rank and rank `rank` of the other side hold. `ranges` maps each dim letter to the range
-    [start, stop) of these cells, which may be empty."""
+    """The cells held both by this rank and by rank `rank` on the other side of the bridge. `ranges` maps each dim
+    letter to the range [start, stop) of these cells, which may be empty."""
 
     rank: int
     theirs: PartFacts
@@ -78,18 +78,18 @@ class Overlap(NamedTuple):
 def find_overlaps_with_receivers(
     own: PartFacts, place: int, senders: int, receivers: Mapping[int, PartFacts]
 ) -> list[Overlap]:
-    """Return the overlaps of a sender's part with the parts of the receivers that it sends messages to.
+    """Return the overlaps of this sender's part with the parts of all receivers to which it sends messages.
 
     The sender sends messages to the first receiver, and to all receivers whose parts overlap with its own part. In
     addition, each receiver whose part has no cells gets messages from one of the senders, so that every receiver gets a
-    message. `place` is the index of this rank among the `senders` sender ranks."""
+    message. `senders` is the number of sender ranks, and `place` is the index of this rank among them."""
     found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(receivers.items())]
     return [overlap for i, overlap in found if has_messages_between(place, senders, i, overlap.theirs, overlap.ranges)]
 
 
 def find_overlaps_with_senders(own: PartFacts, place: int, senders: Mapping[int, PartFacts]) -> list[Overlap]:
-    """Return the overlaps of a receiver's part with the parts of the senders that it receives messages from. `place` is
-    the index of this rank among the receivers."""
+    """Return the overlaps of this receiver's part, `own`, with the parts of all senders that send messages to this
+    rank. `place` is the index of this rank among the receivers. `senders` maps the rank of each sender to its part."""
     found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(senders.items())]
     return [overlap for i, overlap in found if has_messages_between(i, len(senders), place, own, overlap.ranges)]
 
@@ -98,7 +98,8 @@ def has_messages_between(
     sender: int, senders: int, receiver: int, part: PartFacts, ranges: Mapping[str, tuple[int, int]]
 ) -> bool:
     """Return whether the sender with index `sender` sends messages to the receiver with index `receiver`. `senders` is
-    the number of senders. `part` is the receiver's part, and `ranges` are the cells that both hold."""
+    the number of senders. `part` is the receiver's part. `ranges` contains, for each dim, the range of cells that the
+    parts of the sender and the receiver have in common."""
     if receiver == 0 or all(start < stop for start, stop in ranges.values()):
         return True
     return 0 in part.local_shape and sender == receiver % senders

@@ -359,7 +359,7 @@ class ReplayBuffer:
                 raise DataError(f"this sample has fields {kinds}, but earlier samples have {before}")
 
     def _merge_moments_of_new_sample(self, arrays: tuple[np.ndarray, ...]) -> list[np.ndarray | None]:
-        """Return the moments of all samples added so far, including the new sample with the fields `arrays`."""
+        """Return the moments of all samples added so far, including the new sample, whose fields are `arrays`."""
         layout, before = self._part.layout, self._moments or [None] * len(arrays)
         channels = [
             np.moveaxis(a, layout.index("c"), 0) if "c" in layout and a.ndim == len(layout) else a[None] for a in arrays

@@ -164,8 +164,8 @@ class Sender:
         self._has_ended_receiver = False
 
     def send(self, make_body: MakeBody) -> None:
-        """Send a snapshot or, if receivers are not ready, wait for them (default), keep the snapshot for later (with
-        `agree`) or drop it (if `on_request`). Does nothing once a receiver has closed the stream."""
+        """Send a snapshot. If receivers are not ready, wait for them by default; with `agree`, keep the snapshot for
+        later instead, and if `on_request`, drop it. Does nothing once a receiver has closed the stream."""
         raise_if_rank_lost(self._comm, "send to the other side of the bridge")
         number, self._number = self._number, self._number + 1
         is_closed = self.has_closed_receiver()
@@ -218,7 +218,7 @@ class Sender:
             self._has_ended_receiver |= bool(value)
 
     def _answer_request(self, number: int, make_body: MakeBody) -> None:
-        """Answer the requests that have arrived from the receivers. Never waits."""
+        """Answer the requests that have arrived from the receivers, without blocking."""
         if self._is_asked:
             self._is_asked = False
             self._out.send(self._receivers[0], AT, number, 0, 0)
@@ -292,7 +292,7 @@ class StreamSnapshotSelector:
         self._positions: dict[int, int] | None = None
 
     def start(self) -> None:
-        """Start collecting the snapshot numbers that the sender ranks have reached."""
+        """Start to collect, for each sender rank, the number of the snapshot that it has reached."""
         self._positions = {}
 
     def cancel(self) -> None:
@@ -328,8 +328,8 @@ class Receiver:
     comm : communicator of both sides
     side : communicator of this side
     tag : tag of the data; control messages have the next higher tag
-    senders : ranks that send to this rank. If `on_request`, the first receiver (the lead, which asks for snapshots)
-        passes all ranks of the other side
+    senders : ranks that send to this rank. If `on_request`, the first rank of this side is the lead, which asks for
+        snapshots. On the lead, `senders` must contain all ranks of the other side
     on_request : whether this side asks for snapshots
 
     Attributes
@@ -351,9 +351,9 @@ class Receiver:
         self._count = 0
 
     def receive(self, wait: bool) -> ReceivedBodies | None:
-        """Return the next snapshot, or None if the stream has ended. If `wait` is False, do not wait, but return None
-        unless every rank of this side has received the entire snapshot. Collective over this side if the stream is
-        `on_request` or `wait` is False."""
+        """Return the next snapshot, or None if the stream has ended. If `wait` is False, do not wait for a snapshot:
+        return None unless every rank of this side has received the entire snapshot. Collective over this side if the
+        stream is `on_request`, or if `wait` is False."""
         while not self.has_ended:
             self._ask_for_snapshot()
             if wait:

@@ -179,7 +179,8 @@ class Assembler:
     commit: Commit
 
     def build_initial_assembly(self, control: SurvivorCommunicator, ranks: int | None) -> Assembly:
-        """Return the assembly for the start of a run, with initial parameters. Collective over `control`."""
+        """Return the assembly (the ranks and their training session) for the start of a run, with initial parameters.
+        Collective over `control`."""
         everyone = [Member(rank, None, True, []) for rank in range(control.size)]
         return self._build_assembly(control, everyone, ranks, initial=True, timeout=None)
 
@@ -192,7 +193,7 @@ class Assembler:
 
         Raises StateLost on all ranks if no complete state is left. On return, ranks again hold copies of each other's
         state. `report` is called with messages about the progress. `timeout` is the timeout in seconds for the new
-        watchdog. Pass the timeout of the previous watchdog, because the timeout of `control` is longer."""
+        watchdog. Pass the timeout of the previous watchdog, not the one of `control`, which is longer."""
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
             for g in generations

@@ -361,8 +361,8 @@ class ElasticRunner(CallRunner):
         return found
 
     def _run_and_raise_abandoned_save(self, what: str, function: Callable[[], T]) -> T:
-        """Run `function` on this training rank, as the call named `what`. Raises CheckpointError if the call waits for
-        a background save that was abandoned."""
+        """Run `function`, which carries out the call named `what`, on this training rank. Raises CheckpointError if the
+        call waits for a background save that was abandoned."""
         if what == SAVE:
             self._coordinator.report_to_observers("saving")
         found = function()

@@ -56,10 +56,10 @@ class ElasticConfig(CallRunnerChoice):
         return open_fault_tolerant_communicator(comm)
 
     def make_call_runner(self, recipe: Recipe, world: Any) -> CallRunner:
-        # imported here, because the module of the runner imports this module
+        # imported here to avoid an import cycle: the runner's module imports this module
         module = import_extension_module("fsdpx.ext.elastic.call_runner", "elastic training")
         runner: CallRunner = module.ElasticRunner(recipe, world, self)
         if (opened := get_default()) is not None:
-            # a watchdog over all initial ranks is stopped, because it would end the job when one of them dies
+            # stop a watchdog that covers all initial ranks, because it would end the job when one of them dies
             detach_and_return_watchdog(opened.comm)
         return runner

@@ -53,8 +53,8 @@ flag."""
 MAX_COPY_TIME_SHARE = 0.01
 """Maximum share of the training time that copies may take, if the user does not set the interval."""
 SEND_COST_FACTOR = 3.0
-"""Assumed cost of sending and receiving a copy, in training time lost, as a multiple of the time that it takes to
-create the copy."""
+"""Sending and receiving a copy is assumed to delay training by this many times the time that it takes to create the
+copy."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class CopyInterval:
         self.restart_timing()
 
     def restart_timing(self) -> None:
-        """Discard the measured times of steps and copies, because a change of ranks also changes the speed."""
+        """Discard the measured times of steps and copies, because the speed changes when the set of ranks changes."""
         self._last, self._takes = perf_counter(), 0
         self._steps: deque[float] = deque(maxlen=9)  # duration of each of the most recent steps, in seconds
 
@@ -138,7 +138,7 @@ class CopyInterval:
 
     def set_smallest_common_interval(self, common_bits: int) -> None:
         """Set the interval to the smallest one that is cheap enough on all ranks. `common_bits` is the bitwise AND of
-        the masks of all ranks."""
+        the masks of all ranks. In each mask, bit i is set if an interval of 2^i steps is cheap enough."""
         self.every = self._elastic.every or common_bits & -common_bits
 
 
@@ -173,7 +173,7 @@ class Coordinator:
     ranks : number of ranks that should train; None for all
     asked : whether a different number of ranks was requested
     assembly : the current ranks and their training session
-    recoveries : the changes of ranks so far
+    recoveries : the changes of ranks so far, each caused by a loss or a resize
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Coordinator:
         self._copy_interval.set_smallest_common_interval(common >> INTERVAL_SHIFT)
 
     def commit_step(self) -> None:
-        """Agree with all ranks that a step counts. After that, this rank can update its shard independently.
+        """Agree with all ranks to commit a step. After that, this rank can update its shard independently.
         Collective."""
         self.agree_that_no_rank_is_lost()
         self._position = replace(self._position, updating=True)
@@ -249,8 +249,9 @@ class Coordinator:
     def count_step_and_start_due_copy(self) -> None:
         """Count a finished step, and start to copy the state if a copy is due.
 
-        This method does not wait for other ranks: a rank that has just learned of a loss might not make this call.
-        Whether a copy is due follows from the last agreement, so all ranks make the same decision."""
+        This method does not wait for other ranks, because a rank that has just learned that another rank was lost might
+        not call it. All ranks still make the same decision about the copy, because it follows from the last
+        agreement."""
         self._copy_interval.record_step()
         at = self._make_step_undo_point(self.last_step + 1, self.newest_copied_step, self._position.under_way)
         if not self.assembly.copies.needed:
@@ -297,7 +298,7 @@ class Coordinator:
             self.assembly.copies.wait_for_copies()
 
     def count_new_state_as_step(self) -> None:
-        """Count the replacement of the state as one more step, which will never be repeated."""
+        """Count the replacement of the state as a step of its own. This step will never be repeated."""
         self._position = self._make_step_undo_point(self.last_step + 1, self.last_step + 1)
 
     def send_result_to_idle_ranks(self, call: str, value: Any) -> None:
@@ -342,7 +343,7 @@ class Coordinator:
         begin, before, members = perf_counter(), self.last_step, self.assembly.initial_ranks
         self.report_to_observers("recovery: begins")
         self.assembly.control.revoke()
-        # this agreement tells all ranks of the loss; after AgreementRefused, they already know of it
+        # agree, so that all ranks learn of the loss; after AgreementRefused, they already know of it
         if not isinstance(error, AgreementRefused):
             self.assembly.control.agree_on_flags(0)
         self._drain_transfers_and_abandon_copies()
@@ -439,7 +440,7 @@ class Coordinator:
         self.assembly.copies.drop_old_generations()
 
     def report_to_observers(self, what: str) -> None:
-        """Report the line of text `what`, which describes the progress of a recovery or save, to the observers of the
-        engine's actions."""
+        """Pass `what`, a line of text about the progress of a recovery or save, to the observers of the engine's
+        actions."""
         for look in self.assembly.session.engine.hooks.on_action_done:
             look(what)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""In-memory checkpoints: copies of each rank's state in the memory of other ranks, called the rank's buddies."""
+"""In-memory checkpoints: copies of each rank's state in the memory of other ranks (its buddies)."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def form_state_backup_groups(hosts: Sequence[str], copies: int) -> list[list[int
 
 
 def _group_ranks_by_host(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks grouped by host. Hosts with the most ranks come first, so that the last group of ranks comes
-    from many hosts."""
+    """Return the ranks grouped by host. Hosts with the most ranks come first, so that the ranks at the end of the list,
+    which are added to the last group, come from many hosts."""
     size, first = Counter(hosts), {host: hosts.index(host) for host in set(hosts)}
     return sorted(range(len(hosts)), key=lambda rank: (-size[hosts[rank]], first[hosts[rank]], rank))
 
@@ -333,7 +333,7 @@ def count_snapshot_bytes(parts: Sequence[ShardDescriptor]) -> int:
 
 
 def _view_parts(buffer: np.ndarray, parts: Sequence[ShardDescriptor]) -> list[LocalShard]:
-    """Return the parts of a snapshot as views of `buffer`, where they are stored consecutively."""
+    """Return the parts of a snapshot as views of `buffer`, which holds them one after another."""
     found, at = [], 0
     for part in parts:
         kind = parse_dtype(part.dtype)

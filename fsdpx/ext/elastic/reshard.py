@@ -86,8 +86,8 @@ def describe_shard(part: LocalShard) -> ShardDescriptor:
 def find_element_runs_of_shard(part: ShardDescriptor) -> ElementRuns:
     """Return the contiguous runs of the full tensor that make up a shard.
 
-    They cover the same elements as `ShardSpec.iterate_intervals`, but are computed with array operations; a shard
-    along dim 1 has one run per row."""
+    They cover the same elements as `ShardSpec.iterate_intervals`, but are computed with array operations, because there
+    can be many runs: a shard along dim 1 has one run per row."""
     first, last, cut = part.start, part.stop, part.cut
     if cut is None:
         found = np.array([[first], [last], [0]], np.int64)
@@ -107,8 +107,8 @@ def find_element_runs_of_shard(part: ShardDescriptor) -> ElementRuns:
 def iterate_up_to_date_shards(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
     """Yield the local shards of the train state that are up to date on this rank.
 
-    Running statistics are up to date only on one pipeline rank, which `placement.pipe_rank_by_statistic` specifies for
-    each of them. `before` contains arrays to use instead of those that an unfinished step has changed (see
+    Each running statistic is up to date on only one pipeline rank, which `placement.pipe_rank_by_statistic` specifies.
+    `before` contains arrays to use instead of those that an unfinished step has changed (see
     `iterate_state_changed_before_agreement`)."""
     home, here = state.placement.pipe_rank_by_statistic, state.placement.axes.coordinates.pipe
     for part in iterate_local_state_shards(state):
@@ -178,8 +178,8 @@ def _group_by_name(parts: Iterable[ShardDescriptor]) -> defaultdict[str, list[Sh
 
 
 class ElementRows(NamedTuple):
-    """Some elements of one of this rank's shards, as contiguous runs. `part` is the index of the shard. Run i has
-    size[i] elements, starting at offset at[i]."""
+    """A set of elements from one of this rank's shards, described as contiguous runs. `part` is the index of the shard.
+    Run i has size[i] elements, starting at offset at[i]."""
 
     part: int
     at: np.ndarray
@@ -222,7 +222,7 @@ class ElementRows(NamedTuple):
 
 
 SHORT_RUN_ELEMENTS = 32
-"""If runs have fewer elements than this on average, they are copied together."""
+"""If runs of consecutive elements are shorter than this on average, all runs are copied at once with an index array."""
 
 
 class ElementMove(NamedTuple):
@@ -269,10 +269,11 @@ class ReshardMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What `rank` sends, receives and copies in a reshard. Plans that ranks make from the same lists match each other.
+    """What `rank` sends, receives and copies in a reshard. If all ranks pass the same lists, the sends in their plans
+    match the receives.
 
-    `have` and `want` list the shards of every rank before and after the reshard. `block` is the maximum number of
-    bytes of one message. The plan's memory is proportional to the number of runs."""
+    `have` and `want` list the shards of every rank before and after the reshard. `block` is the maximum number of bytes
+    of one message. The plan's memory is proportional to the number of contiguous runs of elements."""
 
     rank: int
     have: Sequence[Sequence[ShardDescriptor]]
@@ -348,8 +349,8 @@ class ReshardPlan:
 
     @cached_property
     def _holder_offset_by_name(self) -> dict[str, int]:
-        """For each tensor name, an offset that determines which of the ranks that hold the tensor sends first. Offsets
-        differ between tensors, to spread the load."""
+        """For each tensor name, an offset that determines which rank sends first, among the ranks that hold the tensor.
+        To spread the load, each tensor has a different offset."""
         return {name: holder_offset for holder_offset, name in enumerate(sorted(self._held_shards_by_name_and_rank))}
 
     @cached_property
@@ -391,7 +392,7 @@ class ReshardPlan:
         return choose_sources_of_shard(part, index, dest, supplies, self._holder_offset_by_name[part.name], chunk)
 
     def _split_moves_into_block_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
-        """Divide moves into messages of `block` bytes, and return the rows of each message.
+        """Divide moves into messages of `block` bytes, and return a list of `ElementRows` for each message.
 
         All elements are laid out in sequence, with each move aligned to ALIGN_BYTES, and the sequence is divided every
         `block` bytes. Sender and receiver therefore divide the sequence at the same positions, and a message from the
@@ -472,8 +473,8 @@ def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chun
 
 
 def _find_local_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray:
-    """For each of `elements` (indices in the full tensor), return its offset in the local array, which consists of the
-    runs `some`. The offset is -1 if the local array does not contain the element."""
+    """For each of `elements` (indices in the full tensor), return its offset in the local array, or -1 if the local
+    array does not contain it. `some` lists the runs of consecutive elements that make up the local array."""
     i = np.searchsorted(some.start, elements, "right") - 1
     inside = (i >= 0) & (elements < some.stop[i])
     return np.where(inside, some.at[i] + elements - some.start[i], -1)

@@ -66,7 +66,7 @@ def split_channels_into_heads(xp: Any, x: Array, n_heads: int) -> Array:
 
 
 def merge_heads_into_channels(xp: Any, heads: Array, cells: Sequence[int]) -> Array:
-    """Invert `split_channels_into_heads`. `cells` is the shape of the field. The cells may occupy one dim of `heads`
-    for each dim of the field, or a single dim. The result has channels last in memory."""
+    """Invert `split_channels_into_heads`. `cells` is the shape of the field. In `heads`, the cells may have one dim for
+    each dim of the field, or a single dim in total. The result has channels last in memory."""
     samples, n_heads, features = heads.shape[0], heads.shape[1], heads.shape[-1]
     return xp.moveaxis(xp.moveaxis(heads, 1, -2).reshape(samples, *cells, n_heads * features), -1, 1)

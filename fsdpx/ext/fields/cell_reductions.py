@@ -31,8 +31,8 @@ def all_reduce_moments(
     env: LayerContext, x: Array, dims: tuple[int, ...], what: str, weights: Array | None = None,
     count: Array | None = None,
 ) -> Array:  # fmt: skip
-    """Return the moments of a field over `dims`, for the parts of all ranks together. The moments are the rows of a
-    float64 array: count, mean, and sum of squared deviations.
+    """Return the moments of the full field over `dims`, merged from the parts of all ranks. The moments are the rows of
+    a float64 array: count, mean, and sum of squared deviations.
 
     `dims` must be the last dims of `x`. `weights` holds the weight of each element; if it is None, all weights are 1.
     `count` is the sum of weights of this rank's part; if it is None, the weights are added up in this call. `what` is

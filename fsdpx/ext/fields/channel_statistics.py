@@ -78,7 +78,7 @@ def merge_batch_into_moments(moments: np.ndarray | None, batch: np.ndarray, skip
     lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
     # subtract the lowest value of each channel first: in a constant channel, only zeros remain, so the mean has no
     # rounding error
-    with np.errstate(invalid="ignore", over="ignore"):  # such values raise DataError below
+    with np.errstate(invalid="ignore", over="ignore"):  # values that are not finite raise DataError below
         above = np.where(counted, rows - lowest[:, None], 0.0)
         mean = above.sum(axis=1) / np.maximum(count, 1.0)
         apart = np.where(counted, above - mean[:, None], 0.0)

@@ -113,9 +113,9 @@ class ConvWindow:
     def _is_padding_added_by_kernel(
         self, parts: FieldPartition, cuts: Cuts, mode: tuple[PaddingSide, PaddingSide]
     ) -> bool:
-        """Return whether the compute kernel itself adds the padding along a dim. The kernel can add only zeros. It adds
-        none if any dim is padded with a number: the halo exchange then pads all dims, so that each corner gets the
-        padding of the last dim."""
+        """Return whether the compute kernel itself adds the padding along a dim. The kernel can add only zeros. If any
+        dim is padded with a fixed number, the kernel adds no padding at all. The halo exchange then pads all dims, so
+        that each corner gets the padding value of the last dim."""
         has_numbers = any(not isinstance(side, str) for sides in self.modes for side in sides)
         return len(cuts) == 2 and mode == ("zeros", "zeros") and not parts.ghosts and not has_numbers
 
@@ -254,9 +254,9 @@ class Conv(WindowLayer):
     The parameters are `weight (out_channels, in_channels / groups, *kernel_size)` and `bias (out_channels,)`,
     initialized from U(-k, k) with k = 1/sqrt(in_channels / groups * prod(kernel_size)).
 
-    On a grid of ranks, each rank computes the outputs whose windows begin in its part of the input, not counting
-    padding. The halo cells under these windows are received from their owners, and padding is added only at the ends
-    of the full field.
+    On a grid of ranks, each rank computes its own windows: window i along a dim belongs to the rank that owns input
+    cell i * stride, or to the last rank that has cells if there is no such input cell. The halo cells under these
+    windows are received from their owners, and padding is added only at the ends of the full field.
 
     Parameters
     ----------
@@ -347,8 +347,8 @@ class Conv(WindowLayer):
             weight, bias = None if weight is None else (weight[0], True), None
 
     def _make_window_strides_in_box(self, kernel_padding: tuple[int, ...], box: HaloBox) -> WindowStrides:
-        """Return the window in the form that the convolution kernels take, with positions relative to the first cell in
-        `box`."""
+        """Return the window as a `WindowStrides`, which the convolution kernels take. Positions are relative to the
+        first cell in `box`."""
         first = tuple(-pad - offset for pad, offset in zip(kernel_padding, box.offset, strict=True))
         return self.window.make_window_strides(first, self.groups)
 

@@ -392,7 +392,7 @@ class FieldDataset:
     """
 
     _reads_states = True
-    """Whether the dataset reads states, and not only forcing."""
+    """Whether the dataset reads states; otherwise, it reads only forcing."""
     sources: Any
     """List of the files, or groups of files, that hold trajectories; a tuple of lists if there are several fields."""
     shape: Any
@@ -688,7 +688,7 @@ class FieldDataset:
 
     def _read_forcing_into(self, f: np.ndarray, source: TrajectoryFile, trajectory: int, first_step: int) -> None:
         """Read the forcing for all steps of a sample into `f`, which has the shape (channels, *cells). The first of
-        these steps starts at file step `first_step`."""
+        these steps is step `first_step` of the file."""
         at = 0
         for variable in source.forcing:
             for step, values in enumerate(self._iterate_states(source, variable, trajectory, first_step, self.targets)):
@@ -732,8 +732,8 @@ class FieldDataset:
 
 
 class _ForcingDataset(FieldDataset):
-    """Time windows of a forcing that lies on a different grid than the states. This dataset reads no states: samples
-    are ((x, f), y), where x and y are empty."""
+    """Time windows of a forcing that is defined on a different grid than the states. This dataset reads no states:
+    samples are ((x, f), y), where x and y are empty."""
 
     _reads_states = False
 

@@ -136,7 +136,7 @@ class _DerivativeLayer(FieldLayer):
         dims = x.ndim - 2
         if not 1 <= dims <= 3 or not self._count_output_channels(x.shape[1], dims):
             raise ShapeError(f"{self!r} wants {self._describe_input(dims)}, got {tuple(x.shape)}")
-        begun: set[int | None] = set()  # first channel of each group of channels that a term has already written
+        begun: set[int | None] = set()  # first channel of each group of output channels that has already been written
         for term in self._list_terms(x.ndim - 2):
             halo, taps, d = self._find_halo_taps_and_dim(env, term, x)
             wide, taken = x, term.taken

@@ -1,4 +1,4 @@
-"""The duplicate of a communicator that a domain, such as a `Grid`, keeps for its own use."""
+"""Duplicate a communicator, so that a domain such as a `Grid` has a communicator of its own."""
 
 from __future__ import annotations
 

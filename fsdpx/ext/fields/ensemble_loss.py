@@ -26,9 +26,9 @@ class CRPS(Loss):
 
     The output is (samples, members x channels, *cells), with all channels of the first member first; the target is
     (samples, channels, *cells). The fair score divides the sum of differences by M (M - 1), the standard score by M^2
-    (Ferro 2014). Only the fair score is minimal if members are drawn from the distribution of the targets. If `fair` is
-    a number a, the loss is a times the fair score plus 1 - a times the standard score, as in Lang et al. (2024), where
-    a = 0.95.
+    (Ferro 2014). In expectation, only the fair score is minimal when the members are drawn from the distribution of the
+    targets. If `fair` is a number a, the loss is a times the fair score plus 1 - a times the standard score, as in Lang
+    et al. (2024), where a = 0.95.
 
     Parameters
     ----------
@@ -86,7 +86,8 @@ class CRPS(Loss):
             self.weights.require_broadcastable(self, wanted)
 
     def _split_members(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array | None]:
-        """Return x_m - t as (samples, members, channels, *cells), and weights that can be broadcast to this shape."""
+        """Return the difference x_m - t of each member m from the target, as (samples, members, channels, *cells), and
+        weights that can be broadcast to this shape."""
         members = y.reshape(y.shape[0], self.members, *target.shape[1:])
         apart, _, w = compute_difference_target_and_weights(env, members, target[:, None], self.weights, self.skipna)
         return apart, w

@@ -1,5 +1,5 @@
-"""Layers that move values between the cells and faces of a staggered grid, by averaging or subtracting neighbors
-(Harlow and Welch 1965).
+"""Layers that compute values on the faces of a staggered grid from values in its cells, or vice versa, as averages or
+differences of neighbors (Harlow and Welch 1965).
 
 Along a dim of n cells, face i lies between cells i - 1 and i, so there are n + 1 faces. In many solvers, arrays hold
 only n of these faces: either the low face of each cell or the high face of each cell."""
@@ -46,7 +46,7 @@ class NeighborMove(NamedTuple):
     `y[i] = lower[i] * x[i + first] + upper[i] * x[i + first + 1]`.
 
     `outputs` contains the range of outputs that each rank computes. `lower` and `upper` are the weights for all outputs
-    of the field."""
+    of the field, and `first` is a constant offset."""
 
     outputs: Cuts
     halo: HaloSpec
@@ -176,7 +176,8 @@ def _make_halo_of_cells_beside_faces(
 
 
 class CellsToFaces(_NeighborLayer):
-    """Moves values from cells to the faces across one dim: the mean of the two cells, or the derivative between them.
+    """Moves values from cells to faces along one dim. Each face gets the mean of the two cells that it separates, or
+    the derivative between them.
 
     This layer is the adjoint of `FacesToCells` (for derivatives, with the opposite sign) if both fields are periodic or
     0 beyond the ends. The adjoint is defined by inner products that weight cells by their widths and faces by the
@@ -209,8 +210,8 @@ class CellsToFaces(_NeighborLayer):
 
 
 class FacesToCells(_NeighborLayer):
-    """Moves values from the faces across one dim to cells: the mean of the two faces of a cell, or the derivative
-    between them. If the values are fluxes, the derivative is the net outflow of the cell along this dim.
+    """Moves values from faces to cells along one dim. Each cell gets the mean of its two faces along this dim, or the
+    derivative between them. If the values are fluxes, the derivative is the net outflow of the cell along this dim.
 
     Parameters
     ----------
@@ -218,9 +219,9 @@ class FacesToCells(_NeighborLayer):
     derivative : 0 (default) for the mean, or 1 for the difference between the upper and the lower face, divided by the
         width of the cell
     faces : the faces of the input, as in `CellsToFaces`
-    padding_mode : value on the face that the input lacks at one end of the field if `faces` is "low" or "high". The
-        choices are the same as for one dim of `Conv`. Default "zeros": nothing flows through the wall. Ignored if
-        `faces` is "all"
+    padding_mode : value of the face that is missing from the input at one end of the field if `faces` is "low" or
+        "high". The choices are the same as for one dim of `Conv`. Default "zeros": nothing flows through the wall.
+        Ignored if `faces` is "all"
     """
 
     def __init__(
@@ -256,12 +257,13 @@ class _SelectComponent(Layer):
 
 
 class FaceDivergence(Graph):
-    """Divergence on cells, computed from fluxes through the faces across each dim. The divergence is the net outflow of
-    each cell.
+    """Divergence in each cell, computed from the fluxes through the faces of the cell. The divergence is the net
+    outflow of the cell.
 
     If `faces` is "all", there are `dims` inputs x0, x1, ..., one per coordinate, each with the fluxes on n + 1 faces.
     Otherwise, there is a single input, (samples, vectors x dims, *cells). Each component has its values on the low or
-    the high faces across the dim of its coordinate (see `along`). The components of a vector are consecutive channels.
+    the high faces normal to the dim of its coordinate (see `along`). The components of a vector are consecutive
+    channels.
 
     Parameters
     ----------

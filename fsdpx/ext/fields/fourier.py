@@ -27,9 +27,10 @@ def make_mode_partition(parts: FieldPartition) -> FieldPartition:
 
 
 def transform_cells_to_modes(env: LayerContext, x: Array, parts: FieldPartition, what: str) -> Array:
-    """Return this rank's Fourier modes of a real field (samples, channels, *cells), unscaled as in `numpy.fft.rfftn`,
-    as (samples, channels, *modes, 2), with real and imaginary parts in the last dim. `what` is the name of the
-    transform in error messages. Collective over the ranks that share the field."""
+    """Transform a real field (samples, channels, *cells) to Fourier modes. Return this rank's modes as (samples,
+    channels, *modes, 2), with real and imaginary parts in the last dim. The modes are unscaled, as in
+    `numpy.fft.rfftn`. `what` is the name of the transform in error messages. Collective over the ranks that share the
+    field."""
     modes, last, y = make_mode_partition(parts), len(parts.cuts) - 1, x[..., None]
     for d in reversed(range(last + 1)):
         y = _transform_dim(env, y, d, (parts.cuts[d], modes.cuts[d]), "rfft" if d == last else "fft", what)

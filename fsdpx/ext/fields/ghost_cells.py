@@ -1,5 +1,5 @@
-"""Exchange of ghost cells: the layers of neighbors' cells around a solver's local arrays. The first layers of a model
-read ghost cells instead of padding."""
+"""Exchange of ghost cells, the copies of neighboring ranks' cells that surround a solver's local arrays. The first
+layers of a model read ghost cells instead of padding."""
 
 from __future__ import annotations
 

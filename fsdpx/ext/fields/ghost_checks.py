@@ -38,9 +38,9 @@ class _GhostEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known about the ghost cells of a value, which is an input of the model or an output of a layer. Only
-    ghost cells beyond the ends of the field count. Ghost cells between two ranks' parts may be dropped, because later
-    layers receive the same values from the neighboring rank.
+    """What is known about the ghost cells of one value (an input of the model, or an output of a layer). Only ghost
+    cells beyond the ends of the field count. Ghost cells between two ranks' parts may be dropped, because later layers
+    receive the same values from the neighboring rank.
 
     Attributes
     ----------
@@ -55,7 +55,8 @@ class _Value:
     dropped: Mapping[_GhostEnd, str] = field(default_factory=dict)
 
     def without_ghosts(self, about: str) -> _Value:
-        """Return what is known about this value after a layer, described as `about`, has dropped the ghost cells."""
+        """Return what is known about this value after its ghost cells have been dropped. `about` describes the layer
+        that drops them."""
         return _Value(dropped={**dict.fromkeys(self.sources, about), **self.dropped})
 
 
@@ -141,8 +142,8 @@ def _propagate_ghosts_through_layer(
 
 
 def _count_cells_read_beyond_ends(layer: WindowLayer | ConvTranspose) -> Sequence[Sequence[int]]:
-    """Return, for the lower and the upper end of each dim, the number of cells beyond it that the outputs depend on, or
-    would depend on if the layer did not replace these cells by padding. A number of 0 or less stands for none."""
+    """For the lower and the upper end of each dim, return how many cells beyond this end the outputs depend on. Cells
+    that the layer replaces with padding are also counted. A number of 0 or less means that there are none."""
     window = layer.window
     if isinstance(layer, WindowLayer):
         return window.low, window.high
@@ -151,6 +152,7 @@ def _count_cells_read_beyond_ends(layer: WindowLayer | ConvTranspose) -> Sequenc
 
 
 def _merge_values_of_same_kind(values: Sequence[_Value]) -> _Value:
-    """Return what is known about the ghost cells of a value computed from values of the same kind."""
+    """Return what is known about the ghost cells of a value that is computed from `values`, which are all of the same
+    kind."""
     sources = frozenset[_GhostEnd]().union(*(value.sources for value in values))
     return _Value(values[0].kind, sources, {i: one for value in values for i, one in value.dropped.items()})

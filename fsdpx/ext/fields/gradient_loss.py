@@ -1,4 +1,4 @@
-"""Relative error of a field and its gradient: the norm of the Sobolev space H1."""
+"""A loss: the relative error of a field and its gradient, measured in the norm of the Sobolev space H1."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Grid(Domain):
     _cells: Grid | None = None
     """For a grid of faces, the grid of the cells between them."""
     _face_dims: str = ""
-    """For a grid of faces, the letters of the dims across which the faces lie."""
+    """For a grid of faces, the letters of the dims along which the faces separate neighboring cells."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class Grid(Domain):
         made = copy(self)
         made._inputs, made._cells, made._face_dims = (), None, ""
         made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
-        made._own = [None] * len(self._own)  # the parts of other ensemble members are unknown on this rank
+        made._own = [None] * len(self._own)  # this rank does not know the parts of other ensemble members
         for number, rank in enumerate(self._ranks):
             made._own[rank] = parts.local_shape(_unravel_rank(number, self.dims))
         made._source = self
@@ -322,7 +322,8 @@ class Grid(Domain):
 
     @property
     def input_grids(self) -> tuple[Grid, ...]:
-        """The grids that `with_inputs` got, one for each model input that is a field; otherwise ()."""
+        """The grids that were passed to `with_inputs`, one for each model input that is a field; () if there are
+        none."""
         return self._inputs
 
     @property
@@ -404,8 +405,8 @@ class Grid(Domain):
 
     @property
     def joined_partition(self) -> tuple[FieldPartition, ...] | None:
-        """The partitions that the model's inputs would have if a single process held the full fields. Of the ghost
-        cells, only those outside the domain remain. The result is None if the grid has no ghost cells."""
+        """The partitions that the model's inputs would have if a single process held the full fields. These partitions
+        keep only the ghost cells outside the domain. The result is None if the grid has no ghost cells."""
         if not any(parts.ghosts for parts in self.input_partitions):
             return None
         return tuple(parts.make_single_rank_partition() for parts in self.input_partitions)
@@ -453,8 +454,8 @@ class Grid(Domain):
 
         Raises
         ------
-        ShapeError : if a layer holds an array for this rank's part of a field, such as a mask, that does not fit the
-            part
+        ShapeError : if a layer holds an array for this rank's part of a field, such as a mask, and the array does not
+            fit this part
         """
         mistake = describe_padding_periodicity_conflict(model, self._dim_letters, self.periods, self.ghosts)
         made = self._partition_model(model)
@@ -767,8 +768,8 @@ class Grid(Domain):
         )
 
     def _explain_if_array_is_whole_field(self, array: Any, parts: FieldPartition) -> str:
-        """Return a sentence for error messages if an array has as many cells as the whole field, of which `parts` is
-        the partition. Otherwise, return ""."""
+        """Return a sentence for error messages if an array has as many cells as the whole field. `parts` is the
+        partition of this field. Otherwise, return ""."""
         joined = parts.make_single_rank_partition()
         around = [sum(side) for (side,) in joined.ghosts] if joined.ghosts else [0] * len(joined.shape)
         with_ghosts = [n + more for n, more in zip(joined.shape, around, strict=True)]
@@ -835,9 +836,9 @@ class FieldSamples(SplitSamples):
         return f"{array.dtype} of {array.shape[1] if array.ndim > 1 else 'no'} channels"
 
     def gather_sharding_warning(self, inputs: Sequence[Any], targets: Sequence[Any], samples: int | None) -> str:
-        """Return a warning if the ranks of a field pass different scalars, if all pass the same array, if the parts of
-        neighboring ranks seem to overlap, or if a layer's padding conflicts with the grid's periodicity; otherwise
-        return "". Raise DataError if these ranks pass different samples. Collective."""
+        """Return a warning if the ranks that share a field pass different scalars, if they all pass the same array, if
+        the parts of neighboring ranks seem to overlap, or if a layer's padding conflicts with the grid's periodicity;
+        otherwise return "". Raise DataError if these ranks pass different samples. Collective."""
         grid, x = self.grid, self.get_first_split_input(inputs)
         if getattr(x, "holds_no_data", False):
             return ""

@@ -187,8 +187,8 @@ class GroupNorm(Layer, HoldsLocalArray):
 class InstanceNorm(GroupNorm):
     """Instance normalization (Ulyanov et al. 2016): `GroupNorm` with one channel per group.
 
-    Equivalent to PyTorch's InstanceNorm1d, 2d and 3d without running statistics. A field of a single cell raises
-    DataError for any number of samples.
+    Equivalent to PyTorch's InstanceNorm1d, 2d and 3d without running statistics. A field with a single cell raises
+    DataError, regardless of the number of samples.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ MODES = ("zeros", "circular", "reflect", "replicate")
 the mirror image of the cells at this end, or copies of the cell at this end."""
 
 PaddingSide = str | float
-"""Padding beyond one end of a dim: one of `MODES`, or a number with the value of all cells beyond the end."""
+"""Padding beyond one end of a dim: one of `MODES`, or a number, which is then the value of all cells beyond the end."""
 
 PaddingMode = PaddingSide | tuple[PaddingSide | tuple[PaddingSide, PaddingSide], ...]
 """Padding as passed by the caller: one padding for all dims, or one per dim, each of which may be a pair (before,
@@ -40,8 +40,9 @@ CellInterval = tuple[int, int]
 
 
 class FieldEnd(NamedTuple):
-    """One end of the field along a dim, including ghost cells beyond the domain. `cell` is the first cell at the lower
-    end, and one past the last cell at the upper end. `rank` is the rank that holds the cells at this end."""
+    """One end of the field along a dim, including ghost cells beyond the domain. `cell` is the index of the first cell
+    for the lower end, and the index after the last cell for the upper end. `rank` is the rank that holds the cells at
+    this end."""
 
     cell: int
     rank: int
@@ -88,7 +89,8 @@ class HaloSpec:
 
     @property
     def padding_sides(self) -> tuple[PaddingSide, PaddingSide]:
-        """Padding before and after the field. Each is a mode, or a number with the value of the padding cells."""
+        """Padding before and after the field. Each is either a mode, or a number: the constant value of the padding
+        cells."""
         return self.mode if isinstance(self.mode, tuple) else (self.mode, self.mode)
 
     @property
@@ -285,7 +287,7 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
 
 
 def compute_output_bounds_of_ranks(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
-    """Return the bounds between the intervals of outputs that the ranks own along one dim, which has `total` outputs.
+    """Return the bounds between the ranks' output intervals along one dim, which has `total` outputs.
 
     `cuts` holds the bounds of the ranks' input cells. For each of these bounds, `bounds` holds the first output of the
     part that begins there. Outputs beyond the last cell belong to the last part that has cells."""
@@ -311,7 +313,8 @@ class DimEnds(NamedTuple):
 
     @classmethod
     def of_padding(cls, dim: int, mode: tuple[PaddingSide, PaddingSide], circular: str = "'circular'") -> DimEnds:
-        """Return the `DimEnds` for dim `dim` with the padding `mode`. `circular` is the advice for a periodic dim."""
+        """Return the `DimEnds` for dim `dim` with the padding `mode`. `circular` is the setting to recommend if the dim
+        is periodic."""
         chosen = mode[0] if mode[0] == mode[1] else mode
         text = f"pads it with {chosen!r}"
         return cls(dim, "circular" in mode, text, ("'zeros', 'reflect' or 'replicate'", circular))

@@ -85,7 +85,7 @@ class HaloLine(NamedTuple):
     Attributes
     ----------
     dim : the dim of the array
-    whole : shape of the array that holds own cells and the halo received up to and including this exchange
+    whole : shape of the array after this exchange; it holds the rank's own cells and all halo cells received so far
     slabs : (offset, shape) of each slab of halo cells
     own : (position in `slabs`, cells to copy) for each slab that is filled at least partly from local cells, such as
         the cells at the other end of a periodic field
@@ -235,8 +235,8 @@ def _as_indices(cells: Any) -> np.ndarray:
 def _plan_copies_into_message_or_slab(
     xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_DimNeeds], cells: Any, into: Any
 ) -> OwnCells:
-    """Return the copies that fill a range of a message or slab with local cells. Along `dim`, `cells` is the index of
-    the cells to copy, and `into` is their index in the message or slab. There is one copy for each local box."""
+    """Return the copies that write local cells into a message or slab. Along `dim`, `cells` selects the cells to copy,
+    and `into` selects their positions in the message or slab. There is one copy for each local box."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
         places = _as_indices(into)

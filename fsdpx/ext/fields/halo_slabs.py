@@ -44,8 +44,9 @@ def _get_halo_plan(env: LayerContext, halos: Sequence[HaloSpec], shape: Sequence
 
 
 def _intersect_box(offset: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-    """Intersect the box with position `offset` and shape `shape` with the array of own cells and halo, whose shape is
-    `sizes`. Return the index of the overlap in the array, and its index in the box."""
+    """Find the overlap of a box and the array that contains the own cells and the halo. The box has position `offset`
+    and shape `shape`; the array has shape `sizes`. Return the index of the overlap in the array, and its index in the
+    box."""
     rows = [find_overlap_slices(*row) for row in zip(offset, shape[2:], sizes[2:], strict=True)]
     return tuple((slice(None), slice(None), *one) for one in zip(*rows, strict=True))
 
@@ -73,7 +74,7 @@ class HaloSlabs:
         return self.boxes[1:]
 
     def _start_next_exchange(self) -> Any:
-        """Start to send and receive along the next dim. Return (slabs, receives, sends), or None if all dims are
+        """Start sending and receiving along the next dim. Return (slabs, receives, sends), or None if all dims are
         done."""
         if self._done == len(self.plan.lines):
             return None
@@ -110,7 +111,7 @@ class HaloSlabs:
         return flat, cells
 
     def _copy_to_message(self, message: Array, own: OwnCells) -> None:
-        """Copy local cells into a message or slab according to `own`."""
+        """Copy the local cells that `own` lists into a message or slab."""
         for number, there, here in own.copies:
             message[there] = self.boxes[number].cells[here]
 
@@ -161,7 +162,8 @@ def _start_gradient_exchange(
 
 
 def _add_message_gradients(boxes: list[HaloBox], own: OwnCells, message: Array) -> None:
-    """Add the gradients in a message or slab to the local cells that were copied into it in the forward pass."""
+    """Add the gradients of halo cells to the local cells from which the halo cells were copied in the forward pass.
+    `message` is the message or slab that contains these gradients."""
     for number, there, here in own.adds:
         out = boxes[number].cells[here]
         out += message[there]
@@ -193,7 +195,7 @@ def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], paddin
 
 
 def _fill_beyond_ends(env: LayerContext, y: Array, halo: HaloSpec, padding_value: float) -> None:
-    """At each end of the field whose padding has a fixed value, set the cells of `y` beyond the end to this value."""
+    """At each end of the field that is padded with a fixed value, set the cells of `y` beyond the end to this value."""
     start, _ = halo.needs[get_rank_along(env, halo.cuts, halo.dim - 2)]
     low, high = (max(end.cell - start, 0) for end in halo.field_ends)
     for side, cells in zip(halo.padding_sides, (slice(0, low), slice(high, None)), strict=True):

@@ -26,8 +26,8 @@ class HoldsLocalArray:
         raise NotImplementedError
 
     def require_fit_local_part(self, find_cells: Callable[[FieldPartition], tuple[int, ...]]) -> None:
-        """Raise ShapeError unless the array fits this rank's part of the field that the layer reads. `find_cells`
-        returns the shape of this rank's part of a partition."""
+        """Raise ShapeError unless the array fits this rank's part of the field that the layer reads. `find_cells` takes
+        a partition, and returns the shape of this rank's part."""
         if isinstance(parts := getattr(self, "parts", None), FieldPartition):
             self.require_local_cells(find_cells(parts))
 

@@ -17,8 +17,9 @@ __all__ = ["MultiOutputLoss", "adapt_loss_to_output_shardings"]
 
 
 def adapt_loss_to_output_shardings(loss: Loss, kinds: Sequence[Kind]) -> Loss:
-    """Return `loss`, adapted to the distribution of each output in `kinds`: the partition of a field, or `Replicated`
-    for scalars. If there are several outputs, any loss other than `MultiOutputLoss` is returned unchanged."""
+    """Return `loss`, adapted to how the outputs are distributed over the ranks. For each output, `kinds` contains the
+    partition of a field, or `Replicated` for scalars. If there are several outputs, any loss other than
+    `MultiOutputLoss` is returned unchanged."""
     if len(kinds) > 1:
         return loss.bind_output_shardings(kinds) if isinstance(loss, MultiOutputLoss) else loss
     return kinds[0].bind_loss(loss) if isinstance(kinds[0], FieldPartition) else _ScalarLoss(loss)

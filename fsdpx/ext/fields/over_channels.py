@@ -54,8 +54,8 @@ class OverChannels(Layer):
         x = put_channels_last(env.xp, x)
         rows = env.xp.moveaxis(x, 1, -1)
         y, saved = self.layer.forward(env, p, rows)
-        # `rows` is a view of x: replace it with a placeholder and save x itself, because a container can recompute only
-        # x
+        # save x itself, with a placeholder for its view `rows`: a container can recognize x as a result that it can
+        # recompute, but not a view of x
         inner = map_saved(saved, lambda a: INPUT if a is rows else a)
         return env.xp.moveaxis(y, -1, 1), (x,) if inner == ONLY_INPUT else (x, inner)
 

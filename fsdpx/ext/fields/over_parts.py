@@ -67,10 +67,10 @@ def partition_model_of_fields(
 ) -> PartitionedModel:
     """Like `partition_model`, but allow several inputs and outputs, which may be fields or scalars.
 
-    `parts` are the partitions of the inputs that are fields: one partition shared by all, or one per input. An output
-    gets a partition from `parts` or `known` that has the same number of cells along each dim. If several match, the
-    output keeps its partition if it is one of them; otherwise, the first match is used. `outputs` holds preferred
-    partitions for the first outputs, which take precedence if they match."""
+    `parts` are the partitions of the inputs that are fields: one partition shared by all, or one per input. Each output
+    gets a partition from `parts` or `known` with as many cells along each dim as the output. If several partitions
+    match, the output keeps its current partition if that is among them, and otherwise gets the first match. `outputs`
+    holds preferred partitions for the first outputs, which take precedence if they match."""
     scalars = find_scalar_inputs(model)
     fields = scalars.count(False)
     if len(parts) not in (1, fields):
@@ -97,8 +97,8 @@ def partition_model_of_fields(
 
 def _choose_output_partition(kind: Kind, own: Kind | None, choices: Sequence[FieldPartition]) -> Kind:
     """Return the distribution that an output of the model should have. `kind` is its present distribution. If `kind` is
-    a partition, the result is `own` if it has as many cells, or otherwise one of `choices` that has as many. In all
-    other cases, the result is `kind`."""
+    a partition, the result is a partition of a field of the same shape: `own` if it is one, and otherwise one of
+    `choices`. If there is none, or if `kind` is not a partition, the result is `kind`."""
     if not isinstance(kind, FieldPartition):
         return kind
     if isinstance(own, FieldPartition) and own.shape == kind.shape:
@@ -127,7 +127,8 @@ class _LayerPerInput(Layer):
 
 
 def _join_layers(layers: Sequence[Layer | None]) -> Layer | None:
-    """Return a layer that applies one of `layers` to each of its inputs."""
+    """Return a layer that applies each of `layers` to the input with the same index. An input whose layer is None is
+    left unchanged."""
     return layers[0] if len(layers) == 1 else _LayerPerInput(layers)
 
 

@@ -31,8 +31,8 @@ WIDTHS = range(2, 7)
 A single shared row is not searched for because two rows may be equal by chance."""
 
 Ends = list[list[tuple[str | None, str | None]]]
-"""Hashes of the first and last rows of a part, for each dim and width. A hash is None if the rows are too uniform to
-compare."""
+"""Hashes of the first and last rows of a part, for each dim and each number of rows in `WIDTHS`. A hash is None if the
+rows are too uniform to compare."""
 
 
 def hash_edge_rows_of_part(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], x: Any) -> Ends:
@@ -100,8 +100,8 @@ def are_parts_of_all_ranks_identical(dims: Sequence[int], ends: Sequence[Ends]) 
     """Return whether the parts of all ranks begin and end with the same rows along each dim.
 
     Return False if there is only one rank, or if the rows are too uniform to compare along a dim that is divided. For
-    example, if a field does not vary along this dim, its parts are equal, which is no mistake. `dims` holds the number
-    of ranks along each dim, and `ends` holds the hashes from all ranks of the field."""
+    example, if a field does not vary along this dim, its parts are equal even if they are passed correctly. `dims`
+    holds the number of ranks along each dim, and `ends` holds the hashes from all ranks of the field."""
     divided = [of_dim for of_dim, ranks in zip(ends[0], dims, strict=True) if ranks > 1]
     return len(ends) > 1 and all(one == ends[0] for one in ends) and all(any(map(any, of_dim)) for of_dim in divided)
 

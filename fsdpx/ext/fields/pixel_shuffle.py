@@ -87,8 +87,8 @@ class PixelUnshuffle(FieldLayer):
 
 @lru_cache(1 << 10)
 def _plan_partition_of_blocks_and_halos(parts: FieldPartition, r: int) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
-    """Divide the field into blocks of r cells along each dim. Return the partition of the blocks over the ranks, and
-    one halo spec per dim, with the cells in each rank's blocks."""
+    """Divide the field into blocks of r cells along each dim. Return the partition of the blocks over the ranks. Also
+    return, for each dim, a halo spec with the range of cells in each rank's blocks."""
     made, halos = [], []
     for d, cuts in enumerate(parts.cuts):
         out = compute_output_bounds_of_ranks(cuts, [-(-cut // r) for cut in cuts], cuts[-1] // r)

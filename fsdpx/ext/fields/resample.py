@@ -56,8 +56,7 @@ class ConvTranspose(FieldLayer):
     stride : number of output cells by which the window moves; default 1
     padding : number of cells removed from each side of the result; default 0
     output_padding : number of cells added at the end of each dim; it must be less than stride or dilation; default 0
-    groups : number of groups of channels, each of which has outputs that depend only on its own input channels; default
-        1
+    groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
     dilation : distance between the cells of a window; default 1
     init : initial values of `weight`; if None (default), the uniform distribution
@@ -135,8 +134,8 @@ class ConvTranspose(FieldLayer):
     def _locate_windows_and_count_outputs(
         self, env: LayerContext, halos: tuple[HaloSpec, ...], outputs: FieldPartition
     ) -> tuple[WindowStrides, tuple[int, ...]]:
-        """Return the window of the underlying convolution and the number of this rank's outputs along each dim. The
-        window's positions are relative to this rank's outputs."""
+        """Return two values: the window of the underlying convolution, and the number of this rank's outputs along each
+        dim. The window's positions are relative to this rank's outputs."""
         window, firsts, sizes = self.window, [], []
         for d, (halo, out) in enumerate(zip(halos, outputs.cuts, strict=True)):
             start, stop = get_local_range(env, out, d)
@@ -263,7 +262,8 @@ LARGEST_DENOMINATOR = 10**6
 
 
 def _to_simplest_fraction(factor: float) -> Fraction:
-    """Return the fraction of small integers that a floating-point scale factor represents, such as 11 / 10 for 1.1."""
+    """Return the fraction with a small denominator that a floating-point scale factor stands for, such as 11 / 10 for
+    1.1."""
     return Fraction(factor).limit_denominator(LARGEST_DENOMINATOR) or Fraction(factor)
 
 

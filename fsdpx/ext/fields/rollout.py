@@ -58,7 +58,8 @@ class SavedStates(NamedTuple):
 
 
 def _make_state_option(name: str) -> Any:
-    """Return a property with an option of a `Rollout`: a value, or a tuple with one value per field of the state."""
+    """Return a property that reads an option of a `Rollout`: a single value if the state has one field, else a tuple
+    with one value per field."""
     return property(lambda self: unwrap_single([getattr(state, name) for state in self.states]))
 
 
@@ -80,8 +81,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars, TakesSeveralGrids):
     `Grid.with_inputs`, its own grid, such as velocities on faces and a pressure in cells. States may also be scalars.
 
     Inputs named in `forcing` hold the values for all steps, stacked along dim 1, (samples, steps x channels, ...). All
-    other inputs are the same in every step. Each of these inputs is a field, or consists of scalars (samples, n). All
-    inputs have the same names as in the model.
+    other inputs are the same in every step. Each input is a field, or consists of scalars (samples, n). All inputs have
+    the same names as in the model.
 
     If the arrays of a grid have ghost cells, each rank receives the ghost cells of later states from neighboring ranks.
     Periodic dims wrap around. Ghost cells beyond walls keep their values from the input or, with `boundary`, get new
@@ -155,8 +156,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars, TakesSeveralGrids):
         self.n_inputs = len(names) + bool(boundary) * count
         self.scalar_inputs = tuple(i for i, scalar in enumerate(find_scalar_inputs(net)) if scalar)
         words = find_dtypes_read_by_inputs(net, len(names), [frozenset({"numbers"})] * count)
-        # if layers read a state in several dtypes, pass it as "numbers", because later states have the dtype of the
-        # model's results
+        # if layers read a state in several dtypes, cast it to the dtype in which the model computes ("numbers"),
+        # because later states are computed in this dtype
         of_states = (choose_dtype_word(one) if len(one) == 1 else "numbers" for one in words[:count])
         self.takes = (*of_states, *map(choose_dtype_word, words[count:]), *["numbers"] * (self.n_inputs - len(names)))
         self.collective, self.kernel_names = net.collective, list_kernels(net)
@@ -330,8 +331,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars, TakesSeveralGrids):
         return next((state.parts for state in self.states if state.parts is not None), None)
 
     def _get_dim(self, other: Array) -> int:
-        """Return the dim along which `other` stacks its values for all steps. `other` is any input except the states.
-        Scalars, (samples, n), are stacked along their last dim."""
+        """Return the dim along which the values of all steps are stacked in `other`, which is any input except the
+        states. For scalars, (samples, n), this is the last dim."""
         return min(max(state.stack_dim for state in self.states), other.ndim - 1)
 
     def _make_step_inputs(self, env: LayerContext, saved: SavedStates, step: int) -> Any:

@@ -56,7 +56,7 @@ class StateField:
 
     @property
     def ghosts(self) -> FieldPartition | None:
-        """The partition of a state, or None if the arrays of this field have no ghost cells."""
+        """The partition of this field's states, including the ghost cells; None if the arrays have no ghost cells."""
         return self.parts if self.parts is not None and self.parts.ghosts else None
 
     @property
@@ -66,13 +66,14 @@ class StateField:
         return 1 if self.parts is None or self.parts.has_cells else 2
 
     def describe(self, word: str) -> str:
-        """Return a phrase for error messages, such as " of input 'u'", where `word` is " of input". Return "" if the
-        Rollout has only one field."""
+        """Return a phrase for error messages: `word`, such as " of input", followed by the name of the field. Return ""
+        if the Rollout has only one field."""
         return f"{word} {self.label!r}" if self.label else ""
 
     @property
     def order_advice(self) -> str:
-        """Advice on the order of states, for error messages. The text is "" if the Rollout has only one field."""
+        """Text that error messages append to advise on the order of states. It is "" if the Rollout has only one
+        field."""
         return ", and return the states in the order of its inputs" * bool(self.label)
 
     def require_ghost_cells(self, owner: object, parts: FieldPartition | None) -> None:
@@ -216,7 +217,8 @@ class StateGradients:
 
     def add_gradient_of_input(self, dwindow: Array, step: int, detach: bool) -> None:
         """Add `dwindow`, the gradient of the model's input in the step with index `step`, to the gradients of the
-        states and constant channels in this input. With `detach`, skip states that the model has computed."""
+        states and constant channels in this input. If `detach` is true, leave out the states that earlier steps of the
+        model produced."""
         inputs, dim = self.field.inputs, self.field.stack_dim
         for i in range(step, step + inputs):
             if i < inputs or not detach:

@@ -118,7 +118,7 @@ class ScaleShift(ScalarsToField):
 
 
 class BroadcastScalars(ScalarsToField):
-    """Adds a scalar to each channel of a field, or multiplies the channel by the scalar.
+    """Adds a scalar to each channel of a field, or multiplies each channel by a scalar.
 
     The layer takes two inputs: a field (samples, channels, *cells), and scalars (samples, channels).
 

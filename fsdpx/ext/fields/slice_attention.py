@@ -43,8 +43,8 @@ class PhysicsAttention(Composite):
 
     On a mesh, `kernel_size` must be None, and input and output are (samples, nodes, channels).
 
-    The parameters `in_project_x.*` project the cells for the weights, and `in_project_fx.*` project the cells for the
-    tokens. The slices use `attend.in_project_slice.weight (n_slices, channels / n_heads)` and `.bias`, and
+    The parameters `in_project_x.*` project the cells to compute the weights, and `in_project_fx.*` project the cells to
+    compute the tokens. The slices use `attend.in_project_slice.weight (n_slices, channels / n_heads)` and `.bias`, and
     `attend.temperature (1, n_heads, 1, 1)`, which starts at 0.5 and is clipped to [0.1, 5]. The attention uses
     `attend.to_q.weight`, `attend.to_k.weight` and `attend.to_v.weight`, all (channels / n_heads, channels / n_heads).
     The result is projected by `to_out.weight` and `.bias`. The names of Transolver's parameters are accepted too. The
@@ -240,6 +240,6 @@ class SliceAttention(FieldLayer):
 
 
 def _multiply_rows(xp: Any, a: Array, b: Array) -> Array:
-    """Return a^T b, where a and b are (samples, heads, tokens, features), flattened to matrices with one row per
-    token."""
+    """Flatten a and b, both (samples, heads, tokens, features), to matrices with one row per token of each head and
+    sample. Return a^T b."""
     return xp.matmul(a.reshape(-1, a.shape[-1]).T, b.reshape(-1, b.shape[-1]))

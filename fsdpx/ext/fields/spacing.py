@@ -20,7 +20,8 @@ class CellPositions(tuple[float, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        """Return a short description. Error messages include layers, and a dim may have thousands of cells."""
+        """Return a short description instead of all positions: error messages show the repr of layers, and a dim may
+        have thousands of cells."""
         return f"{len(self)} positions from {self[0]:g} to {self[-1]:g}"
 
     def compute_value_positions(self, n: int, periodic: bool, name: str) -> tuple[np.ndarray, float]:

@@ -126,8 +126,8 @@ class SplitSamples(ABC):
         self, shape: tuple[int, ...], kind: FieldPartition
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return two shapes that an output should have: the shape over all ranks, and the shape of this rank's part.
-        `kind` says how the output is split over the ranks. `shape` is the shape of the output if the model runs on
-        whole samples. Only the numbers of samples and channels are taken from `shape`."""
+        `kind` says how the output is split over the ranks. `shape` is the shape that the output has if the model runs
+        on whole samples. Of this shape, only the numbers of samples and channels are used."""
 
     def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
         found = []

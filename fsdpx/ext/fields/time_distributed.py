@@ -101,6 +101,6 @@ class TimeDistributed(Layer):
         return concatenate_on_device(env.xp, found, 1)
 
     def _take_step(self, env: LayerContext, x: Array, step: int) -> Array:
-        """Return the channels of `x` that belong to a step."""
+        """Return the channels of `x` that belong to time step number `step`."""
         size = x.shape[1] // self.steps
         return env.xp.ascontiguousarray(x[:, step * size : (step + 1) * size])

@@ -45,7 +45,7 @@ class PatchConv(Conv):
 
 
 class PatchConv1d(PatchConv, dims=1):
-    """Patch embedding of a field of one dim."""
+    """Patch embedding of a one-dimensional field."""
 
 
 class PatchConv2d(PatchConv, dims=2):

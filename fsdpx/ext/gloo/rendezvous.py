@@ -81,7 +81,7 @@ def compute_hmac(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarra
 
 
 class Rendezvous:
-    """The ranks of a job, all of which have arrived at a common store.
+    """The ranks of a job, all of which have registered in a common store.
 
     Attributes
     ----------
@@ -302,7 +302,7 @@ def _resolve_address(location: RendezvousStore) -> Any:
 def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> float:
     """Wait until the store accepts connections, and return the number of seconds left of `timeout`.
 
-    The wait of the store itself is not used because it could take up to twice its timeout."""
+    The store's own wait function is not used, because it could take up to twice its timeout."""
     end = time.monotonic() + timeout
     while True:
         left = max(end - time.monotonic(), 1.0)

@@ -2,8 +2,8 @@
 
 A graph holds kernels with their arguments, so each launch uses the same memory. During recording, nothing is computed,
 values cannot be read, and memory comes from a pool that the graphs share. As in PyTorch, graphs must be launched in the
-order in which they were recorded. With this order, the memory that was free at the recording of a graph is also free at
-each launch of this graph."""
+order in which they were recorded. With this order, memory that was free when a graph was recorded is also free whenever
+this graph is launched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdpx.ext.gpu.cupy_devices import import_cupy
 __all__ = ["Capture", "GraphMemory", "copy_into_fixed_memory", "get_active_capture", "make_unowned_view"]
 
 NUMBERS_PER_BLOCK = 64
-"""Number of random number streams whose positions are copied to the GPU in one copy."""
+"""Number of random number streams per block. The positions of all streams in a block are copied to the GPU together."""
 _thread = threading.local()
 
 
@@ -56,7 +56,7 @@ class GraphMemory:
         self._stops.insert(at, address + nbytes)
 
     def keep(self, owner: Any) -> None:
-        """Keep arrays outside the pool alive as long as the graphs that read them exist."""
+        """Keep `owner` alive as long as the graphs that use its memory exist."""
         self._kept.append(owner)
 
     def has_address(self, address: int) -> bool:
@@ -128,8 +128,8 @@ class Capture:
 
 
 def _allocate_pinned_or_raise_in_capture(nbytes: int) -> Any:
-    """Allocate pinned memory from CuPy's pool, as CuPy does by default. Raise RuntimeError while a graph is recorded,
-    because CuPy would copy a host array through this memory, and later launches would read other values from it."""
+    """Allocate pinned memory from CuPy's pool, as CuPy does by default. Raise RuntimeError while a graph is recorded:
+    CuPy would copy a host array through this memory, which may contain other values when the graph is launched."""
     if get_active_capture() is not None:
         raise RuntimeError("an array is copied from the host")
     return import_cupy().get_default_pinned_memory_pool().malloc(nbytes)

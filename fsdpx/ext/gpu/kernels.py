@@ -78,11 +78,13 @@ class KernelLauncher:
         self(name, (min(-(-n // THREADS_PER_BLOCK), MAX_BLOCKS),), *given)
 
     def launch_packs(self, name: str, n: int, *given: Any) -> None:
-        """Launch a kernel that processes n elements, where each thread processes one pack of elements at a time."""
+        """Launch a kernel that processes n elements. Each thread processes one pack (the elements that it loads at
+        once) at a time."""
         self.launch_elements(name, -(-n // self.pack), *given)
 
     def launch_rows(self, name: str, rows: int, n: int, *given: Any) -> None:
-        """Launch a kernel with one block per row of n elements, and one thread per pack of elements in the row."""
+        """Launch a kernel with one block per row of n elements, and one thread per pack (the elements that a thread
+        loads at once) in the row."""
         self(name, (rows,), *given, threads=min(-(-n // (32 * self.pack)) * 32, THREADS_PER_BLOCK))
 
     def compute_partial_sums(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
@@ -553,8 +555,8 @@ def drop_backward(launch: KernelLauncher, dy: Any, keep: Any, p: float) -> Any:
 MAX_COLUMN_ELEMENTS = 1 << 26
 """Maximum number of elements of an im2col matrix, whose columns are the windows of a convolution."""
 LONG_SUM_ELEMENTS = 1 << 13
-"""Minimum length of a sum that makes separate matrix products faster than one batched product (microseconds instead of
-milliseconds)."""
+"""If a sum has at least this many terms, separate matrix products, which take microseconds, are faster than one batched
+product, which takes milliseconds."""
 
 
 @register_gpu_kernel("view real real? any any view?")
@@ -699,7 +701,7 @@ def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) ->
 
 def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: Any) -> Any:
     """Return an array with the properties of a window, such as kernel size and stride, in the format that kernels read.
-    The window moves over `cells` cells and has `sizes` outputs."""
+    `cells` is the number of input cells along each dim, and `sizes` is the number of outputs along each dim."""
     return _make_window_geometry_array(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
 
 

@@ -1,5 +1,5 @@
-"""Data structures for recording a program (list of actions of a training step) as CUDA graphs: parts of units (groups
-of layers), calls that run these parts, and the graphs that replace the calls."""
+"""Data structures for recording a program (the actions of a training step) as CUDA graphs: the parts of units (groups
+of layers), the calls that run these parts, and the graphs that replace these calls."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Recording:
     ----------
     program : the program, which is kept so that its id stays unique
     runs : number of complete runs so far
-    seen : number of calls of the current run
+    seen : number of compute actions executed so far in the current run
     calls : (name of an action, index of a part) -> the recorded call of this part
     refusals : parts that cannot be recorded as graphs
     kept : id of a list of saved values -> (the list, the call that saved it); filled only during the recording run
@@ -195,10 +195,10 @@ class Recording:
         self.runs, self.memory = runs, GraphMemory()
 
     def split_unrecordable_units(self, units: Sequence[Unit]) -> bool:
-        """If a unit could not be recorded as a whole, split it into parts of one node each. If a unit was split before
-        the last recording, it is known which of its nodes can be recorded: join adjacent nodes that can be recorded
-        into one part, and adjacent nodes that cannot into another. Return whether the parts of any unit have
-        changed."""
+        """Split each unit that could not be recorded as a whole into parts of one node each. For a unit that was
+        already split, the last recording has shown which nodes can be recorded. In such a unit, join adjacent nodes
+        that can be recorded into one part, and join adjacent nodes that cannot be recorded into another part. Return
+        whether the parts of any unit have changed."""
         changed = bool(self.splitting)
         for index in self.parts:
             changed |= self._join_adjacent_parts_of_unit(units[index])

@@ -26,8 +26,8 @@ from fsdpx.ext.gpu.recording import Kept, RecordedCall, Recording, UnitCall, Uni
 __all__ = ["MAX_RECORDINGS", "CudaGraphObserver"]
 
 KINDS = frozenset({"step", "accumulate", "local"})
-"""Kinds of programs that are replayed. Programs of other kinds return arrays to the caller, which later launches of a
-graph must not overwrite."""
+"""Kinds of programs that are replayed. Other programs return arrays to the caller. They are not replayed, because later
+launches of a graph would overwrite these arrays."""
 OPS = frozenset(
     "LOAD SEND RECV F C R B I W LOSS MEAN GATHER FREE REDUCE SETTLE JOIN TIE SCALE NORM COMMIT UPDATE".split()
 )
@@ -74,7 +74,7 @@ class CudaGraphObserver(Observer):
             return functions
         place = self._state.placement
         self._sent = frozenset(edge.value for edge in place.stage.edges if edge.sender == place.axes.pipe.rank)
-        # free memory: the pool still holds the activations of the first run, and graphs use other memory
+        # free the memory of the first run's activations, which the pool still caches; graphs use other memory
         if self._now.runs == 1:
             import_cupy().get_default_memory_pool().free_all_blocks()
         return UnitFunctions(
@@ -322,9 +322,8 @@ class CudaGraphObserver(Observer):
 
 
 def _run_forward(run: Any, unit: Unit, envs: Any, params: Any, values: Arrays, *rest: Any) -> Any:
-    """Run the forward pass of a part (consecutive nodes of a unit). The last argument is ignored. In functions of other
-    calls, it holds the values that an earlier call saved; a forward pass needs no such values, so the argument is
-    None."""
+    """Run the forward pass of a part (consecutive nodes of a unit). Ignore the last argument, which is None. For other
+    passes, this argument holds the values that an earlier call saved, but a forward pass needs no such values."""
     return run(unit, envs, params, values, *rest[:-1])
 
 

@@ -92,7 +92,8 @@ def get_copy_stream_after_current(array: Any) -> SideStream:
 
 @cache
 def _make_side_stream(number: int) -> SideStream:
-    """Return the copy stream of GPU `number`. One stream is enough, because a GPU has one copy engine per direction."""
+    """Return the copy stream of GPU `number`. Copies in both directions share this stream, so they run one after
+    another."""
     return SideStream()
 
 

@@ -20,9 +20,9 @@ def choose_float16_precision() -> Precision:
 
 
 def find_matmul_library_and_warn(formats: Precision, model: LayerList, is_warning_rank: bool) -> dict[str, str]:
-    """Find the library that multiplies matrices in the compute dtype of `formats`. Return a dict with one item, whose
-    value is the library's name. Its key describes the value in the error that the caller raises if ranks use different
-    libraries, since results depend on the library.
+    """Find the library that multiplies matrices in the compute dtype of `formats`. Return a dict with one item, which
+    maps a description to the library's name. Results depend on the library, so the caller raises an error if ranks use
+    different libraries. The error message contains the description.
 
     If the library converts 16-bit numbers to float32, 16-bit training is slower than float32 training, so warn on one
     rank. Do not warn if other libraries compute all layers of the model."""

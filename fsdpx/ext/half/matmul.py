@@ -1,7 +1,7 @@
 """Matrix products of 16-bit matrices on CPUs, accumulated in float32.
 
-oneDNN computes the products with the processor's 16-bit instructions. Otherwise, operands are converted to float32 and
-multiplied with the float32 matrix library."""
+If possible, oneDNN computes the products with the processor's 16-bit instructions. Otherwise, operands are converted to
+float32 and multiplied with the float32 matrix library."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class ChannelRange(Layer):
 
 
 class FixedBatchNorm(BatchNorm):
-    """Batch norm that always uses its running statistics, like a PyTorch module after a call of `eval()`."""
+    """Batch norm that always uses its running statistics, like a PyTorch module in eval mode."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return super().forward(replace(env, training=False), p, x)

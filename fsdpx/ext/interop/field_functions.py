@@ -29,8 +29,8 @@ class FieldValue:
     ----------
     name : name of the value in the container
     channels_last : whether the tensor has its channels in the last dim; the value always has them in dim 1
-    mean_of : name of the field whose mean over all cells is this value, which is then a field of one cell; "" if the
-        value is not such a mean
+    mean_of : if this value is the mean of a field over all cells, the name of that field; this value is then a field of
+        one cell. Otherwise, ""
     unit_cells : whether the value consists of scalars (samples, n), while the tensor has additional dims of size 1,
         such as (samples, n, 1, 1)
     """
@@ -80,21 +80,22 @@ class FunctionCall:
         return tensor
 
     def get_field_argument(self) -> FieldValue:
-        """Return the first argument as a value. Raises NoTwinError unless it has cells and has channels in dim 1."""
+        """Return the first argument as a `FieldValue`. Raises NoTwinError unless it is a field with channels in dim
+        1."""
         value = self.steps.get_value(self.x)
         if value.channels_last or value.unit_cells or self.x.ndim < 3:
             raise NoTwinError("it needs a field with channels in dim 1")
         return value
 
     def apply(self, layer: Layer | None) -> FieldValue:
-        """Return the result of a layer that acts on the field given as the first argument. If `layer` is None, return
-        the field unchanged."""
+        """Add a step that applies a layer to the field given as the first argument, and return the step's result. If
+        `layer` is None, return the field unchanged."""
         value = self.get_field_argument()
         return value if layer is None else FieldValue(self.steps.add_step(layer, value.name))
 
 
 def convert_function(call: FunctionCall) -> list[FieldValue]:
-    """Add steps that are equivalent to a call of a PyTorch function, and return the results of the call. Raises
+    """Add steps that are equivalent to the given PyTorch function call, and return the results of the call. Raises
     NoTwinError if there are no such steps."""
     if call.name in ("chunk", "split", "split_with_sizes"):
         return _convert_split(call)
@@ -175,8 +176,8 @@ def _convert_channelwise_operation(
 
 
 def _convert_one_cell_field_to_scalars(steps: Steps, value: FieldValue) -> FieldValue:
-    """Convert a field of one cell to scalars (samples, n). Return the new value, whose tensor still has the dims of a
-    field."""
+    """Convert a field of one cell to scalars (samples, n). Return the new value. The PyTorch tensor that it stands for
+    still has cell dims, all of size 1."""
     if value.unit_cells:
         return value
     return FieldValue(steps.add_step(nn.GlobalMean(), value.mean_of or value.name), unit_cells=True)
@@ -242,7 +243,7 @@ def _convert_concatenation(call: FunctionCall) -> FieldValue:
 
 
 def _convert_permutation(call: FunctionCall) -> FieldValue:
-    """Convert a function that reorders dims, if it moves the channels to the last dim or back."""
+    """Convert a function that reorders dims. It may only move the channels to the last dim, or from there to dim 1."""
     value, n = call.steps.get_value(call.x), call.x.ndim
     with torch.no_grad():
         probe = call.function(torch.empty(tuple(range(2, n + 2)), device="meta"), *call.args[1:], **call.kwargs)
@@ -271,8 +272,8 @@ def _convert_reduction(call: FunctionCall) -> FieldValue:
 
 
 def _convert_reshape(call: FunctionCall) -> FieldValue:
-    """Convert a reshape of a mean over all cells to scalars (samples, channels), or a reshape between scalars (samples,
-    n) and (samples, n, 1, ...)."""
+    """Convert a reshape of one of two kinds: a mean over all cells becomes scalars (samples, channels), or scalars
+    change between the shapes (samples, n) and (samples, n, 1, ...)."""
     value, before, after = call.steps.get_value(call.x), tuple(call.x.shape), tuple(call.result.shape)
     if before == after:
         return value
@@ -285,7 +286,7 @@ def _convert_reshape(call: FunctionCall) -> FieldValue:
 
 
 def _convert_expand(call: FunctionCall) -> FieldValue:
-    """Convert a call of `expand` that repeats one value per sample and channel over all cells."""
+    """Convert a call to `expand` that repeats one value per sample and channel over all cells."""
     value, before, after = call.steps.get_value(call.x), tuple(call.x.shape), tuple(call.result.shape)
     if before == after:
         return value
@@ -374,7 +375,8 @@ def _convert_adaptive_avg_pool(call: FunctionCall) -> FieldValue:
 
 
 def _convert_channel_norm(call: FunctionCall) -> FieldValue:
-    """Convert a layer norm over channels in the last dim, with a weight and a bias of the calling module."""
+    """Convert a layer norm over channels in the last dim. Its weight and bias must be parameters of the calling
+    module."""
     value, shape = call.steps.get_value(call.x), tuple(call.get(1, "normalized_shape"))
     names = [call.steps.find_parameter(call.get(at, name)) for at, name in ((2, "weight"), (3, "bias"))]
     path = names[0].removesuffix("weight")

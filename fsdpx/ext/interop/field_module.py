@@ -132,7 +132,8 @@ def _guess_input_channel_count(module: torch.nn.Module) -> int:
 class _FieldTrace(TorchFunctionMode):
     """Runs a PyTorch module on tensors without data, and collects equivalent steps (calls of fsdpx layers).
 
-    If no layer computes a result, an error takes its place and is raised only if the result is used.
+    If no fsdpx layer can compute a result, an error is stored in place of the result, and is raised only if the result
+    is used.
 
     Parameters
     ----------
@@ -295,8 +296,8 @@ class _FieldTrace(TorchFunctionMode):
             return self._make_conversion_error("", str(error))
 
     def _make_conversion_error(self, what: str, why: str) -> ConfigError:
-        """Return the error to raise if the module uses a result that no layer computes. `what` names the PyTorch
-        function that computed the result ("" for a module), and `why` is the reason why there is no layer."""
+        """Return the error to raise if no layer is equivalent to a PyTorch function or module. `what` is the name of
+        the function ("" for a module), and `why` is the reason why there is no such layer."""
         what = what and f" calls {what}, which"
         remedy = find_remedy(self._stack[-1][1])
         return ConfigError(f"{self._describe_current_module()}{what} has no equivalent on a grid: {why}; {remedy}")

@@ -135,4 +135,5 @@ _TWINS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Layer]] = {
     "Linear": _make_linear,
     "SyncBatchNorm": _make_batch_norm,
 }
-"""Name of a `torch.nn` layer, without its number of dims -> function that makes its twin."""
+"""Maps the name of a `torch.nn` layer, without its number of dims, to the function that makes the equivalent fsdpx
+layer."""

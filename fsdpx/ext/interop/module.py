@@ -68,7 +68,7 @@ class AutogradLayer(Layer):
     device = "meta"
     """PyTorch device of dry runs: "meta", or, for modules that need values, "cpu" with arrays of zeros."""
     draws = True
-    """Whether the layer's operations may draw random numbers. If not, no operations are intercepted because
+    """Whether the layer's operations may draw random numbers. If False, operations are not intercepted, because
     interception would import PyTorch's compiler."""
 
     constants: Mapping[str, torch.Tensor]
@@ -259,7 +259,8 @@ def _list_output_keys(result: Any) -> list[Any]:
 
 
 class _BareModule:
-    """A copy of a module whose parameters hold no data. Each thread gets its own copy of this object's module.
+    """Holds a copy of a module without the data of its parameters. Each thread that runs the module gets its own copy
+    of this copy.
 
     Attributes
     ----------

@@ -500,7 +500,7 @@ class _ExportPlan:
         return sorted(ordered, key=lambda s: s.nodes[-1])
 
     def make_unit(self, segment: _ExportSegment) -> ModuleUnit:
-        """Return the description of a unit's operations as a layer."""
+        """Return a `ModuleUnit` that describes the operations of a unit as one layer."""
         own = self.modules.get(segment.name)
         if isinstance(own, _BatchNorm):
             norm = next(node for node in segment.nodes if "batch_norm" in str(node.target))
@@ -618,8 +618,8 @@ class _ExportPlan:
         return False
 
     def _get_parameter_name_within_unit(self, segment: str, node: fx.Node) -> str:
-        """Return the name of a parameter within a unit. If the parameter belongs to another unit, add it to `borrowed`,
-        with all of its names in the module."""
+        """Return the name of a parameter within a unit. If the parameter belongs to another unit, also record in
+        `borrowed` all names that the parameter has in the module."""
         full = self._parameters[node]
         tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]

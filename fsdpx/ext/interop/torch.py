@@ -37,7 +37,7 @@ def adapt_torch(model: Any, loss: Any, domain: Any = None) -> tuple[Any, Any]:
 def _is_grid_domain(domain: Any) -> bool:
     if domain is None:
         return False
-    from fsdpx.ext.fields.grid import Grid  # imported only with a domain because other jobs do not need fields
+    from fsdpx.ext.fields.grid import Grid  # imported only if there is a domain, because other jobs do not need fields
 
     return isinstance(domain, Grid)
 

@@ -133,7 +133,7 @@ class LoRALinear(Linear):
         low = matmul_in_dtype_of_first(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
         mask = self._apply_dropout(env, x)[1]
         dx += low if mask is None else kernels.drop_backward(env.xp, low, mask, self.dropout)
-        # A is copied, because the parameter may be freed before `backward_params` needs it
+        # copy the adapter matrix A, because the parameter may be freed before `backward_params` needs it
         return dx, (x, dy, inside, p[ADAPTER_NAMES[0]].copy(), mask)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:

@@ -44,13 +44,14 @@ class _SplitWeight:
         }
 
     def split_weight(self, weight: Array) -> list[Array]:
-        """Return a view of the weight's columns for each input."""
+        """Return, for each input, a view of its columns of the weight."""
         ends = np.cumsum(self.columns).tolist()
         return [weight[:, end - count : end] for end, count in zip(ends, self.columns, strict=True)]
 
     def add_gradients(self, env: LayerContext, g: Params, dy: Array, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Add the gradients of weight and bias to `g`. `dy` is the gradient of the layer's result. `pairs` has one pair
-        per input x: the gradient of the product of x with its columns of the weight, and x itself."""
+        """Add the gradients of weight and bias to `g`. `dy` is the gradient of the layer's result. Each input x is
+        multiplied by its own columns of the weight. For each x, `pairs` contains a pair: the gradient of this product,
+        and x itself."""
         if (into := get_gradient_and_whether_to_add(g, "weight")) is not None:
             weight, add = into
             for (slope, x), out in zip(pairs, self.split_weight(weight), strict=True):
@@ -101,8 +102,8 @@ class EdgeLinear(_SplitWeight, GraphLayer):
     def _multiply_edges_and_own_nodes(
         self, env: LayerContext, p: Params, nodes: Array, edges: Array
     ) -> tuple[Array, Array]:
-        """Return two arrays: the product of the weight with the edge features, and its product with the features of
-        this rank's nodes as receivers."""
+        """Return two arrays: the product of the edge features with the weight's columns for edges, plus the bias; and
+        the product of the features of this rank's nodes with the weight's columns for receivers."""
         graph, samples, out = self.graph, edges.shape[0], self.out_features
         of_edge, _, of_receiver = self.split_weight(p["weight"])
         y = linear_forward(env.xp, as_rows(edges), of_edge, p["bias"]).reshape(samples, graph.edges, out)

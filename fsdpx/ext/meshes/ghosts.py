@@ -100,7 +100,8 @@ def start_appending_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Ar
         for handle, flat, rows in arriving:
             handle.wait()
             if not has_no_data(env):
-                # += would add only one of several values for the same row, but a message contains each row at most once
+                # a message contains each row at most once; if a row occurred several times, += would add only one of
+                # its values
                 dx[:, rows] += flat.reshape(samples, rows.size, features)
         for handle in leaving:
             handle.wait()

@@ -65,8 +65,8 @@ class BuiltGraph(NamedTuple):
 
 
 class EdgeRoutes(NamedTuple):
-    """The routes along which edge values are sent from the ranks that pass the edges to the ranks that own their
-    receivers.
+    """Routes for edge values. The values of an edge are sent from the rank that passed the edge to the rank that owns
+    the edge's receiver node.
 
     Attributes
     ----------
@@ -159,7 +159,7 @@ def exchange_arrays(comm: Any, pieces: Sequence[np.ndarray]) -> list[np.ndarray]
 
 
 def find_rows(numbers: Table, wanted: Table) -> Table:
-    """Return the index in `numbers` of each number in `wanted`. Each of these numbers must occur exactly once in
+    """For each number in `wanted`, return its index in `numbers`. Every number in `wanted` must occur exactly once in
     `numbers`."""
     order = np.argsort(numbers, kind="stable")
     return order[np.searchsorted(numbers, wanted, sorter=order)]
@@ -210,7 +210,7 @@ def _look_up_node_owners_for_ranks(found: Sequence[Table], shared: bool) -> tupl
     everyone = np.concatenate(found)
     source = np.repeat(np.arange(len(found)), [len(table) for table in found])
     claimed = np.ones(len(everyone), bool) if shared else everyone[:, 1] > 0
-    # the first row of a node comes from the lowest rank that has the node
+    # for each node, `first` contains its row from the lowest rank that has the node
     known, first = np.unique(everyone[claimed, 0], return_index=True)
     owners = source[claimed][first]
     error = ""
@@ -242,7 +242,7 @@ def _explain_wrong_owner_of_node(given: GraphArguments, owners: Table) -> str:
 
 
 def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArguments, owners: Table) -> None:
-    """Raise ConfigError if any rank passes other coordinates for a node than the rank that owns the node."""
+    """Raise ConfigError if any rank passes coordinates for a node that differ from those passed by the node's owner."""
     positions, numbers, mine, text = given.positions, given.numbers, np.flatnonzero(owners == rank), ""
     assert positions is not None
     has_ghosts = len(positions) == numbers.size
@@ -325,8 +325,8 @@ def _count_earlier_duplicate_edges(senders: Table, receivers: Table) -> Table:
 
 
 def _require_no_lost_reverse_edges(comm: Any, size: int, edges: _Edges, total: int) -> None:
-    """Raise ConfigError if nearly all edges, but not all, have a reverse edge. Reverse edges are lost, for example, if
-    each rank passes only edges whose receivers it owns, but does not have all cells around its nodes.
+    """Raise ConfigError if nearly all edges, but not all, have a reverse edge. For example, reverse edges are missing
+    if each rank passes only edges whose receivers it owns, but lacks some of the cells around its nodes.
 
     `total` is the number of nodes of the whole graph."""
     pairs = np.stack([edges.senders, edges.receivers], axis=1)
@@ -348,6 +348,6 @@ def _require_no_lost_reverse_edges(comm: Any, size: int, edges: _Edges, total: i
 
 
 def _find_offsets(sorted_rows: Table, count: int) -> Table:
-    """Return the index where each of the rows 0 to count - 1 begins in the sorted array `sorted_rows`, followed by the
-    length of the array."""
+    """For each row number r from 0 to count - 1, return the index at which the entries equal to r begin in the sorted
+    array `sorted_rows`. The last element of the result is the length of that array."""
     return np.searchsorted(sorted_rows, np.arange(count + 1)).astype(np.int64)

@@ -22,8 +22,8 @@ class LevelLink(NamedTuple):
 
     Attributes
     ----------
-    graph : a graph whose nodes are the coarse nodes. It has one edge per fine node. The sender of the edge is the
-        coarse node to which the fine node belongs; the edge has no receiver
+    graph : a graph whose nodes are the coarse nodes. It has one edge per fine node, whose sender is the coarse node to
+        which the fine node belongs. The edges have no receivers
     fine, coarse : how node values of the two meshes are distributed over the ranks
     """
 

@@ -117,7 +117,8 @@ class LocalGraph:
     @cached_property
     def edge_slots(self) -> np.ndarray:
         """An integer ID for each edge. The ID does not depend on the partition: it is the global number of the edge's
-        receiver times `slots`, plus the edge's position among the receiver's incoming edges."""
+        receiver times `slots` (the largest number of incoming edges of any node in the whole graph), plus the edge's
+        position among the receiver's incoming edges."""
         inside = np.arange(self.receivers.size) - self.offsets[self.receivers]
         return self.numbers[self.receivers] * self.slots + inside
 

@@ -18,7 +18,7 @@ from fsdpx.nn.shard_specs import Kind
 __all__ = ["MeshLevel"]
 
 MAX_DRY_LINKS = 8
-"""Maximum number of maps between the two meshes that are cached for dry runs."""
+"""Maximum number of maps that a `MeshLevel` caches for dry runs. A map links the fine nodes to the coarse nodes."""
 
 
 class MeshLevel:
@@ -84,8 +84,8 @@ class MeshLevel:
         if kind.shape != (self.fine.total_nodes,) or kind.kind != "nodes":
             return self._links[0]
         if kind.is_on_one_rank:
-            # Later calls look up this link by the graph of its fine or coarse partition. A copy of the fine mesh has a
-            # graph of its own, so each copy is linked to its own copy of the coarse mesh.
+            # Later calls find the new link by the graph of its fine or coarse partition. Each copy of the fine mesh has
+            # its own graph, so each copy also needs its own copy of the coarse mesh.
             (coarse,) = self.coarse.as_rank(0).joined_partition
             sizes = PartSizes(self.coarse.total_nodes, 0, kind.shape[0])
         else:
@@ -93,7 +93,7 @@ class MeshLevel:
             rank = next((r for r in ranks if self._sizes[r].edges == kind.graph.nodes), 0)
             coarse, sizes = self.coarse.as_rank(rank).partition, self._sizes[rank]
         made = LevelLink(LocalGraph.from_part_sizes_without_data(sizes, 0), kind, coarse)
-        self._links = [self._links[0], *self._links[1:][-MAX_DRY_LINKS:], made]
+        self._links = [self._links[0], *self._links[1:][1 - MAX_DRY_LINKS :], made]
         return made
 
 
@@ -101,8 +101,8 @@ def _build_link(comm: Any, rank: int, size: int, coarse: Partition, fine: Partit
     """Return a graph whose nodes are the coarse nodes, with one edge per fine node of this rank, as in
     `LevelLink.graph`. Collective.
 
-    The function first builds a graph of both coarse and fine nodes, numbered in this order, with edges from coarse to
-    fine nodes. It then removes the fine nodes, because they are not senders of any edge."""
+    The function first builds a graph of both coarse and fine nodes, in which the coarse nodes have the lower numbers
+    and all edges lead from coarse to fine nodes. It then removes the fine nodes, because no edge starts at them."""
     above = coarse.total_nodes
     away = np.setdiff1d(numbers, coarse.numbers)
     rows = np.concatenate([coarse.numbers, above + fine.numbers, away])

@@ -22,7 +22,7 @@ class TakesRows:
     versa."""
 
     reads: ClassVar[tuple[str, ...]] = ("nodes",)
-    """What the rows of each input are: "nodes" (with or without ghosts) or "edges"."""
+    """For each input, what its rows stand for: "nodes" (with or without ghosts) or "edges"."""
     gives: ClassVar[str] = "nodes"
     """What the rows of the result are: "nodes", "ghosts" (nodes with ghosts) or "edges"."""
 
@@ -59,9 +59,9 @@ class DropGhosts(Layer):
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistribution | None]:
-    """Return one entry per input of `reader`: a redistribution that drops the rows of ghosts, or None if the input
-    keeps all rows. A layer such as a sum needs inputs with the same rows, so if some inputs have ghosts and others do
-    not, the ghosts are dropped."""
+    """Return one entry per input of `reader`: a redistribution that drops the ghost rows, or None if the input keeps
+    all rows. A layer such as a sum needs inputs with the same rows, so if some inputs have ghosts and others do not,
+    the ghosts are dropped."""
     takes = isinstance(reader, TakesRows) or (isinstance(reader, Container) and not reader.fixed)
     rows = [getattr(kind, "kind", "") for kind in kinds]
     if takes or "nodes" not in rows:
@@ -78,7 +78,7 @@ def _find_model_input_distributions(model: Layer, nodes: Any) -> list[Kind]:
     Each value in a model is of one kind: node values, edge values or scalars. The inputs and outputs of a layer are of
     the same kind, unless the layer changes the kind, as `Aggregate` does. Values whose kind remains unknown are treated
     as node values. If all inputs would be scalars under these rules, they are all treated as node values; sharding the
-    model then raises an error that names the layer that cannot run on a part."""
+    model then raises an error, which names the layer that cannot run on a part."""
     values = _Values()
     inputs = [values.add() for _ in list_input_names(model)]
     values.record_kinds_of_layer(model, inputs, nodes)
@@ -122,7 +122,7 @@ class _Values:
         return first
 
     def record_kinds_of_layer(self, layer: Layer, given: Sequence[int], nodes: Any) -> list[int]:
-        """Record whether the inputs and outputs of a layer are node values, edge values or scalars, if the layer
+        """Record whether the inputs and outputs of a layer are node values, edge values or scalars, as far as the layer
         determines this. `given` are the integer IDs of the inputs. Return the IDs of the outputs."""
         if isinstance(layer, Container):
             known = dict(zip(layer.inputs, given, strict=True))

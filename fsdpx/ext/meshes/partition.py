@@ -57,7 +57,7 @@ from fsdpx.nn.shard_specs import FieldPartition, Kind
 __all__ = ["Partition"]
 
 WholeGraph = tuple[Any, ...]
-"""The arguments of `parse_replicated_graph_arguments` that follow the number of ranks."""
+"""Arguments for `parse_replicated_graph_arguments`, except the first one (the number of ranks)."""
 
 
 class Partition(Domain):
@@ -204,7 +204,7 @@ class Partition(Domain):
         directions. The graph does not depend on the overlap of the DMPlex.
 
         Arrays have the same rows as `vector.array.reshape(-1, dofs)`, for a local or global vector with `dofs` dofs at
-        each of these points.
+        each vertex or cell.
 
         Parameters
         ----------
@@ -241,7 +241,8 @@ class Partition(Domain):
     ) -> Partition:  # fmt: skip
         """Partition a graph that every rank has in full. Collective.
 
-        `take_local` returns the rows of this rank's nodes, in the order of their global numbers.
+        Call `take_local` on the result to select the rows of this rank's nodes from an array for all nodes, in the
+        order of their global numbers.
 
         Parameters
         ----------
@@ -291,8 +292,8 @@ class Partition(Domain):
 
     @classmethod
     def _partition_replicated_graph(cls, comm: Any, read: Callable[[], WholeGraph]) -> Partition:
-        """Partition the graph that `read` returns. `read` returns the graph as arguments of
-        `parse_replicated_graph_arguments`. Collective."""
+        """Partition the graph that `read` returns in the form of arguments for `parse_replicated_graph_arguments`.
+        Collective."""
         comm = _as_communicator(comm)
         rank, size = get_rank_and_size(comm)
         given, chosen = parse_or_raise_on_all_ranks(comm, lambda: parse_replicated_graph_arguments(size, *read()))
@@ -407,7 +408,7 @@ class Partition(Domain):
         self._joined_graph = self._make_joined_graph()
 
     def _make_joined_graph(self) -> LocalGraph:
-        """Return the whole graph as a single process would hold it. Only its sizes are known."""
+        """Return the whole graph as if a single process held it. The result has the sizes of the graph, but no data."""
         return LocalGraph.from_part_sizes_without_data(
             PartSizes(self.total_nodes, 0, self.total_edges), self.edge_feature_count
         )
@@ -477,7 +478,7 @@ class Partition(Domain):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Total number of nodes that lower ranks own, as a tuple of one integer."""
+        """Total number of nodes owned by lower-numbered ranks, as a tuple of one integer."""
         return (self.partition.cuts[0][self.rank],)
 
     @property
@@ -490,7 +491,7 @@ class Partition(Domain):
     @property
     def edges(self) -> np.ndarray:
         """Array of shape (2, edges) with the global node numbers of the sender and receiver of each edge that this rank
-        computes on. Inputs of edge values have the same order."""
+        computes on. Models expect edge values in the same order."""
         return np.stack([self.graph.numbers[self.graph.senders], self.graph.numbers[self.graph.receivers]])
 
     @property
@@ -531,7 +532,7 @@ class Partition(Domain):
     def all_gather_rank_groups_by_sample(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         if mesh.domain not in ((), self.dims):
             raise ConfigError(f"Mesh(domain={mesh.domain}): the partition has {self.dims[0]} ranks; omit one of them")
-        if self._comm is None:  # a dry run assumes that consecutive data ranks hold one mesh together
+        if self._comm is None:  # in a dry run, assume that consecutive data ranks share one mesh
             return group_ranks_sharing_samples(mesh, world.rank, self.dims, [None] * world.size)
         mine = [int(r) for r in all_gather_plain_value(self.comm, world.rank)]
         return group_ranks_sharing_samples(mesh, world.rank, self.dims, world.all_gather_value(mine))
@@ -635,8 +636,8 @@ class Partition(Domain):
         return array
 
     def exchange_edges(self, array: Any) -> np.ndarray:
-        """Send edge values from the ranks that passed the edges to the ranks that compute on them, and return the
-        values for this rank's edges, in the order that models expect. Collective over `comm`.
+        """Send the edge values in `array` to the ranks that compute on these edges. Return the values for the edges
+        that this rank computes on, in the order that models expect. Collective over `comm`.
 
         If several ranks passed an edge, the value from the lowest rank is used.
 

@@ -31,11 +31,11 @@ CELL_EDGES = {
     "wedge": [*_list_ring(0, 3), *_list_ring(3, 3), *((i, i + 3) for i in range(3))],
     "hexahedron": [*_list_ring(0, 4), *_list_ring(4, 4), *((i, i + 4) for i in range(4))],
 }
-"""Pairs of nodes that share an edge, for the meshio cell types in which not all nodes are joined."""
+"""Pairs of nodes that are joined by an edge, for the meshio cell types in which some pairs of nodes are not joined."""
 
 
 class SolverMesh(NamedTuple):
-    """The part of a solver's mesh that one rank has. Its rows are the nodes of the graph, in the solver's order.
+    """One rank's part of a solver's mesh. Its rows are the nodes of the graph, in the solver's order.
 
     Attributes
     ----------
@@ -139,11 +139,11 @@ def list_edges_of_cells(cells: Table, pairs: Any) -> Table:
 
 
 def exchange_facets_and_list_cell_edges(comm: Any, size: int, mesh: SolverMesh) -> tuple[Table, Table]:
-    """Connect the cells that share a facet. Return two arrays: the edges, of shape (2, number of edges), as row indices
-    of cells; and, for each row, the global number of its cell. Collective.
+    """Make an edge between every two cells that share a facet. Return two arrays: the edges, of shape (2, number of
+    edges), as the rows of their two cells; and, for each row, the global number of its cell. Collective.
 
-    The first rows are those of `mesh`. If the solver has no ghost cells, rows of neighboring cells on other ranks
-    follow. Each edge is returned on only one rank, which owns one of its two cells."""
+    The first rows are the cells of `mesh`, in the same order. If the solver has no ghost cells, neighboring cells on
+    other ranks follow. Each edge is returned on only one rank, which owns one of its two cells."""
     assert mesh.facets is not None
     rows, shared = mesh.facets
     home = shared % size

@@ -253,8 +253,8 @@ def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array,
 
 
 def apply_experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Array, list[Array], list[Any]]:
-    """Return the gradients of the rows, the gradients of the routing weights for each expert, and the values that
-    `add_expert_gradients` takes as `kept`."""
+    """Return the gradients of the rows, a list with the gradients of each expert's routing weights, and the argument
+    `kept` for `add_expert_gradients`."""
     dx, slopes, kept = xp.zeros(dy.shape, dtype=accumulation_dtype(dy.dtype)), [], []
     for e, (mine, weights, a, b) in enumerate(held):
         h, share = kernels.gated(xp, a, b), weights[:, None]
@@ -383,7 +383,8 @@ class ShardedMoE(Layer):
         add_expert_gradients(env.xp, g, arrived, each)
 
     def _select_rows_of_rank(self, env: LayerContext, rows: Array) -> Array:
-        """Return the rows that this rank routes: all rows of a sharded input, otherwise its share of the full input."""
+        """Return the rows that this rank routes. If the input is sharded, it routes all of its rows; otherwise, it
+        routes its share of the rows of the full input."""
         return rows if self.sequence else collectives.take_shard(env.xp, env.mesh.tensor, rows, 0)
 
     def _all_gather_rows(self, env: LayerContext, own: Array, shape: tuple[int, ...], what: str) -> Array:
@@ -446,7 +447,7 @@ class ShardedMoE(Layer):
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
 
     def _compute_balance_gradients(self, routing: _RowRouting) -> list[float]:
-        """Return the result of `compute_balance_gradients` for the choices on all ranks of the tensor axis."""
+        """Return the result of `compute_balance_gradients` for the expert choices on all ranks of the tensor axis."""
         return compute_balance_gradients(
             self.balance, [sum(column) for column in zip(*routing.counts, strict=True)], self.active
         )

@@ -163,7 +163,7 @@ def _try_lock_file(descriptor: int) -> bool:
 
 
 def _unlock_and_close_file(descriptor: int) -> None:
-    """Release the lock on a file and close it, even if a child process has inherited the descriptor."""
+    """Release the lock on a file, even if a child process has inherited the descriptor, and close the file."""
     import fcntl
 
     with suppress(OSError):

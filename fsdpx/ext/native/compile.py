@@ -353,8 +353,7 @@ of a contiguous array after its shape has changed."""
 def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineCode | None:
     """Compile a function for these kinds (types) of arguments, and return its machine code.
 
-    Returns None if entry points do not support the type of the function's result, or if the compiled code cannot be
-    linked."""
+    Returns None if the type of the function's result is not in `RESULTS`, or if the compiled code cannot be linked."""
     arguments = tuple(map(_to_numba_type, kinds))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]

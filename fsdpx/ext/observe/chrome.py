@@ -173,8 +173,8 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The parsed trace file of one rank: its header, its events in the trace format, and the number of seconds by
-    which `read_traces` moved the events later because a message seemed to arrive before it was sent."""
+    """The parsed trace file of one rank: its header, its events in the trace format, and the delay in seconds that
+    `read_traces` added to its times, so that no message seems to arrive before it was sent."""
 
     header: TraceHeader
     events: list[JSON]
@@ -254,8 +254,8 @@ def list_trace_events_of_rank(
 class _TraceLanes:
     """Builds the trace events of one rank, and assigns them to the threads under which the viewer shows them.
 
-    The slices of a thread may be nested but must not overlap otherwise, so a transfer that overlaps another transfer
-    on its mesh axis gets an additional thread."""
+    Slices of the same thread may be nested, but must not partially overlap. A transfer that overlaps another transfer
+    on the same mesh axis is therefore assigned to an additional thread."""
 
     def __init__(self, header: TraceHeader) -> None:
         self.header = header
@@ -336,7 +336,7 @@ class _TraceLanes:
 
 def _format_key(event: ActionEvent) -> str:
     """Return the key of an event as text, or "" if the event has no key. The text is the same on all ranks that take
-    part in the transfer."""
+    part in the event's transfer."""
     return "" if event.key is None else repr(event.key)
 
 
@@ -373,7 +373,7 @@ def _compute_clock_corrections(ranks: Sequence[RankTrace]) -> list[float]:
         event["id"]: (rank, one.to_rank0_clock(event["ts"] / MICROSECONDS_PER_SECOND))
         for rank, one in enumerate(ranks) for event in one.events if event["ph"] == end
     } for end in "sf")  # fmt: skip
-    earliest: dict[tuple[int, int], float] = {}  # (sender, receiver) -> minimum delay of the receiver
+    earliest: dict[tuple[int, int], float] = {}  # (sender, receiver) -> receiver's minimum delay relative to the sender
     for message in sent.keys() & received.keys():
         (source, begin), (target, end) = sent[message], received[message]
         least = begin + MIN_MESSAGE_SECONDS - end

@@ -170,7 +170,8 @@ def _measure_clock_offset_and_error(comm: Communicator, rank: int) -> tuple[floa
     best, asked, start = (0.0, float("inf")), 0, perf_counter()
     while True:
         begin = perf_counter()
-        _send_clock(comm, rank, 0.0, 0.0)  # the last 0.0, the error, marks this message as a request for the time
+        # an error of 0.0 (the last number) marks this message as a request for the time
+        _send_clock(comm, rank, 0.0, 0.0)
         theirs, _ = _recv_clock(comm, rank)
         end = perf_counter()
         best, asked = min(best, (theirs - (begin + end) / 2, (end - begin) / 2), key=lambda one: one[1]), asked + 1

@@ -372,9 +372,10 @@ class _PanelDrawing:
             self.draw_text(middle, top - height / 2 - 0.005, str(number), ha="center", color="white", fontsize=size)
 
     def draw_wait_arrow(self, row: int, end: float, tops: Sequence[float]) -> None:
-        """Draw an arrow from the transfer that ended a wait to the end of the wait at time `end`.
+        """Draw an arrow that shows which transfer ended a wait. The arrow leads from this transfer to `end`, the time
+        at which the wait ended.
 
-        The transfer is one of this row's transfers, or a message from another rank."""
+        The transfer is in this row, or it is another rank's send of the message that this row's rank received."""
         near = MIN_GAP_SHARE * self.panel.end_time / 4
         for event in self.panel.events:
             if event.rank != row or abs(event.end - end) > near:
@@ -415,8 +416,8 @@ class _PanelDrawing:
         self.draw_text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
 
     def draw_memory_limit(self, bottom: float, scale: float, peak: float) -> None:
-        """Draw a line at the available memory. If the scale does not reach that far, write the available memory as text
-        below the label of the peak, which is at height `peak`."""
+        """Draw a line that marks the available memory. If the line would lie beyond the end of the scale, write the
+        available memory as text below the label of the peak, which is at height `peak`."""
         limit = self.panel.limit
         if limit is None:
             return
@@ -490,8 +491,8 @@ def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: 
 
 
 def _choose_time_unit(longest: float, second: float) -> tuple[str, float]:
-    """Choose a readable unit for times up to `longest`. Return the unit's suffix, such as " ms", and the unit's length,
-    measured in the unit of `longest`."""
+    """Choose a readable unit for times up to `longest`. Return the unit's suffix, such as " ms", and the length of this
+    unit, expressed in the unit in which `longest` is given."""
     if not second:
         return "", 1.0
     units = ((" s", 1.0), (" ms", 1e-3), (" µs", 1e-6))

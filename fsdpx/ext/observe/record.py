@@ -38,8 +38,8 @@ KIND_NAMES = {
 }  # fmt: skip
 """Kind of slot (named place for a value) that is recorded -> its name for users."""
 FULL_KINDS = frozenset({"shard", "full", "slots", "total", "tied", "act", "dact", "mean", "scale"})
-"""Kinds whose values do not depend on how the batch is split over ranks. Other kinds are compared only between runs
-with the same split."""
+"""Kinds of slots (named places for values) whose values do not depend on how the batch is split over ranks. Slots of
+other kinds are compared only between runs with the same split."""
 WAITING_KINDS = ("shard", "replica")
 """Lanes (mesh axes) on which the recorder waits for each transfer as soon as the transfer has started. This cannot
 deadlock, because all ranks of such a lane run the same actions in the same order."""
@@ -189,8 +189,8 @@ Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
 
 
 class _SlotTensors:
-    """Extracts the parts of tensors from each value that an action writes, and finds the positions of their elements in
-    the full tensors."""
+    """Extracts the tensor elements from each value that an action writes, and finds their positions in the full
+    tensors."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, layout = engine, engine.placement.layout
@@ -241,9 +241,9 @@ class _SlotTensors:
         yield name, tuple(value.shape), ((first, first + value.size),), value, known
 
     def _iterate_parameters_in_span(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
-        """Yield the elements of each parameter in `flat` if `flat` holds the elements `span` of a page (flat parameter
-        buffer). If it holds other values, such as partial sums, yield nothing. `more` is appended to the names of the
-        tensors."""
+        """If `flat` holds the elements of a page (flat parameter buffer) in the range `span`, yield these elements
+        parameter by parameter. If it holds other values, such as partial sums, yield nothing. `more` is appended to the
+        names of the tensors."""
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
             for f, start, part in page.iterate_fields_in_range(flat, span):

@@ -161,7 +161,7 @@ class TimelineRecorder(Observer):
         return self._units
 
     def _record_call(self, path: str, what: str, begin: float) -> None:
-        """Record a call of a layer's method `what`, which began at time `begin` and has just returned."""
+        """Record a call to the method `what` of a layer. The call began at time `begin` and has just returned."""
         if self._now is None:
             return
         end = perf_counter()
@@ -201,7 +201,7 @@ LAYER_METHODS = ("forward", "backward", "backward_leaf", "backward_input", "back
 
 
 class _TimedLayer:
-    """A wrapper around a layer that records the time of each call of its methods."""
+    """A wrapper around a layer that times every call to the layer's methods."""
 
     def __init__(self, node: Node, note: Callable[[str, str, float], None]) -> None:
         self._layer = node.layer

@@ -98,8 +98,8 @@ class ReportSummary:
         return [report.times.get(verb, NO_TIMINGS) for report in self.reports]
 
     def compute_mean_bandwidth_of_verb(self, verb: str) -> float | None:
-        """Return the bandwidth of one kind of transfer, averaged over the ranks and over the time when these transfers
-        are pending.
+        """Return the bandwidth of one kind of transfer, averaged over ranks and over the time during which such
+        transfers are pending.
 
         Parameters
         ----------
@@ -247,7 +247,8 @@ class TrafficReport:
     Attributes
     ----------
     traffic : (axis, collective) -> number of calls and bytes, as counted
-    predicted : (axis, collective) -> number of calls and bytes, as predicted from the program for the steps in `per`
+    predicted : (axis, collective) -> number of calls and bytes, as predicted from the program for the steps that `per`
+        describes
     reduces : the compressed reductions of gradients
     per : text that says which steps `predicted` covers
     routing : path of a mixture-of-experts layer -> load of its experts, counted for this rank's tokens
@@ -340,7 +341,7 @@ class Report(TrafficReport):
         return replace(self, read_footprint=self.footprint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Read the memory of this process before pickling, because another process may print the report."""
+        """Measure the memory use of this process before pickling, because another process may print the report."""
         return {**self.__dict__, "footprint": self.footprint}
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ class ExpertLoad:
     ----------
     chosen : number of times that the router chose each expert for this rank's tokens or, in a sum over ranks, for all
         ranks' tokens
-    computed : number of (token, expert) choices that were computed on each rank that has the layer
+    computed : for each rank that has the layer, the number of (token, expert) choices that it computed
     """
 
     chosen: tuple[int, ...]
@@ -89,8 +89,8 @@ class ExpertLoad:
 def make_expert_load_by_layer(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
     """Return a dict from layer path to the load of the layer's experts on one rank.
 
-    `tallies` maps the path of a layer to its counters: how often each expert was chosen, then how many choices were
-    computed."""
+    `tallies` maps the path of a layer to its counters: how often each expert was chosen, followed by the number of
+    choices that the rank computed."""
     return {path: ExpertLoad(tuple(chosen), (computed,)) for path, (*chosen, computed) in tallies.items()}
 
 

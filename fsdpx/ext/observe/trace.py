@@ -24,8 +24,8 @@ __all__ = ["TraceWriter"]
 
 
 class TraceWriter(Observer):
-    """Records the timeline of an engine and writes it to trace files. The constructor is collective: it compares the
-    clocks of all ranks and makes the folder."""
+    """Records the timeline of an engine and writes it to trace files. The constructor is collective: it creates the
+    folder and compares the clocks of all ranks."""
 
     def __init__(self, engine: Engine, trace: TraceConfig) -> None:
         self.folder, self._state, self._axes = expanduser(trace.folder), engine.state, engine.placement.axes

@@ -113,8 +113,8 @@ LOCK_NAME = "fsdpx.lock"
 
 
 class DiskTransfer:
-    """Handle for a pending read or write, which may consist of several I/O operations. It is used like the handle of a
-    message."""
+    """Handle for a pending read or write, which may consist of several I/O operations. It has the same interface as the
+    handle of a message."""
 
     __slots__ = ("left",)
 
@@ -174,11 +174,11 @@ class DiskFile:
             waits.result()
 
     def start_read(self, offset: int, data: Any) -> DiskTransfer:
-        """Start to read bytes of the file into the memory `data`, beginning at byte `offset`."""
+        """Start to read from the file into the memory `data`, beginning at byte `offset` of the file."""
         return self._start_transfer(self._read_piece, offset, data)
 
     def start_write(self, offset: int, data: Any) -> DiskTransfer:
-        """Start to write the memory `data` to the file, beginning at byte `offset`."""
+        """Start writing the memory `data` to the file, beginning at byte `offset`."""
         return self._start_transfer(self._write_piece, offset, data)
 
     def _start_transfer(self, transfer: Callable[[int, Any], None], offset: int, data: Any) -> DiskTransfer:
@@ -467,7 +467,8 @@ class DiskStorage(StateStorage):
         return handle, arrays.get("", arrays)
 
     def start_store(self, record: Slot) -> Handle:
-        """Start to write a record from the memory that it was fetched into, and return the handle of the write."""
+        """Start writing a record back to disk from the buffer that it was fetched into, and return the handle of the
+        write."""
         offset, data = self._places[self._records[record][0].key], self._there[record]
         return COMPLETED if self.file is None else self.file.start_write(offset, data)
 

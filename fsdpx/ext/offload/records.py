@@ -20,13 +20,13 @@ __all__ = [
 
 Actions = list[Action]
 SPILLED = ("saved", "held")
-"""Kinds of slots that hold activations. All other records belong to pages (flat parameter buffers), and are changed by
-optimizer updates."""
+"""Kinds of records (slots that are stored on disk) that hold activations. Records of all other kinds belong to pages
+(flat parameter buffers), and are changed by optimizer updates."""
 
 
 def pair_with_stored_slots(records: Sequence[Slot]) -> StoredSlots:
-    """Return pairs (record, slot). The slot (a named value of a program) is set only while the record is stored on
-    disk."""
+    """Return a pair (record, slot) for each record. The slot (a named value of a program) is set only while the record
+    is stored on disk."""
     return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
 
 
@@ -45,8 +45,9 @@ def insert_disk_transfers_of_records(actions: Actions, request: ProgramRequest) 
     """Insert the actions that read records from disk (FETCH), write them (STORE) and free their memory (EVICT).
 
     Records of each kind (such as activations) are handled separately. When an action runs, the records that it needs
-    are in memory. The next `ahead` records that later actions need have been fetched or are being fetched, and at most
-    `ahead` records are being written. Activations that no later action of the program needs are not transferred."""
+    are in memory. At that time, the `ahead` records that will be needed next are being fetched or have already been
+    fetched, and at most `ahead` records are being written. Activations that no later action of the program needs are
+    not transferred."""
     stage = request.stage
     records = list_records(stage)
     for kind in dict.fromkeys(record.kind for record in records):
@@ -143,8 +144,8 @@ class _RecordCache:
 def _list_slots_needed_in_memory_per_action(
     actions: Actions, slots: Sequence[ActionSlots], needs: Sequence[Sequence[Slot]]
 ) -> list[list[Slot]]:
-    """Return the records that must be in memory while each action runs: the records that the action needs, and the
-    records that pending transfers are still reading."""
+    """For each action, return the records that must be in memory while it runs: the records that the action needs, and
+    the records that pending transfers are still reading."""
     reading: dict[Slot, list[Slot]] = {}  # result of each pending transfer -> slots that the transfer reads
     found = []
     for action, some, own in zip(actions, slots, needs, strict=True):

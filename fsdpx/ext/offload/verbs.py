@@ -47,7 +47,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     if slot.mb is not None:
         (spilled,) = taken
         handle, memory = disk.start_restore(slot, spilled)
-        made: list[Any] = []  # cache of the value, because repeated calls must return the same arrays
+        made: list[Any] = []  # holds the value after the first call, because later calls must return the same arrays
 
         def get_value() -> Any:
             if not made:

@@ -35,8 +35,9 @@ MAX_ACTIONS = 512
 _MAGIC = b"fsdpx f2"
 _HEADER = struct.Struct("<8sqqqd64s")  # fields: magic, rank, ranks, process id, wall clock minus perf_counter, host
 _PROGRAM = struct.Struct("<q24s")  # fields: step, kind of program
-_BEAT = struct.Struct("<d")  # field: perf_counter when the watchdog last polled
-# fields: start of wait (0: none), time of last progress, the awaited tensor or else the stack
+_BEAT = struct.Struct("<d")  # field: time (perf_counter) at which the watchdog last polled
+# fields: start of the wait (0: not waiting), time of the last progress, what the rank waits for (if not waiting: its
+# script line and stack)
 _NOTE = struct.Struct("<dd3056s")
 _CALL = struct.Struct("<q56s56s")  # fields: number of collective calls, names of the last two calls
 _LEFT = struct.Struct("<qq")  # fields: whether the script has ended, exit status
@@ -124,7 +125,7 @@ class FlightRecorder(Observer):
         _END.pack_into(self._buffer, self._at + _END_AT, end)
 
     def on_action_failed(self, words: str, error: Exception) -> None:
-        """Call `timed_out` if an action, described by `words`, failed because a wait timed out."""
+        """If an action failed because a wait timed out, call `timed_out`. `words` describes the action."""
         if isinstance(error, CommTimeout):
             self.timed_out()
 

@@ -26,7 +26,8 @@ PREEMPTED_STATUS = 85
 """Exit status of a job that was asked to stop and has saved its state. HTCondor's manual uses this status for "start me
 again"."""
 
-# more ranks than any job has; the ranks agree on the maximum of _RANKS - rank, which belongs to the lowest rank
+# larger than the number of ranks in any job; ranks agree on the maximum of _RANKS - rank, which identifies the lowest
+# rank
 _RANKS = 1 << 32
 
 

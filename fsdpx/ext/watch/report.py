@@ -23,7 +23,8 @@ __all__ = [
 HUNG_STATUS = 124
 """Exit status of a job that a watchdog has ended. The command timeout(1) uses the same status."""
 FIRST_REPORT_SECONDS = 60.0
-"""Duration of a wait after which rank 0 prints, once, which ranks are waiting where. The job continues."""
+"""Once a wait has lasted this many seconds, rank 0 prints a single report on which ranks are waiting, and where. The
+job continues."""
 
 
 def is_wait_report_due(flights: Collection[FlightRecord], last: float, now: float) -> bool:

@@ -161,7 +161,8 @@ class Watchdog:
     def _record_script_end_and_clean_up(self) -> None:
         """Record that the script has ended. The last rank on this host also removes the folder of flight records.
 
-        The folder must remain until then: ranks that wait for this rank read in it that this rank has ended."""
+        The folder must remain until then, because ranks that wait for this rank learn from it that this rank has
+        ended."""
         self._stop.set()
         self.record.record_end(get_sys_exit_status())
         while self._can_others_survive() and not have_all_ranks_ended(self._local_record_paths):
@@ -244,7 +245,7 @@ class Watchdog:
         the newest report."""
         now, first = time.time(), report.FIRST_REPORT_SECONDS
         better = [one for one in self._list_better_informed_watchdogs() if one.rank == 0 and first < one.timeout]
-        grace = 2 * self._poll_seconds if better else 0.0  # time for better informed watchdogs to poll and report
+        grace = 2 * self._poll_seconds if better else 0.0  # let watchdogs that know more poll and report first
         if not self._is_wait_overdue(last, now - grace) or any(one._is_wait_overdue(0.0, now) for one in better):
             return last
         comm, flights = self._comm(), read_all_records(self.folder)
@@ -313,7 +314,7 @@ class Watchdog:
         if self._report_requested.is_set():
             return True
         if waited_seconds < self.timeout or time.perf_counter() - self._record_gone_at < self.timeout:
-            return False  # not yet: a rank on this host has just ended, and other ranks may not know yet
+            return False  # not yet: a rank on this host has just ended, and other ranks may not have noticed
         late = [
             f for f in flights.values() if self._is_watchdog_silent(f) and get_process_state(f.process) not in ("", "T")
         ]
@@ -338,7 +339,7 @@ class Watchdog:
     def _end_rank_after_job_end(self) -> None:
         """End this rank, because another rank on this host has ended the job and removed all records.
 
-        This is needed if this rank was ended neither by the launcher nor by an error in its wait."""
+        This is needed if neither the launcher nor an error in its wait has ended this rank."""
         if not self._stop.wait(self._poll_seconds):
             self._print_and_abort_job(
                 RANK_EXITED, f"fsdpx watchdog: another rank ended the job, see its report; rank {self.rank} ends\n"

@@ -135,9 +135,8 @@ def try_multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate:
 
 
 def find_float32_gemm_for_small_bfloat16(a: Array, b: Array) -> int:
-    """Return the address of the float32 gemm function that multiplies small bfloat16 matrices `(m, k)` and `(k, n)`
-    after the caller has converted them to float32. Return 0 if the matrices are large or have a dtype other than
-    bfloat16."""
+    """Return the address of the float32 gemm function to use for small bfloat16 matrices `(m, k)` and `(k, n)`, which
+    the caller must first convert to float32. Return 0 if the matrices are large or have a dtype other than bfloat16."""
     few = a.shape[0] * a.shape[1] * b.shape[1] <= MAX_SMALL_MULTIPLY_ADDS
     return ADDRESSES["f"] if few and a.dtype == b.dtype and a.dtype.name == "bfloat16" else 0
 

@@ -24,8 +24,9 @@ __all__ = [
 Mode = Literal["default", "plain", "numba"]
 
 Sample = Callable[[Any, Any, Any], Any]
-"""Function that returns the arguments of a sample call, or a list of the arguments of several calls. The function takes
-arrays of shapes (2, 3) and (3,) in the compute dtype, and one of shape (3,) in the accumulation dtype."""
+"""Function that returns the arguments for a sample call of a kernel, or a list with the arguments for several calls.
+The function takes arrays of shapes (2, 3) and (3,) in the compute dtype, and one of shape (3,) in the accumulation
+dtype."""
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """Kernels whose files have been imported, by name."""

@@ -167,8 +167,8 @@ def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: C
 
 
 def zero_hidden_weights(x: Any, seen: Any) -> Any:
-    """Set the weights x (..., T, S) of hidden rows to 0. Before this call, a hidden row that contains NaN has the
-    weight NaN. `seen` is the mask (T, S) of visible rows."""
+    """Set the attention weights x (..., T, S) of hidden rows to 0. Before this call, the weight of a hidden row is NaN
+    if the row contains NaN. `seen` is the mask (T, S) of visible rows."""
     return x if seen is None else np.where(seen, x, x.dtype.type(0))
 
 

@@ -132,7 +132,8 @@ def squared_error_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
 
 @kernel()
 def squared_error_gradient_and_sum(xp: Any, y: Any, target: Any, factor: float) -> tuple[Any, float]:
-    """Return `squared_error_backward` and `squared_error`. The compiled code computes both in one pass over memory."""
+    """Return the results of `squared_error_backward` and `squared_error`. The compiled version computes both in one
+    pass over memory."""
     return squared_error_backward(xp, y, target, factor), squared_error(xp, y, target)
 
 

@@ -156,7 +156,8 @@ def batch_norm_scales_and_running_stats(
 
 @kernel(narrow=0)
 def batch_norm_backward_factors(xp: Any, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
-    """Return the arguments scale, along and across of `channel_norm_backward_input`, each (channels,) float64.
+    """Return the arguments `scale`, `along` and `across` of `channel_norm_backward_input`. Each is a float64 array
+    (channels,).
 
     Parameters
     ----------

@@ -99,7 +99,7 @@ def _require_index_in_bounds(number: int, size: int, dim: int) -> None:
 
 class MemoryMeter:
     """Counts the bytes of the shape-only arrays that are currently alive, and tracks the peak. `inside` is the number
-    of calls in progress whose temporaries are not counted."""
+    of calls in progress whose temporaries do not count toward the peak."""
 
     __slots__ = ("inside", "live", "peak")
 
@@ -287,7 +287,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
         if any(_is_boolean_mask(i) for i in parts):
-            # count all elements, because the number that a mask selects depends on data
+            # count all elements, because the number of elements that a mask selects depends on the data
             record_traffic(self, *parts, kernel="copy")
             return
         want, got = (

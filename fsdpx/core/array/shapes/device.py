@@ -25,7 +25,7 @@ class ShapeDevice(Device):
         return shapes
 
     def require_valid_map(self, device_map: DeviceMap) -> None:
-        """Accept any map, because the arrays may stand for arrays of any device."""
+        """Accept any device map, because shape-only arrays may stand for arrays on any device."""
 
     def as_array(self, value: Any) -> Any:
         return value

@@ -31,7 +31,7 @@ __all__ = [
 T = TypeVar("T")
 
 INNER_KERNEL = "inside"
-"""Placeholder for the name of a kernel while its work is being counted."""
+"""Placeholder for a kernel's name in the records of its matrix products until its work has been counted."""
 
 
 class ProductCount(NamedTuple):
@@ -198,8 +198,8 @@ def record_flops(flops: int, itemsize: int, kernel: str) -> None:
 
 
 def iterate_first_and_count_all(first: T, times: int) -> Iterator[T]:
-    """Run only the first of `times` iterations that do the same work on shape-only arrays: yield `first` once, and
-    count its matrix products `times` times."""
+    """Replace a loop of `times` iterations that all do the same work on shape-only arrays. Yield only `first`, and
+    count the matrix products of this iteration `times` times."""
     before, _now.times = _now.times, _now.times * times
     try:
         if times:

@@ -77,7 +77,7 @@ def _run_and_count_as_one_kernel(
 
 
 def get_kernel_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
-    """Return two values that determine the cost of a kernel: the kernel's name followed by its algorithm for these
+    """Return two values that determine the cost of a kernel: a text with the kernel's name and its algorithm for these
     arguments, and the value of `ProductCount.windows`."""
     name, choose_algorithm = getattr(call, "__name__", INNER_KERNEL), getattr(call, "choose_algorithm", None)
     if choose_algorithm is None:

@@ -189,7 +189,7 @@ class MpiWindow(Window):
     If the network does not support remote memory access, other hosts can access a part only while its owner is inside
     an MPI call that polls the network. If a rank reads a part on its own host, MPI might not poll the network. A rank
     that waits in a loop of such reads would therefore block other hosts, so the loop also polls the network explicitly.
-    In a synchronization, each rank keeps polling the network until all ranks have arrived, because other ranks may
+    When ranks synchronize, each rank keeps polling the network until all ranks have arrived, because other ranks may
     still need to read its part."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
@@ -361,8 +361,8 @@ class MpiCommunicator(MessageBackend):
         return self._average_when_done(call, handle, recv)
 
     def _start_long_reduce_scatter(self, call: Call) -> Handle:
-        """Start a reduce-scatter whose array is too long for one MPI call. Use one reduce for each rank, which sums
-        that rank's piece.
+        """Start a reduce-scatter whose array is too long for one MPI call. Instead of one call, use one reduce per
+        rank, which sums that rank's piece.
 
         If `recv` occupies the start of `send`, the reduces to other ranks may still be reading the elements there. In
         this case, write the result to this rank's own piece of `send`, and copy it to `recv` when all reduces are

@@ -34,7 +34,7 @@ LEFTOVER_PATTERNS = (
     f"{safe_files.TEMPORARY_PREFIX}*",
 )  # fmt: skip
 """Patterns for the names of the shared-memory files that MPICH, Open MPI and fsdpx create. For Open MPI, they match the
-files for messages (versions 5 and 4) and for windows."""
+files that versions 5 and 4 use for messages, and the files used for windows."""
 _REMOVED = ("mpich_", safe_files.TEMPORARY_PREFIX)
 """Name prefixes of the leftover files that are removed. Other leftover files are only listed, because they may belong
 to another program."""
@@ -95,8 +95,8 @@ def _get_write_time(path: Path) -> float:
 
 
 def _find_files_mapped_by_processes(folder: Path) -> set[str]:
-    """Return the files in `folder` that running processes map. Processes whose memory maps this process may not read
-    are ignored."""
+    """Return the files in `folder` that are mapped by running processes. A process is ignored if this process has no
+    permission to read its memory map."""
     mapped_paths = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # the process may have ended, or belong to another user

@@ -243,8 +243,8 @@ def _compile_rank_sum_functions(name, through, kind):
     added = jit(add_arrays, name=f"add{name}")
 
     def synchronize_and_add(row, number, at, max_polls):
-        """Advance a collective sum as far as possible with at most `max_polls` polls per wait, and return its state.
-        `at` is the byte offset of this collective's records on the ranks' boards."""
+        """Advance a collective sum as far as possible, polling at most `max_polls` times per wait, and return the state
+        of the sum. `at` is the byte offset of this collective's records on the ranks' boards."""
         finished = load_acquire(row + 8 * (HEAD + load_acquire(row + 8 * LANE))) + at + FINISHED
         if load_acquire(finished) < number:
             if not _have_all_posted(row, number, at + POSTED, max_polls):

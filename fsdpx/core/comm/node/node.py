@@ -389,13 +389,13 @@ class NodeCommunicator(Backend):
 
     @property
     def persistent_code(self) -> ModuleType | None:
-        """The module `persistent` with compiled collectives for fixed arrays, or None if the module is not loaded or
-        cannot be used."""
+        """The module `persistent`, which contains compiled collectives for fixed arrays. None if the module is not
+        loaded or cannot be used."""
         return self.memory.persistent if self.compiles else None
 
     def _free_arrays_and_load_persistent_code(self) -> None:
-        """Free shared arrays whose owner has been garbage-collected, and load the module of compiled collectives.
-        Repeated collectives then run compiled code."""
+        """Free shared arrays whose owner has been garbage-collected, and load the module with compiled collectives, so
+        that repeated collectives run compiled code."""
         self._free_abandoned_arrays()
         if self.compiles and self.persistent_code is None:
             from fsdpx.core.comm.node import persistent
@@ -406,9 +406,9 @@ class NodeCommunicator(Backend):
         """Return the address of an array that should be summed in shared memory, or None if it should be summed with
         messages.
 
-        Small arrays are summed with messages unless the sum is compiled, because a message library has no Python
-        overhead. 16-bit arrays on several hosts are also summed with messages: they must be added in rank order and
-        rounded only once, but each host's partial sum would already be rounded."""
+        Small arrays are summed with messages unless the sum in shared memory is compiled, because a message library has
+        no Python overhead. 16-bit arrays on several hosts are also summed with messages: they must be added in rank
+        order and rounded only once, but each host's partial sum would already be rounded."""
         small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_reduction_compilable(array.dtype, op))
         if small or not (self.is_single_host or not is_half(array.dtype)):
             return None

@@ -95,8 +95,8 @@ class PersistentCollective:
     ----------
     run : compiled function that advances the collective
     words : address of this rank's array as 64-bit words; None if other ranks do not read the array
-    own : array into which each start copies the first array of the call; None if nothing is copied
-    skip : byte offset, in each rank's array, of the elements that this rank adds"""
+    own : array to which the call's first array is copied at each start; None if nothing is copied
+    skip : byte offset of the elements that this rank adds, the same in every rank's array"""
 
     __slots__ = (
         "_everywhere", "_row", "_words", "first", "host_group", "last", "own", "run", "skip", "start", "verb", "words"

@@ -41,8 +41,8 @@ transfers. Usually this is enough, because most ranks arrive together."""
 
 
 def make_timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -> CommTimeout:
-    """Return the error for a collective that has timed out. `missing` lists the indices on this host of the ranks that
-    have not arrived."""
+    """Return the error for a collective that has timed out. `missing` contains the ranks that have not arrived, as
+    indices among the ranks of this host."""
     ranks = [group.ranks[index] for index in missing]
     reason = f"ranks {ranks} did not call it, called it with an array outside of windows, or have ended"
     return CommTimeout(f"{call} is not complete after {group.timeout:g} s: {reason}")
@@ -167,9 +167,9 @@ class NodeGroup:
     def start_collective(
         self, number: int, address: WindowAddress | None, call: Call, work: Callable[[], None], **terms: Any
     ) -> Handle:
-        """Start a collective inside the host, and return its handle. The collective announces the `address` of this
-        rank's array, and runs `work` when all ranks have announced their arrays. It is complete when all ranks have
-        finished. If the data is small enough to be posted in the record itself, `address` is None."""
+        """Start a collective among the ranks of this host, and return its handle. The collective announces the
+        `address` of this rank's array, and runs `work` when all ranks have announced their arrays. It is complete when
+        all ranks have finished. If the data is small enough to be posted in the record itself, `address` is None."""
         self.board.post_record(number, None if address is None else address.word_view)
         return self._create_collective(number, call, work, **terms)
 
@@ -252,9 +252,9 @@ class HostLanes:
         yield group.start_barrier(second, call)
 
     def reduce_scatter_in_host_then_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Sum the pieces of this rank's lane (the ranks with the same index on their hosts), first over the ranks of
-        this host and then over the hosts. With L ranks per host, an array of n bytes needs n/L bytes of scratch
-        memory."""
+        """Sum the pieces that belong to the ranks of this rank's lane (the ranks with the same index on their hosts):
+        first over the ranks of this host, then over the hosts. With L ranks per host, an array of n bytes needs n/L
+        bytes of scratch memory."""
         group, turn, number = self.host_group, self._reserve_lane_turn(), self.host_group.reserve_collective_number()
         (send, recv), (pieces,) = call.arrays, call.partitions
         sums = make_partition_from_counts(tuple(pieces.counts[rank] for rank in self.lane))
@@ -332,7 +332,8 @@ class LaneTurn:
         self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
-        # `turn` is greater than the ticket if this call has already started its messages during another wait
+        # starting a call's messages increments `turn`; it exceeds the ticket if this call's messages have already been
+        # started during another wait
         return self._lanes.turn >= self._ticket
 
     def wait(self) -> None:

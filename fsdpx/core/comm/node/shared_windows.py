@@ -179,7 +179,7 @@ class NodeMemory:
     def __init__(self, world: Communicator, here: Communicator, leader: int) -> None:
         self.world, self.here, self.leader = world, here, leader
         self.rank, self.size = here.rank, here.size
-        self.common: set[int] = set()  # ids of the windows that hold one buffer for all ranks of a group
+        self.common: set[int] = set()  # ids of the windows that hold a single buffer, shared by all ranks of a group
         self.windows: dict[int, HostWindow] = {}
         self.abandoned: list[Array] = []  # arrays that must be freed, because their owner has been garbage-collected
         self.persistent: ModuleType | None = None  # module `persistent`, loaded when shared memory is first allocated
@@ -310,7 +310,7 @@ RECORD_HEAD_WORDS = 8
 """Number of 64-bit words before the payload of a record: the posted number, the finished number, and words about the
 call. Together, they fill one cache line."""
 MAX_PAYLOAD_BYTES = 128
-"""Number of bytes that fit into the payload of any record. This is enough for the data that ranks exchange in each
+"""Number of payload bytes that every record has room for. This is enough for the data that ranks exchange in each
 step."""
 
 
@@ -322,7 +322,7 @@ class CollectiveBoard:
         self.rank, self.size = comm.rank, comm.size
         self._record = (
             RECORD_HEAD_WORDS + -(-max(self.size, MAX_PAYLOAD_BYTES // 8) // RECORD_HEAD_WORDS) * RECORD_HEAD_WORDS
-        )  # the payload has at least one word for each rank, rounded up to whole cache lines
+        )  # the payload has at least one word for each rank, and its size is rounded up to whole cache lines
         self._window = HostWindow(comm, BOARD_SLOTS * self._record * 8)
         self._bytes = self._window.parts
         self.addresses = self._window.addresses

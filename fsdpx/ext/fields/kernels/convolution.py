@@ -89,7 +89,7 @@ def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowS
         return False
     for size, n, window, first in zip(sizes[:-2], shape[-len(sizes) : -2], strides.kernel, strides.first, strict=False):
         inside = sum(max(min(size, n - first - a) - max(-first - a, 0), 0) for a in range(window))
-        # most slices under the windows are outside the array, as for outputs along the edge of a rank's part
+        # most slices that the windows cover lie outside the array, as can happen at the edge of a rank's part
         if 2 * inside < size * window:
             return False
     tiles = count_winograd_tiles(sizes[-2]) * count_winograd_tiles(sizes[-1])

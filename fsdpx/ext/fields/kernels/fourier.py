@@ -21,7 +21,7 @@ def fourier_along_dim(xp: Any, x: Any, dim: int, n: int, transform: str) -> Any:
     x : array whose last dim has size 1 for real numbers, or size 2 for the real and imaginary parts of complex numbers.
         The last dim of the result has the same meaning
     dim : dim along which to transform
-    n : number of cells along this dim; if they are real, they have n // 2 + 1 modes
+    n : number of cells along this dim; real cells have n // 2 + 1 modes
     transform : "rfft" from real cells to modes, "irfft" back, and "fft" and "ifft" for complex cells
     """
     given = x[..., 0] if transform == "rfft" else x[..., 0] + 1j * x[..., 1]

@@ -20,12 +20,13 @@ __all__ = [
 ]  # fmt: skip
 
 MIN_ROW_ELEMENTS = 16
-"""Number of cells that compiled loops read together in a field with channels first in memory."""
+"""Length, in cells, of the shortest rows that compiled loops read in a field with channels first in memory."""
 
 
 def has_rows_of_channels(x: Any) -> bool:
-    """Return whether the compiled code of `group_norm` reads the field x (samples, channels, *cells) as it is, because
-    its channels are first in memory and consist of whole rows."""
+    """Return whether the compiled code of `group_norm` reads the field x (samples, channels, *cells) as it is. This is
+    so if there are several channels, they are first in memory, and the number of cells is a multiple of
+    MIN_ROW_ELEMENTS."""
     cells = math.prod(x.shape[2:])
     return x.ndim > 2 and x.shape[1] > 1 and cells % MIN_ROW_ELEMENTS == 0 < cells and x.flags.c_contiguous
 

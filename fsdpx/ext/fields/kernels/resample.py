@@ -1,4 +1,5 @@
-"""Weighted sums of cells along one dim in plain array code. They change the resolution of a field."""
+"""Weighted sums of cells along one dim, in plain array code. Layers use these sums to change the resolution of a
+field."""
 
 from __future__ import annotations
 

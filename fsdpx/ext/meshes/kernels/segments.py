@@ -24,7 +24,7 @@ def add_gathered_row_pairs(xp: Any, y: Any, a: Any, a_index: Any, b: Any, b_inde
 def segment_sum(xp: Any, values: Any, offsets: Any, order: Any, most: int) -> Any:
     """Return the sum of the rows of each segment.
 
-    Segments consist of rows of `values` or, if `order` is given, of values[:, order]."""
+    Each segment is a range of rows (dim 1) of `values` or, if `order` is given, of values[:, order]."""
     y = xp.zeros((values.shape[0], offsets.shape[0] - 1, values.shape[2]), dtype=values.dtype)
     for rows, inside in _iterate_kth_rows_of_segments(xp, offsets, most):
         found = xp.take(values, rows if order is None else xp.take(order, rows), axis=1)
@@ -64,8 +64,8 @@ def segment_softmax_backward(xp: Any, y: Any, dy: Any, offsets: Any, segments: A
 
 
 def _iterate_kth_rows_of_segments(xp: Any, offsets: Any, most: int) -> Iterator[tuple[Any, Any]]:
-    """Yield (rows, inside) for k = 1, 2, ...: the indices of the k-th row of each segment, and whether each segment has
-    a k-th row, as a mask (1, segments, 1)."""
+    """For k = 1, 2, ..., yield (rows, inside). `rows` holds the index of the k-th row of each segment, and `inside` is
+    a mask (1, segments, 1) that is True for the segments that have a k-th row."""
     for i in range(most):
         rows = offsets[:-1] + i
         inside = rows < offsets[1:]

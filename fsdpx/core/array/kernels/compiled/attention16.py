@@ -72,9 +72,9 @@ def interleave_row_pairs(x, row, rows, columns, out, out_row):
 
 @jit
 def transpose_number_pairs_into(x, row, rows, columns, out, out_row):
-    """Transpose x as a matrix of words. A word consists of two numbers that are adjacent along dim 1. x and `out` are
-    addresses, and `row` and `out_row` are the distances between their rows in bytes. Sizes, counted in numbers, are
-    multiples of `SIZE_MULTIPLE`."""
+    """Transpose x, viewed as a matrix of words. Each word consists of two numbers that are adjacent along dim 1. x and
+    `out` are addresses, and `row` and `out_row` are the distances between their rows in bytes. Sizes, counted in
+    numbers, are multiples of `SIZE_MULTIPLE`."""
     for i in range(0, rows, LANES):
         for j in range(0, columns // 2, LANES):
             _transpose_tile_into(x + i * row + 4 * j, row, out + j * out_row + 4 * i, out_row)
@@ -129,7 +129,7 @@ def _multiply_tile_into(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b
 
 @intrinsic
 def _interleave_two_rows_into(typingctx: Any, x: Any, row: Any, out: Any) -> Any:
-    """Interleave two rows of LANES numbers into one row of words."""
+    """Interleave two rows of LANES numbers into one row of words, each of which holds one number from each row."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out = arguments

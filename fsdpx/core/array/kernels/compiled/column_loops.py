@@ -1,5 +1,5 @@
-"""Loops over the rows of matrices. They sum each column over some rows, or compute a matrix element by element.
-Per-column values stay in vector registers during the loop."""
+"""Loops over the rows of matrices. A loop either sums each column over a range of rows, or computes a matrix element by
+element. Per-column values stay in vector registers during the loop."""
 
 from __future__ import annotations
 

@@ -161,9 +161,9 @@ def _mask_other_segments(x, names, name, value):
 
 @jit
 def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, names, causal, window, first, last):
-    """Compute the attention outputs o, stored with time before heads, and the log-sum-exps lse of the (sample, head)
-    pairs numbered [first, last). Scores are multiplied by `factor`, `scratch` holds a block of scores, and `names` are
-    segment numbers."""
+    """Compute the attention outputs o, stored with time before heads, and the log-sum-exps lse, for the (sample, head)
+    pairs with numbers in [first, last). Scores are multiplied by `factor`, `scratch` holds a block of scores, and
+    `names` are segment numbers."""
     use_widest_vectors()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
     full, group, apart = k.shape[2], q.shape[1] // k.shape[1], names.size > 0
@@ -203,8 +203,8 @@ def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, name
 
 @jit
 def _attention_forward_of_single_queries(q, k, v, o, lse, scratch, factor, first, last):
-    """Compute the same as `_attention_forward_into`, but for a single query per head, which attends to all keys. BLAS
-    is not called, because the call would take longer than the product."""
+    """Do the same as `_attention_forward_into`, but for a single query per head, which attends to all keys. BLAS is not
+    used, because calling it would take longer than the product itself."""
     use_widest_vectors()
     heads, width, keys = q.shape[1], q.shape[3], k.shape[2]
     group, one = heads // k.shape[1], lse.dtype.type(1)

@@ -21,13 +21,13 @@ __all__ = [
 ]  # fmt: skip
 
 LINE, SQUARE = 64, 8
-"""LINE: number of pixels that are transposed at a time, so that they stay in cache. SQUARE: number of rows and columns
-of the matrices that are transposed in registers."""
+"""LINE: number of pixels to transpose at a time; it is small enough that they stay in cache. SQUARE: number of rows and
+columns of the matrices that are transposed in registers."""
 CHANNELS_LAST = [(0, *range(2, ndim), 1)[:ndim] for ndim in range(65)]
 """For each number of dims, the order of dims in which channels (dim 1) are last. The tuples are made in advance,
 because making one takes longer than transposing an array."""
 CHANNELS_FIRST = [(0, ndim - 1, *range(1, ndim - 1)) for ndim in range(65)]
-"""For each number of dims, the order of dims that undoes `CHANNELS_LAST`."""
+"""For each number of dims, the permutation of the dims that undoes `CHANNELS_LAST`."""
 
 
 @intrinsic

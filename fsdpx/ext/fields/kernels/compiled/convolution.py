@@ -189,8 +189,8 @@ def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
 
 
 PLANES, ONES = 36, 7
-"""PLANES: number of elementwise products per tile. ONES: index of a plane that contributes to each result with factor
-1. A bias added to this plane is therefore added to all results."""
+"""PLANES: number of planes, one for each elementwise product of a tile. ONES: index of a plane that enters every result
+with factor 1, so a bias added to this plane is added to every result."""
 A = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1))
 B = (
     (4, 0, -5, 0, 1, 0), (0, -4, -4, 1, 1, 0), (0, 4, -4, -1, 1, 0), (0, -2, -1, 2, 1, 0), (0, 2, -1, -2, 1, 0),
@@ -206,7 +206,8 @@ over it: transform, multiply, transform back."""
 TILES_PER_STEP = 64
 """Minimum number of tiles in a block. Weights are read once per block, so large blocks reduce the number of reads."""
 TILES_OF_SLICE = 8
-"""Maximum number of tiles that a block takes from each slice if fields have several slices."""
+"""Maximum number of tiles that a block takes from each slice of a field with several slices. A block is a set of tiles
+that are processed together."""
 LONG = 256
 """Maximum number of products that are summed at once. The limit exists because rounding errors grow with the length of
 a sum."""
@@ -255,9 +256,10 @@ def _plan_slices(
 
 
 def _make_loop_over_slices(loop: Any, of_inputs: bool, name: str) -> Any:
-    """Return a compiled function that calls `loop` for the rows `first` to `last` of planes. Row k * many + i holds
-    tile `column` + i of the slice with index `start` + k. Tile indices run over one slice of each sample, sample after
-    sample. Rows of slices that do not exist are set to 0."""
+    """Return a compiled function that calls `loop` for the rows `first` to `last` of planes, which are operands or
+    results of Winograd's matrix products. Row k * many + i holds tile `column` + i of the slice with index `start` + k.
+    Tile indices count the tiles of one slice per sample, one sample after the other. Rows of slices that do not exist
+    are set to 0."""
 
     def run_over_slices(first, last, image, planes, column, many, start, slices):
         use_widest_vectors()
@@ -283,13 +285,13 @@ _planes_to_outputs = _make_loop_over_slices(_to_output, False, "planes_to_output
 
 def _make_winograd_loop(flat: bool, name: str) -> Any:
     """Return a compiled function that computes the outputs of the tiles `first` to `last` in all slices with Winograd's
-    algorithm. Tile indices run over one slice of each sample, sample after sample. At most `most` tiles of a slice are
-    processed together.
+    algorithm. Tile indices count the tiles of one slice per sample, one sample after the other. At most `most` tiles of
+    a slice are processed together.
 
     `u` holds the transformed weights of each slice of the window, in rows of LANES outputs each. `block` is the
-    distance from one row to the row for the next LANES outputs, and `row` is the distance to the row for the next
-    channel. `begin`, (outputs,), is the bias. If `flat`, the window has one slice, and this number is a compile-time
-    constant."""
+    distance, in elements, from one of these rows to the row of the next LANES outputs, and `row` is the distance to the
+    row of the next channel. `begin`, (outputs,), is the bias. If `flat`, the window has one slice, and this number is a
+    compile-time constant."""
 
     def convolve_tiles(first, last, x, y, u, block, row, begin, slices, most):
         use_widest_vectors()
@@ -383,14 +385,16 @@ def winograd_backward_weight(
 
 def _count_tiles_per_step(slices: np.ndarray, rows: int) -> int:
     """Return how many tiles of a slice are processed together if planes have about `rows` rows. If a field has several
-    slices, the number is small, so that a block spans many slices. A block reads some input slices beyond its output
-    slices, and their share is smaller in a block of many slices."""
+    slices, only a few tiles of each slice are processed together, so that a block can span many slices. Every block
+    reads some input slices in addition to those at its output slices. The more slices a block spans, the smaller the
+    share of these additional slices is."""
     return min(rows if slices[2] == 1 else TILES_OF_SLICE, int(slices[0]))
 
 
 def _iterate_blocks(slices: np.ndarray, columns: int, most: int, deep: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first tile, number of tiles, first output slice, number of output slices) for each block whose planes fit
-    into the cache. The blocks do not depend on the number of threads."""
+    """Divide the output into blocks whose planes fit into the cache: at most `most` tiles and `deep` slices. Yield
+    (first tile, number of tiles, first output slice, number of output slices) for each block. The blocks do not depend
+    on the number of threads."""
     tiles, outputs = int(slices[0]), int(slices[2])
     for sample in range(0, columns, max(tiles, 1)):
         for column in range(sample, sample + tiles, most):
@@ -436,8 +440,8 @@ IMAGE = WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
 
 
 def _make_example_images(x: Any, cells: int = TILE) -> Any:
-    """Return images to which Winograd's algorithm applies or, if `cells` is 3, matching weights, as example arguments
-    for compiling a kernel."""
+    """Return example arguments for compiling a kernel: images to which Winograd's algorithm applies or, if `cells` is
+    3, weights that match these images."""
     return np.zeros((MIN_TILES, LANES, cells, cells), x.dtype)
 
 
@@ -569,8 +573,8 @@ def correlate_backward_params(
 def _iterate_slices_of_group_batches(
     strides: WindowStrides, x: np.ndarray, y: np.ndarray
 ) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (number of groups, slice of the input channels of these groups, slice of their outputs) for each set of
-    groups that are computed together."""
+    """For each set of groups that are computed together, yield (number of groups, slice of their input channels, slice
+    of their output channels)."""
     inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups
     together = 1 if strides.groups == 1 else -(-GROUP_OUTPUTS // outer)
     for g in range(0, strides.groups, together):

@@ -53,8 +53,8 @@ _wide_outer, _narrow_outer = (make_weight_gradient_loop(nbytes, OFFSETS, True) f
 
 @jit
 def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, sizes, packed, start, add, group):
-    """Compute the lines of outputs `from_line` to `to_line`. The arguments are the same as for `_convolve_lines` in
-    `direct`, except for `packed` and `group`.
+    """Compute output lines `from_line` to `to_line`. The arguments are the same as for `_convolve_lines` in `direct`,
+    except for `packed` and `group`.
 
     `packed` holds the weights as (blocks, offsets, group, lanes), where `group` is the number of channels of a group.
     Each block has as many lanes as a wide vector; only the last block can be smaller, with as many lanes as a narrow
@@ -161,7 +161,7 @@ def convolve_depthwise(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool
 ) -> None:
     """Convolve each channel of x with its kernels in `weight` (outputs, 1, *kernel). Write the result plus `bias`
-    (outputs,) to y, or add the result to y if `add`. x and y have channels last."""
+    (outputs,) to y, or add the result to y if `add` is true. x and y have channels last."""
     if y.size:
         outputs = _pad_channels(y) if add else _allocate_full_rows(y)
         _convolve_full_vectors(_repeat_channels(x, y.shape[-1]), weight, bias, strides, outputs, add)
@@ -231,8 +231,8 @@ def _convolve_full_vectors(
 def convolve_small_groups(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool
 ) -> None:
-    """Convolve each group of channels of x with its kernels in `weight` (outputs, channels of a group, *kernel), where
-    the number of channels of a group is one of GROUP_SIZES. The other arguments are the same as for
+    """Convolve each group of channels of x with the group's kernels in `weight`, (outputs, channels of a group,
+    *kernel). The number of channels of a group must be one of GROUP_SIZES. The other arguments are the same as for
     `convolve_depthwise`. The channels of x and y must fill whole WIDE vectors."""
     _convolve_full_vectors(_pad_channels(x), weight, bias, strides, y, add)
 
@@ -253,8 +253,8 @@ def _repeat_channels(x: np.ndarray, outputs: int) -> np.ndarray:
 
 
 def _allocate_full_rows(like: np.ndarray) -> np.ndarray:
-    """Return `like` if its channels fill whole vectors. Otherwise, return a new array for the same cells, whose number
-    of channels is rounded up to whole vectors."""
+    """Return `like` if its channels fill whole vectors. Otherwise, return a new array with the same shape, except that
+    the number of channels is rounded up to whole vectors."""
     channels = round_up_to_lanes(like.shape[-1], like.dtype)
     return like if _has_full_rows(like) else np.empty((*like.shape[:-1], channels), like.dtype)
 
@@ -274,8 +274,8 @@ def _has_full_rows(x: np.ndarray) -> bool:
 
 
 def _pack_weights_into_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
-    """Pack weights (channels or fewer, offsets) into blocks (offsets, lanes). Each block has WIDE bytes of lanes,
-    except that the last block is narrower if few channels remain."""
+    """Pack weights (channels or fewer, offsets) into blocks (offsets, lanes). The lanes of a block take WIDE bytes,
+    except that the last block is narrower if too few channels remain."""
     lanes = WIDE // dtype.itemsize
     rows = np.zeros((channels, weights.shape[1]), dtype)
     rows[: len(weights)] = weights

@@ -62,8 +62,8 @@ WINDOW_ROWS = (3, 5, 7)
 """Window sizes, along a strip, for which depthwise convolution has special code. This code loads each cell only once,
 and keeps the weights of the window in registers."""
 NEAR_BYTES = 3 << 13
-"""Size, in bytes, of the cells and output gradients over which the computation of the weight gradient loops repeatedly.
-The size is chosen so that this data stays in the cache."""
+"""Size, in bytes, of a block of cells and output gradients. The computation of the weight gradient reads each block
+repeatedly, so the size is chosen such that a block stays in the cache."""
 
 
 def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = False, group: int = 1) -> Any:
@@ -71,11 +71,11 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
     channels r of x[b + offset, r] w[offset, r].
 
     Each y[b], start[b] and w[offset, r] is a vector of `nbytes` bytes. With `depthwise`, each x is also such a vector,
-    and is multiplied by w elementwise. A WIDE depthwise strip loads each cell only once if the window has one of the
-    sizes WINDOW_ROWS, and if the cells that neighboring outputs read are as far apart as neighboring cells of the
-    window. Loading each cell only once does not change the order of summation. If `group` is above 1, lanes form groups
-    of this size. In x[b + offset, r], all lanes of a group hold channel r of the group, for r below `group`. Addresses
-    and steps are in bytes."""
+    and is multiplied by w elementwise. If `nbytes` is WIDE and `group` is 1, a depthwise strip loads each cell only
+    once, provided that the window has one of the sizes WINDOW_ROWS and moves from one output to the next by the
+    distance between its own neighboring cells. Loading each cell only once does not change the order of summation. If
+    `group` is above 1, lanes form groups of this size. In x[b + offset, r], all lanes of a group hold channel r of the
+    group, for r below `group`. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -120,7 +120,7 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
                     begin = emit_load(builder, vector, start, start_step, b)
                     builder.store(builder.fadd(begin, builder.load(sums[b])), to, align=word)
 
-            # compile special code for each window size only for WIDE depthwise strips, because others are rare
+            # compile special code for each window size only for WIDE depthwise strips, because other strips are rare
             case, widths = rows, WINDOW_ROWS if depthwise and nbytes == WIDE and group == 1 else ()
             for n, width in enumerate(widths, 1):
                 fits = builder.icmp_signed("==", counts[2], counts[2].type(width))
@@ -236,8 +236,8 @@ def make_weight_gradient_loop(nbytes: int, max_rows: int, depthwise: bool = Fals
 
 
 def emit_as_noinline_function(emit_body: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an intrinsic emit its code as a function that LLVM does not inline. The function compiles in half the time of
-    inlined code and runs as fast."""
+    """Let an intrinsic emit its code as a function that LLVM does not inline. Such a function compiles in half the time
+    of inlined code, and runs just as fast."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [value.type for value in arguments])
@@ -311,8 +311,8 @@ _wide_outer, _narrow_outer = make_weight_gradient_loop(WIDE, 6), make_weight_gra
 
 @register_jitable
 def _can_use_dot_loop(outputs, nbytes):
-    """Return whether vector lanes can be input channels. This requires few outputs, and the channels of a cell
-    (`nbytes` bytes) must fill whole vectors."""
+    """Return whether dot products, with one input channel per vector lane, can be used. There must be few outputs, and
+    the channels of a cell (`nbytes` bytes) must fill whole vectors."""
     return outputs <= len(FEW_OUTPUTS) and nbytes % NARROW == 0
 
 
@@ -321,7 +321,7 @@ def _pack_weights(weight, packed, places, swapped, unpack):
     """Copy weights into blocks of lanes: packed[block, offset, c, lane] = weight[o, c, offset]. For few outputs, the
     order is packed[block, lane, offset, c].
 
-    `places`, (3 dims, 3), contains, for each dim, the number of window offsets to copy, the first offset, and the step
+    `places`, (3 dims, 3), has one row per dim: the number of window offsets to copy, the first offset, and the step
     from one offset to the next. If `swapped`, the dims of `weight` for channels and outputs are swapped. If `unpack`,
     add `packed` to `weight` instead."""
     outer, inner = (weight.shape[1], weight.shape[0]) if swapped else (weight.shape[0], weight.shape[1])
@@ -413,8 +413,8 @@ def compute_line_by_strips(
 def _compute_line_by_dot_products(
     like, outputs, length, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run
 ):
-    """Compute a line of outputs with few channels strip by strip, using dot products. `run` is the number of bytes that
-    are multiplied at each window offset."""
+    """Compute a line of outputs with few channels strip by strip, using dot products. `run` is the number of contiguous
+    input bytes that are multiplied by weights at each window offset."""
     at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
     while at < length:
         rows = choose_strip_output_count(length - at, most)
@@ -510,8 +510,9 @@ def _convolve_lines(
 def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
 ):
-    """Add the gradients of some of the weights to `packed`. The weights are those at the window offsets `from_plane` to
-    `to_plane`, counted along the first two dims together. The other arguments are as in `_convolve_lines`."""
+    """Add the gradients of some of the weights to `packed`. The weights are those of the planes [`from_plane`,
+    `to_plane`). A plane contains all weights with the same window offsets along the first two dims. Planes are numbered
+    in C order. The other arguments are as in `_convolve_lines`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word
@@ -676,13 +677,14 @@ def reshape_to_three_dims(weight: np.ndarray) -> np.ndarray:
 
 
 class _OutputRuns(NamedTuple):
-    """Runs of outputs that have the same window offsets inside the field, in the form that `_convolve_lines` takes.
+    """Runs of consecutive outputs. For all outputs of a run, the same offsets of the window lie inside the field. The
+    runs are stored in the form that `_convolve_lines` takes.
 
     Attributes
     ----------
     table : (start, stop, first offset, end of offsets) of each run, for each dim
     bounds : number of runs along each dim
-    moves : as in `_convolve_lines`, but in cells
+    moves : distances as in `_convolve_lines`, but in cells instead of bytes
     met : for each dim, the range of window offsets that any output uses; offsets in `table` and `moves` are counted
         from the start of this range
     lines : number of outputs along the first dim
@@ -698,7 +700,8 @@ class _OutputRuns(NamedTuple):
 def _find_output_runs_with_same_window_offsets(
     strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool
 ) -> _OutputRuns | None:
-    """Find the runs of outputs that have the same window offsets inside the field. Return None if there are no outputs.
+    """Find the runs of consecutive outputs whose windows have the same offsets inside the field. Return None if there
+    are no outputs.
 
     If `add`, outputs whose windows are completely outside the field are left out."""
     rows = [*zip(strides.kernel, strides.stride, strides.dilation, strides.first, sizes, cells, strict=True)]

@@ -1,5 +1,5 @@
-"""Compiled spectra, and fast Fourier transforms along one dim. Lines whose length has a prime factor above 7, and real
-lines of odd length, are left to NumPy.
+"""Compiled code for spectra, and for fast Fourier transforms along one dim. Lines whose length has a prime factor above
+7, and real lines of odd length, are left to NumPy.
 
 The lines of a tile are copied into an array in which they are interleaved, so that each lane of a vector register holds
 one line. Each pass over a tile splits all transforms into transforms of a smaller length (Stockham's algorithm, see Van
@@ -43,7 +43,8 @@ Complex = tuple[Any, Any]
 
 
 def _emit_sum(builder: Any, a: Complex, b: Complex, signs: str = "++") -> Complex:
-    """Emit LLVM code for a sum of complex numbers. `signs` are those of the real and the imaginary part of b."""
+    """Emit LLVM code that adds two complex numbers. `signs` are the signs with which the real and the imaginary part of
+    b are added."""
     pairs = zip(signs, a, b, strict=True)
     re, im = [(builder.fadd if sign == "+" else builder.fsub)(p, q, flags=FLAGS) for sign, p, q in pairs]
     return re, im
@@ -81,9 +82,9 @@ def _emit_small_transform(builder: Any, a: list[Complex]) -> list[Complex]:
 
 @intrinsic
 def _run_pass(typingctx: Any, like: Any, radix: Any, x: Any, y: Any, factors: Any, left: Any, done: Any) -> Any:
-    """Run left x done transforms of `radix` points. Transform (p, q) reads points (j left + p) done + q of the tile x,
-    for j < radix, and writes points (p radix + j) done + q of the tile y. For j > 0, result j is multiplied by the
-    complex factor with index (p, j - 1).
+    """Run `left` x `done` transforms, each of `radix` points. Transform (p, q), with p < left and q < done, reads
+    points (j left + p) done + q of the tile x, for j < radix, and writes points (p radix + j) done + q of the tile y.
+    For j > 0, result j is multiplied by the complex factor with index (p, j - 1).
 
     A point is two vectors of WIDE bytes, the real and the imaginary parts of all lines. x, y and `factors` are
     addresses."""
@@ -123,7 +124,8 @@ def _emit_splat(builder: Any, number: Any, vector: Any) -> Any:
 
 
 def _emit_load_point(builder: Any, like: Any, at: Any, swap: Any) -> Complex:
-    """Emit LLVM code that loads a point of a tile. `swap` is WIDE if the imaginary parts come first, otherwise 0."""
+    """Emit LLVM code that loads a point of a tile. `swap` is WIDE if the imaginary parts are stored before the real
+    parts, otherwise 0."""
     vector, _ = get_vector_type_and_itemsize(like, WIDE)
     places = builder.add(at, swap), builder.add(at, builder.sub(swap.type(WIDE), swap))
     re, im = (emit_load(builder, vector, place, None, 0) for place in places)
@@ -139,10 +141,10 @@ def _emit_store_point(builder: Any, point: Complex, at: Any, swap: Any) -> None:
 
 @intrinsic
 def _untangle_halves(typingctx: Any, like: Any, tile: Any, points: Any, swap: Any, turns: Any) -> Any:
-    """Convert the transforms of complex lines to modes 1 to points - 1 of real lines, in place. The complex lines were
-    made from the real lines as in `_copy_lines`. `turns` holds the cosine and sine of the angle pi k / points for
-    each mode k. If the cosines are negated, convert the modes of real lines back to transforms of complex lines.
-    Addresses are in bytes, and `swap` is as in `_emit_load_point`."""
+    """Convert the transforms of complex lines to modes 1 to points - 1 of the real lines that are packed in them, in
+    place. `_copy_lines` describes the packing. `turns` holds the cosine and sine of the angle pi k / points for each
+    mode k. If the cosines are negated, convert the modes of real lines back to transforms of complex lines. Addresses
+    are in bytes, and `swap` is as in `_emit_load_point`."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         like, tile, points, swap, turns = arguments
@@ -181,8 +183,8 @@ def _transform_tile(tiles, points, radices, factors):
 
 
 def _emit_mask(builder: Any, bits: int, numbers: Sequence[int], first: Any, count: Any) -> Any:
-    """Emit LLVM code for a vector of booleans: which of `numbers` are among the `count` numbers from `first` on? The
-    mask is for lanes of `bits` bits."""
+    """Emit LLVM code for a vector of booleans that tells which of `numbers` lie in the range [first, first + count).
+    The mask is for lanes of `bits` bits."""
     vector, wide = ir.VectorType(ir.IntType(bits), len(numbers)), bits == first.type.width
     bounds = [bound if wide else builder.trunc(bound, vector.element) for bound in (first, builder.add(first, count))]
     low, high = (_emit_splat(builder, bound, vector) for bound in bounds)
@@ -213,10 +215,10 @@ def _emit_shuffled(builder: Any, a: Any, b: Any, interleaves: bool) -> list[Any]
 @intrinsic
 def _copy_contiguous_lines(typingctx: Any, line: Any, step: Any, valid: Any, numbers: Any, tile: Any, swap: Any,
                            reads: Any, scale: Any) -> Any:  # fmt: skip
-    """Copy `valid` lines of `numbers` contiguous numbers, `step` bytes apart, into a tile. If `reads` is False, copy
-    the tile into the lines instead, multiplied by `scale`. Square blocks are transposed in registers, as in
-    `transpose_pixels_into`. Lanes without a line contain copies of the last line. `swap` is as in
-    `_emit_load_point`."""
+    """Copy `valid` lines into a tile. Each line consists of `numbers` contiguous numbers, and lines are `step` bytes
+    apart. If `reads` is False, copy the tile into the lines instead, multiplied by `scale`. Square blocks are
+    transposed in registers, as in `transpose_pixels_into`. Lanes without a line contain copies of the last line. `swap`
+    is as in `_emit_load_point`."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         line, step, valid, numbers, tile, swap, reads, scale = arguments
@@ -257,8 +259,9 @@ def _copy_contiguous_lines(typingctx: Any, line: Any, step: Any, valid: Any, num
 @intrinsic
 def _copy_adjacent_lines(typingctx: Any, row: Any, step: Any, lane: Any, count: Any, points: Any, tile: Any, swap: Any,
                          reads: Any, scale: Any) -> Any:  # fmt: skip
-    """Copy `count` complex lines of `points` points into the lanes of a tile from `lane` on, or from these lanes, as in
-    `_copy_contiguous_lines`. Point i of all lines is a row of contiguous numbers, and rows are `step` bytes apart."""
+    """Copy `count` complex lines of `points` points into a tile, starting at lane `lane`. If `reads` is False, copy
+    these lanes of the tile into the lines instead, multiplied by `scale`. `swap` is as in `_copy_contiguous_lines`. Row
+    i in memory holds point i of all lines contiguously, and rows are `step` bytes apart."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         row, step, lane, count, points, tile, swap, reads, scale = arguments
@@ -288,13 +291,14 @@ def _copy_adjacent_lines(typingctx: Any, row: Any, step: Any, lane: Any, count: 
 
 @jit
 def _transform_tiles(first, last, x, y, real, inverse, radices, factors, turns):
-    """Transform the tiles `first` to `last` of the lines of x into y, both (outer, elements, inner, parts). A line runs
-    along dim 1. The last dim holds one part for real numbers, and two for complex numbers. `real` says whether one of x
-    and y is real; inner is then 1."""
+    """Transform the lines of x in the tiles `first` to `last`, and write the results to y. Both x and y are (outer,
+    elements, inner, parts), and a line runs along dim 1. The last dim holds one part for real numbers, and two for
+    complex numbers. `real` says whether one of x and y is real; inner is then 1."""
     use_widest_vectors()
     n, inner, lanes = max(x.shape[1], y.shape[1]), x.shape[2], WIDE // x.itemsize
     points = n // 2 if real else n
-    tiles = np.zeros((2, points + lanes // 2, 2, lanes), x.dtype)  # contiguous lines are copied in blocks
+    # padded, because contiguous lines are copied in whole blocks
+    tiles = np.zeros((2, points + lanes // 2, 2, lanes), x.dtype)
     scale = x.dtype.type(1.0 / points if inverse else 1.0)
     for begin in range(first * lanes, min(last * lanes, x.shape[0] * inner), lanes):
         valid = min(lanes, x.shape[0] * inner - begin)
@@ -309,11 +313,11 @@ def _transform_tiles(first, last, x, y, real, inverse, radices, factors, turns):
 
 @register_jitable
 def _copy_lines(x, tile, points, begin, valid, inverse, reads, scale):
-    """Copy `valid` lines of x, from line `begin` on, into a tile. If `reads` is False, copy the tile into the lines
-    instead, multiplied by `scale`. For an inverse transform, real and imaginary parts are swapped.
+    """Copy `valid` lines of x, starting at line `begin`, into a tile. If `reads` is False, copy the tile into these
+    lines instead, multiplied by `scale`. For an inverse transform, real and imaginary parts are swapped.
 
-    Of a real line, numbers at even positions become real parts, and numbers at odd positions become imaginary parts.
-    The last mode, which is real like the first, becomes the imaginary part of the first."""
+    In a real line, the numbers at even positions become real parts, and those at odd positions become imaginary parts.
+    The last mode is real, like the first mode, and is stored as the imaginary part of the first mode."""
     elements, inner, parts, word = x.shape[1], x.shape[2], x.shape[3], x.itemsize
     row, to, swap, lane = inner * parts * word, tile.ctypes.data, inverse * WIDE, 0
     if inner == 1:
@@ -393,8 +397,7 @@ def fourier_along_dim(xp: Any, x: np.ndarray, dim: int, n: int, transform: str) 
 @jit
 def _sum_rows_by_index(first, last, modes, index, weights, y):
     """Compute the rows `first` to `last` of y (rows, count). Neighboring modes may have the same index. They are added
-    to two different partial sums, so that an addition need not wait until the previous addition has stored its
-    result."""
+    to two different partial sums, so that no addition has to wait until the previous one has stored its result."""
     sums = np.zeros((2, y.shape[1]))
     for row in range(first, last):
         sums[:] = 0.0

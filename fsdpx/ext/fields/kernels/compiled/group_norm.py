@@ -1,5 +1,5 @@
-"""Compiled group normalization. Channels are last in memory, except in a field that one rank holds in full and that has
-channels first: the loops over groups read such a field as it is, because a group is contiguous in memory.
+"""Compiled group normalization. Channels are last in memory, with one exception: if one rank holds a full field with
+channels first, the loops over groups read this field as it is, because each group is contiguous in memory.
 
 If one rank holds the whole field, it is normalized sample by sample, so a sample that fits into the cache is read from
 memory only once.
@@ -40,8 +40,8 @@ __all__ = [
 ]  # fmt: skip
 
 ROW_ELEMENTS = 64
-"""Target number of elements in a row. The loops over columns keep this many elements in registers, and so read memory
-sequentially."""
+"""Target number of elements in a row. The column loops hold the values of this many columns in registers, so they can
+process whole rows in turn and read memory sequentially."""
 
 
 def _emit_moments(builder: Any, cells: list[Any], values: list[Any]) -> list[Any]:
@@ -119,8 +119,9 @@ def _backward_of_samples_loop(x, dy, dx, mean, scale, along, across):
 
 @jit
 def _finish_statistics(moments, rows, groups, eps, weight, bias, mean, rstd, values):
-    """Compute the mean and rstd, `1 / sqrt(var + eps)`, both (channels,), for one sample, and the values that
-    `affine_loop` takes. `moments` are the moments (2, columns) of the sample's columns over its `rows` rows."""
+    """For one sample, compute `mean` and `rstd`, which is `1 / sqrt(var + eps)`, both (channels,). Also compute the
+    `values` that `affine_loop` takes. `moments`, (2, columns), holds the moments of each column of the sample over its
+    `rows` rows."""
     channels, columns = mean.size, moments.shape[1]
     size = channels // groups
     for g in range(groups):
@@ -153,9 +154,9 @@ def _normalize_samples_loop(x, y, mean, rstd, groups, eps, weight, bias):
 
 @jit
 def _compute_gradient_sums_from_columns(of_columns, rows, groups, weight, mean, rstd, sums, values):
-    """Compute the sums that `group_norm_gradient_sums_by_channel` returns, (2, channels), for one sample. Also compute
-    the values that `_backward_loop` takes. `of_columns` are the sums (2, columns) of the sample's columns over its
-    `rows` rows."""
+    """For one sample, compute the `sums` (2, channels) that `group_norm_gradient_sums_by_channel` returns, and the
+    `values` (4, columns) that `_backward_loop` takes. `of_columns`, (2, columns), contains the sums of each column of
+    the sample over its `rows` rows."""
     channels, columns = mean.size, of_columns.shape[1]
     size = channels // groups
     sums[:] = 0
@@ -222,7 +223,8 @@ def _sum_by_halves(values):
 
 @jit
 def _backward_input_of_groups_loop(start, stop, x, dy, dx, mean, rstd, sums, groups, weight):
-    """Compute the gradient of the groups from `start` to `stop`, counted as in `_normalize_groups_loop`."""
+    """Compute the gradient of the input for the groups from `start` to `stop`, counted as in
+    `_normalize_groups_loop`."""
     use_widest_vectors()
     rows, elements, size = x.shape[2], x.shape[3], x.shape[1] // groups
     of_columns, of_channels = np.empty((2, elements)), np.empty((2, size))
@@ -248,9 +250,11 @@ def _backward_input_of_groups_loop(start, stop, x, dy, dx, mean, rstd, sums, gro
 
 
 def _run_loop_over_groups(loop: Callable[..., Any], shape: tuple[int, ...], groups: int, *arguments: Any) -> None:
-    """Call `loop` for all groups of a field of `shape`, split over threads if the field is large."""
-    # use this loop even if there are fewer groups than threads. The loops over samples split rows and could use more
-    # threads, but they add in a different order, so the bits of results would depend on the number of threads
+    """Call `loop` for the groups of all samples in a field of shape `shape`. If the field is large, divide the groups
+    among threads."""
+    # use this loop even if there are fewer groups than threads. The loops over samples can split rows and so use more
+    # threads, but they add in a different order, so choosing the loop by the number of threads would make the bits of
+    # results depend on this number
     count = shape[0] * groups
     if math.prod(shape) < parallel.MIN_PARALLEL_SIZE:
         loop(0, count, *arguments)
@@ -359,7 +363,7 @@ def group_norm_backward(
 
 
 def _convert_or_fill(values: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
-    """Return one value per channel, in the dtype that the kernels use to compute with the field x. If `values` is None,
+    """Return one value per channel, in the dtype in which the kernels accumulate for the field x. If `values` is None,
     each value is `default`."""
     dtype = accumulation_dtype(x.dtype)
     if values is None:
