@@ -39,7 +39,8 @@ class Engine:
     added_observers : observers added after construction
     hooks : for each event, the observer methods to call
     last_program, batch : the program that ran last, and its batch
-    direct : functions that run the layers without a program (`DirectPrediction`), keyed by the (shape, dtype) of the batch
+    direct : functions that run the layers without a program (`DirectPrediction`), keyed by the (shape, dtype) of the
+        batch
     """
 
     added_observers: tuple[Observer, ...]
