@@ -161,12 +161,12 @@ def measure_ranks(nodes: int, rounds: int) -> None:
     comm = MPI.COMM_WORLD
     points, cells = make_triangulation(nodes)
     graph: dict[str, Any] = {"edges": list_edges(cells), "nodes": len(points), "positions": points, "undirected": True}
-    parts = fsdpx.Partition.split(comm, **graph)
+    parts = fsdpx.Partition.from_replicated_graph(comm, **graph)
     both = make_ours(parts, *draw_values(parts), comm=comm)[0]
     alone = lambda: None  # noqa: E731
     if comm.rank == 0:
         one = make_single_rank_communicator()
-        whole = fsdpx.Partition.split(one, **graph)
+        whole = fsdpx.Partition.from_replicated_graph(one, **graph)
         alone = make_ours(whole, *draw_values(whole), comm=one)[0]
     times = []
     for turn in range(rounds + 1):
@@ -195,7 +195,8 @@ def measure_memory(nodes: int, steps: int) -> None:
 
     comm = MPI.COMM_WORLD
     points, cells = make_triangulation(nodes)
-    mesh = fsdpx.Partition.split(comm, list_edges(cells), len(points), positions=points, undirected=True)
+    edges = list_edges(cells)
+    mesh = fsdpx.Partition.from_replicated_graph(comm, edges, len(points), positions=points, undirected=True)
     x, y = draw_values(mesh)
     step = make_ours(mesh, x, y, steps=steps, comm=comm)[0]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -170,7 +170,7 @@ def mesh(theme: str) -> Any:
     edges = np.concatenate([cells[:, pair].T for pair in ([0, 1], [1, 2], [2, 0])], axis=1)
 
     def split(comm: Any) -> Any:
-        made = fsdpx.Partition.split(comm, edges, len(points), positions=points, undirected=True)
+        made = fsdpx.Partition.from_replicated_graph(comm, edges, len(points), positions=points, undirected=True)
         return made.graph, made.numbers
 
     graphs = fsdpx.spawn(split, 4)

@@ -38,9 +38,11 @@ class PackedGraphs(NamedTuple):
         return np.repeat(np.arange(self.offsets.size - 1), np.diff(self.offsets))
 
     def assign_parts(self, ranks: int) -> np.ndarray:
-        """Assign each graph to one rank, and return the rank of each node, for `Partition.split(parts=)`. To give the
-        ranks similar numbers of nodes, graphs are assigned from the largest to the smallest, each to the rank that has
-        the fewest nodes so far (Graham 1969).
+        """Assign each graph to one rank, and return the rank of each node, for the argument `parts` of
+        `Partition.from_replicated_graph`.
+
+        To give the ranks similar numbers of nodes, graphs are assigned from the largest to the smallest, each to the
+        rank that has the fewest nodes so far (Graham 1969).
 
         Parameters
         ----------

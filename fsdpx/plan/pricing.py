@@ -86,10 +86,9 @@ class StepClock:
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
     def _get_transfer_seconds(self, rank: int, action: Action) -> Any:
-        """Return the time in seconds to transfer an action's data, excluding the wait for the sender.
-
-        The caller counts at most this much time as a transfer. For an action that neither receives nor synchronizes,
-        the result is inf (no limit)."""
+        """Return the time in seconds to transfer an action's data, excluding the wait for the sender. If the action
+        takes longer, the caller attributes the rest to waiting. For an action that neither receives nor synchronizes,
+        return inf, which means no limit."""
         verb = VERBS[action.op]
         if not verb.is_receive:
             return self.predict_action_seconds(rank, action).total_seconds if verb.is_synchronizing else inf

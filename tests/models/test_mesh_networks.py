@@ -150,7 +150,8 @@ def test_networks_of_other_projects_compute_the_same_and_go_back(name: str) -> N
 
     def run(comm: Communicator) -> Any:
         parts = np.arange(NODES) * comm.size // NODES
-        mesh = fsdpx.Partition.split(comm, EDGES, NODES, parts=parts, edge_features=FEATURES, undirected=False)
+        given = {"parts": parts, "edge_features": FEATURES, "undirected": False}
+        mesh = fsdpx.Partition.from_replicated_graph(comm, EDGES, NODES, **given)
         trainer = models.from_state_dict(state, **options).as_distributed(
             loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", domain=mesh
         )

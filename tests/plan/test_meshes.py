@@ -54,7 +54,7 @@ def test_predicted_bytes_calls_and_memory_are_those_of_ranks(
         group, at = divmod(data.index(comm.rank), parts)
         members = [r for r in data if data.index(r) // parts == group]
         here = comm if members == [*range(ranks)] else comm.subgroup(members)
-        real = fsdpx.Partition.split(here, EDGES, NODES, positions=POINTS, undirected=undirected)
+        real = fsdpx.Partition.from_replicated_graph(here, EDGES, NODES, positions=POINTS, undirected=undirected)
         groups = found.mesh.width_of("data") // parts
         rows = samples * (group + 1) // groups - samples * group // groups
         made = net().as_distributed(comm=comm, domain=real, **OPTIONS, **chosen)
@@ -117,7 +117,7 @@ def test_a_search_keeps_the_parts() -> None:
 
 def test_ranks_of_a_mesh_plan_for_it() -> None:
     def run(comm: Communicator) -> Any:
-        mesh = fsdpx.Partition.split(comm, EDGES, NODES, positions=POINTS)
+        mesh = fsdpx.Partition.from_replicated_graph(comm, EDGES, NODES, positions=POINTS)
         made = net().as_distributed(domain=mesh, strategy="auto", batch=batch(1), machine="laptop", **OPTIONS)
         made.step(*(mesh.take_local(np.ones((1, NODES, n), "f4")) for n in (2, 1)))
         return made.report().planned

@@ -159,7 +159,7 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
         if isinstance(strategy, str):
             unknown = f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)"
             raise ConfigError(unknown + did_you_mean(strategy, known))
-        # `strategy` may be an enum member of another library, such as PyTorch, and then has a `name`
+        # if `strategy` is an enum member of another library, such as PyTorch, suggest by its name
         hint = did_you_mean(getattr(strategy, "name", type(strategy).__name__), ())
         raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...){hint}")
     replica, shard = strategy.replica, strategy.shard

@@ -38,7 +38,7 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
     if not events:
         return "(nothing is computed)"
     letters = _assign_stage_letters(events)
-    cells = _format_cells_of_each_rank(events, letters)
+    cells = _format_timeline_cells_of_each_rank(events, letters)
     wide = max(len(cell) for row in cells.values() for cell in row)
     lead = len(f"rank {max(cells)}")
     lines = []
@@ -72,7 +72,9 @@ def _format_legend(letters: dict[int | None, str]) -> list[str]:
     return ["; ".join(f"{letter}: stages{stages[letter]}" for letter in sorted(stages))] if letters else []
 
 
-def _format_cells_of_each_rank(events: Sequence[ActionEvent], letters: dict[int | None, str]) -> dict[int, list[str]]:
+def _format_timeline_cells_of_each_rank(
+    events: Sequence[ActionEvent], letters: dict[int | None, str]
+) -> dict[int, list[str]]:
     """Return, for each rank, the texts of its cells, one cell per time step. The text "-" means that the action of the
     previous cell continues.
     """

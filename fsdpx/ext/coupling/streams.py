@@ -314,7 +314,8 @@ class StreamSnapshotSelector:
 
     def adjust_snapshot_margin(self, headers: Sequence[Header]) -> None:
         """Adjust the margin between the newest snapshot and the wanted snapshot. Increase the margin if a sender rank
-        learned too late which snapshot was wanted. Reduce the margin if all sender ranks learned this early."""
+        learned too late which snapshot was wanted. Reduce the margin if all sender ranks learned it earlier
+        than necessary."""
         late = max((header.number - self.wanted for header in headers if header.kind == MISSED), default=0)
         early = min(header.early for header in headers)
         self._margin = self._margin + 2 * late if late else max(1, self._margin - early // 2)

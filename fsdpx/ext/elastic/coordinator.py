@@ -328,8 +328,8 @@ class Coordinator:
     def send_error_to_idle_ranks(self, error: FsdpxError) -> None:
         """Send an error of the training ranks to the idle ranks.
 
-        An error that all training ranks raise together is raised only after all ranks have agreed that it was not
-        caused by the loss of a rank. An error of a single rank ends the job."""
+        If all training ranks have the same error, this call first checks on all ranks that no rank was lost, because
+        the loss of a rank must be handled instead of the error. An error of a single rank ends the job."""
         agreed = isinstance(error, ConfigError | DataError | CheckpointError)
         self.send_result_to_idle_ranks("", TrainingFailure(type(error).__name__, str(error), agreed))
         if agreed:

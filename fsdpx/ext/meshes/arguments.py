@@ -165,7 +165,9 @@ def require_same_graph_on_all_ranks(comm: Any, given: GraphArguments, parts: np.
     for rank, others in enumerate(everyone):
         for name, ours, theirs in zip(sums, everyone[0], others, strict=True):
             if ours != theirs:
-                raise ConfigError(f"Partition.split: rank {rank} passes other {name} than rank 0: pass the same graph")
+                raise ConfigError(
+                    f"Partition.from_replicated_graph: rank {rank} passes other {name} than rank 0: pass the same graph"
+                )
 
 
 def _convert_features_to_array(name: str, given: Any, rows: set[int]) -> np.ndarray | None:

@@ -325,8 +325,10 @@ def _count_earlier_duplicate_edges(senders: Table, receivers: Table) -> Table:
 
 
 def _require_no_lost_reverse_edges(comm: Any, size: int, edges: _Edges, total: int) -> None:
-    """Raise ConfigError if nearly all edges, but not all, have a reverse edge. For example, reverse edges are missing
-    if each rank passes only edges whose receivers it owns, but lacks some of the cells around its nodes.
+    """Raise ConfigError if nearly all edges, but not all, have a reverse edge.
+
+    For example, reverse edges are missing at the boundary between two ranks if each rank derived its edges only from
+    the mesh cells that it holds.
 
     `total` is the number of nodes of the whole graph."""
     pairs = np.stack([edges.senders, edges.receivers], axis=1)

@@ -235,7 +235,7 @@ class Partition(Domain):
         return cls._make_partition(comm, lambda: parse_graph(numbers, owned, edges, positions, None, True), rows)
 
     @classmethod
-    def split(
+    def from_replicated_graph(
         cls, comm: Any, edges: Any, nodes: int, *, parts: Any = None, method: str = "coordinates",
         positions: Any = None, edge_features: Any = None, undirected: bool | None = None,
     ) -> Partition:  # fmt: skip
@@ -274,10 +274,10 @@ class Partition(Domain):
 
         Parameters
         ----------
-        comm, parts, method : as in `split`
+        comm, parts, method : as in `from_replicated_graph`
         mesh : result of `meshio.read`, the same on all ranks
-        positions : as in `split`; for example, scaled coordinates. Default: the coordinates of the points, without dims
-            in which all points have the same coordinate
+        positions : as in `from_replicated_graph`; for example, scaled coordinates. Default: the coordinates of the
+            points, without dims in which all points have the same coordinate
 
         Raises
         ------
@@ -329,7 +329,7 @@ class Partition(Domain):
 
         Parameters
         ----------
-        edges, nodes, parts, method, positions, edge_features, undirected : as in `split`
+        edges, nodes, parts, method, positions, edge_features, undirected : as in `from_replicated_graph`
         ranks : number of ranks
         rank : the rank whose part is described; default 0
 
@@ -644,7 +644,8 @@ class Partition(Domain):
         Parameters
         ----------
         array : (edges, features) or (samples, edges, features), with one row for each edge that this rank passed to the
-            partition, in the same order. If the partition was made by `split`, these are all edges of the graph
+            partition, in the same order. If the partition was made by `from_replicated_graph`, these are all edges of
+            the graph
 
         Returns
         -------

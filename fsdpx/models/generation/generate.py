@@ -44,7 +44,7 @@ def generate(
     """Implement `Trainer.generate`: for a single prompt, return the new tokens as an array; for several prompts, return
     a list of arrays. Collective.
 
-    `sampling` are the arguments of `Sampling`, in order."""
+    `sampling` holds the arguments of `Sampling`, in order."""
     with host.raising_errors_on_all_ranks("generate"):
         chosen = Sampling(*sampling)
     prompts, session = [prompt] if is_single_prompt(prompt) else prompt, host.session

@@ -53,7 +53,7 @@ def make_partition(comm: Communicator, graph: Graph, way: str, **more: Any) -> A
     """Return the partition of `graph` if ranks pass their parts in the given way. Rows are shuffled, with ghosts among
     them."""
     if way == "split":
-        made = fsdpx.Partition.split(
+        made = fsdpx.Partition.from_replicated_graph(
             comm, graph.edges, graph.nodes, parts=graph.parts, positions=graph.positions, **more
         )
         made.passed = np.arange(graph.edges.shape[1])  # edges that this rank passed

@@ -122,7 +122,7 @@ def test_edges_and_types_that_do_not_fit_are_refused(call: Any, text: str) -> No
 
     def one(comm: Communicator) -> None:
         graph = Graph.random(9, ranks)
-        run(fsdpx.Partition.split(comm, graph.edges, NODES, parts=graph.parts, **more))
+        run(fsdpx.Partition.from_replicated_graph(comm, graph.edges, NODES, parts=graph.parts, **more))
 
     with pytest.raises((DataError, ShapeError), match=text):
         spawn(one, ranks)

@@ -462,7 +462,7 @@ def test_a_part_of_a_mesh_takes_a_part_of_the_memory() -> None:
     points = np.stack(np.divmod(np.arange(n * n), n), axis=-1)
 
     def measure(comm: Communicator) -> int:
-        mesh = fsdpx.Partition.split(comm, edges, n * n, positions=points, undirected=True)
+        mesh = fsdpx.Partition.from_replicated_graph(comm, edges, n * n, positions=points, undirected=True)
         x, y = (np.zeros((1, *mesh.local_shape, f), np.float32) for f in (4, 2))
         net = nn.MeshGraphNet(4, 3, 2, 16, 4)
         run = fsdpx.dry_run(

@@ -55,7 +55,7 @@ def test_every_layer_is_tried() -> None:
 def run(comm: Communicator) -> dict[str, Any]:
     """Text of the error, or results, gradients of the inputs and of the parameters, of each layer."""
     cycle = np.stack([np.arange(NODES), np.roll(np.arange(NODES), 1)])
-    mesh = fsdpx.Partition.split(comm, cycle, NODES, parts=np.array([0, 1, 1, 0, 1, 0]) % comm.size)
+    mesh = fsdpx.Partition.from_replicated_graph(comm, cycle, NODES, parts=np.array([0, 1, 1, 0, 1, 0]) % comm.size)
     return {name: run_case(comm, mesh, *case) for name, case in ALL.items()}
 
 
@@ -124,7 +124,7 @@ def test_features_are_standardized_on_nodes_and_edges() -> None:
 
     def run(comm: Communicator) -> Any:
         cycle = np.stack([np.arange(NODES), np.roll(np.arange(NODES), 1)])
-        mesh = fsdpx.Partition.split(comm, cycle, NODES, parts=np.arange(NODES) % comm.size)
+        mesh = fsdpx.Partition.from_replicated_graph(comm, cycle, NODES, parts=np.arange(NODES) % comm.size)
         found = [model.as_distributed(comm=comm, domain=mesh, precision="float64") for model in (net, first)]
         return [mesh.all_gather(trainer.predict(mesh.take_local(x))) for trainer in found]
 

@@ -31,7 +31,7 @@ def test_ranks_of_mpi_train_as_thread_ranks_do(world: Communicator, way: str) ->
     with pytest.raises(DataError, match="rank 0"):  # on all ranks
         made.update_ghosts(np.zeros((made.row_counts[1] + (world.rank == 0), 1)))
     with pytest.raises(ConfigError, match="rank 0: method='best': choose one of"):
-        fsdpx.Partition.split(
+        fsdpx.Partition.from_replicated_graph(
             MPI.COMM_WORLD, graph.edges, graph.nodes, positions=graph.positions,
             method="coordinates" if world.rank else "best",
         )  # fmt: skip

@@ -29,7 +29,7 @@ def pack() -> data.PackedGraphs:
 
 def train(comm: Communicator) -> Any:
     packed = pack()
-    mesh = fsdpx.Partition.split(
+    mesh = fsdpx.Partition.from_replicated_graph(
         comm, packed.edges, packed.total_nodes, parts=packed.assign_parts(comm.size), undirected=False,
         positions=packed.pack([graph.positions for graph in GRAPHS]),
     )  # fmt: skip
@@ -88,8 +88,8 @@ TARGETS = [RNG.standard_normal((STEPS, 2, n, k)) for n, k in ((sum(SIZES), 4), (
 def train_readouts(comm: Communicator) -> Any:
     """Graphs lie across ranks, and the nodes of the coarser mesh, which are the graphs, anywhere."""
     packed, parts = pack(), np.arange(sum(SIZES)) % comm.size
-    mesh = fsdpx.Partition.split(comm, packed.edges, packed.total_nodes, parts=parts, undirected=False)
-    graphs = fsdpx.Partition.split(
+    mesh = fsdpx.Partition.from_replicated_graph(comm, packed.edges, packed.total_nodes, parts=parts, undirected=False)
+    graphs = fsdpx.Partition.from_replicated_graph(
         comm, np.zeros((2, 0), int), len(SIZES), parts=np.arange(len(SIZES))[::-1] % comm.size
     )
     level = fsdpx.MeshLevel(mesh, graphs, packed.graph_numbers[mesh.numbers])
@@ -175,7 +175,8 @@ def draw_batch(step: int) -> tuple[data.PackedGraphs, np.ndarray, np.ndarray, np
 def train_on_changing_graphs(comm: Communicator, precision: str) -> Any:
     packed, _, positions, *_ = draw_batch(0)
     parts = np.random.default_rng(comm.size).integers(0, comm.size, 30)
-    mesh = fsdpx.Partition.split(comm, packed.edges, 30, parts=parts, positions=positions, undirected=False)
+    given = {"parts": parts, "positions": positions, "undirected": False}
+    mesh = fsdpx.Partition.from_replicated_graph(comm, packed.edges, 30, **given)
     trainer = nn.MeshGraphNet(3, 3, 2, 6, 2, edge_inputs=1, activation="silu").as_distributed(
         loss=nn.MSELoss(skipna=True), optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, domain=mesh,
         precision=precision,

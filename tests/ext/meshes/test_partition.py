@@ -89,7 +89,9 @@ def test_parts_by_coordinates_are_even_and_edges_between_them_few() -> None:
     edges = np.concatenate([cells[:, [0, 1]], cells[:, [1, 2]], cells[:, [0, 2]]]).T
 
     def one(comm: Communicator, method: str) -> Any:
-        made = fsdpx.Partition.split(comm, edges, len(points), positions=points, method=method, undirected=True)
+        made = fsdpx.Partition.from_replicated_graph(
+            comm, edges, len(points), positions=points, method=method, undirected=True
+        )
         return made.local_shape[0], made.graph.ghosts, made.total_edges
 
     found = spawn(one, 5, "coordinates")
@@ -183,7 +185,7 @@ def featured(ends: list[list[int]], features: list[list[float]]) -> Callable[[Co
 def split(**change: Any) -> Callable[[Communicator], Any]:
     def one(comm: Communicator) -> Any:
         options = {"edges": EDGES, "nodes": 4, "parts": [0, 1, 1, 2], **(change if comm.rank == 1 else {})}
-        return fsdpx.Partition.split(comm, **options)
+        return fsdpx.Partition.from_replicated_graph(comm, **options)
 
     return one
 
@@ -250,8 +252,11 @@ WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
     (split(parts=None, method="coordinates"), "rank 1: method=.* needs positions=, or choose method"),
     (split(parts=None, method="best"), "rank 1: method='best': choose one of"),
     (split(nodes=2.5), "rank 1: nodes=2.5: give the number of nodes of the whole graph"),
-    (lambda comm: fsdpx.Partition.split(comm, EDGES, 4), "needs positions=, or choose method"),
-    (lambda comm: fsdpx.Partition.split(comm, EDGES, 4, method="best"), "choose one of 'coordinates', 'metis'"),
+    (lambda comm: fsdpx.Partition.from_replicated_graph(comm, EDGES, 4), "needs positions=, or choose method"),
+    (
+        lambda comm: fsdpx.Partition.from_replicated_graph(comm, EDGES, 4, method="best"),
+        "choose one of 'coordinates', 'metis'",
+    ),
     (lambda comm: fsdpx.Partition.from_cells(comm, [[0, 1, 2]], pairs=[(0, 3)]), "numbers from 0 to 2"),
     (cells(pairs=[0, 1]), "rank 1: pairs must be whole numbers with 2 dims"),
     (cells(pairs=5), "rank 1: pairs must be whole numbers with 2 dims"),
@@ -359,7 +364,7 @@ def test_labels_of_any_number_of_samples_are_labels() -> None:
 
     def one(comm: Communicator) -> list[float]:
         parts = np.array([0, 1, 1]) % comm.size
-        made = fsdpx.Partition.split(comm, [[0, 1, 2], [1, 2, 0]], 3, parts=parts)
+        made = fsdpx.Partition.from_replicated_graph(comm, [[0, 1, 2], [1, 2, 0]], 3, parts=parts)
         trainer = nn.GraphConv(2, 2).as_distributed(
             loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", domain=made
         )

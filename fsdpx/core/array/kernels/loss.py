@@ -108,8 +108,8 @@ def cross_entropy_backward(
     """Return `seed` times the gradient of `cross_entropy`, that is, `seed * (softmax(logits) - wanted)`, and 0 in
     ignored rows. `lse` is the third result of `cross_entropy`.
 
-    If the logits (n, some) cover only a slice of the classes, `classes` is the total number of classes, and a target
-    equal to `some` stands for a class outside the slice. If `classes` is 0, the logits cover all classes.
+    If the columns of the logits cover only a slice of the classes, `classes` is the total number of classes, and a
+    target outside the slice is given as the number of columns. If `classes` is 0, the logits cover all classes.
     """
     counted = target != ignore_index
     onehot = xp.arange(logits.shape[1])[None, :] == xp.where(counted, target, 0)[:, None]
