@@ -31,8 +31,9 @@ def put_channels_last(xp: Any, x: Any) -> Any:
 def put_channels_first(xp: Any, x: Any) -> Any:
     """Return x (samples, channels, *cells) with its channels first in memory if it is a NumPy array whose channels are
     last. Return other arrays unchanged."""
-    cells = math.prod(x.shape[2:])
     if xp is not np or x.ndim < 3 or x.flags.c_contiguous or x.strides[1] != x.itemsize or x.dtype.char not in "fd":
         return x
-    rows = np.moveaxis(x, 1, -1).reshape(x.shape[0], cells, x.shape[1])
+    if x.shape[1] < 8:  # NumPy is faster for few channels
+        return np.ascontiguousarray(x)
+    rows = np.moveaxis(x, 1, -1).reshape(x.shape[0], math.prod(x.shape[2:]), x.shape[1])
     return channels_last(xp, rows).transpose(0, 2, 1).reshape(x.shape)  # it moves the cells to the end

@@ -93,8 +93,12 @@ def transpose_pixels_into(x, first, out, add):
             ahead = source + (c * pixels + stop) * word
             for line in range(ahead, ahead + LINE * word, CACHE_LINE):
                 prefetch_line(line)
-        for c in range(0, whole, SQUARE):
-            for p in range(start, square_end, SQUARE):
+        # of the longer dim of x, as many numbers as possible are written one after another
+        is_long = channels > pixels
+        outer, inner = (square_end - start, whole) if is_long else (whole, square_end - start)
+        for i in range(0, outer, SQUARE):
+            for j in range(0, inner, SQUARE):
+                c, p = (j, start + i) if is_long else (i, start + j)
                 _transpose_square_block_into(like, source + (c * pixels + p) * word, pixels * word,
                                   to + ((p - first) * channels + c) * word, channels * word, add)  # fmt: skip
         for c in range(0 if square_end < stop else whole, channels):
@@ -133,7 +137,7 @@ def to_channels_last(x: np.ndarray) -> np.ndarray:
 
 def to_channels_first(x: np.ndarray) -> np.ndarray:
     """Return x (samples, channels, *cells) as a contiguous array with channels first, copied if necessary."""
-    if x.flags.c_contiguous:
+    if x.flags.c_contiguous or x.shape[1] < SQUARE:  # NumPy is faster for few channels
         return as_contiguous(x)
     rows, out = as_contiguous(view_channels_last(x)), np.empty(x.shape, x.dtype)
     n, channels, cells = *x.shape[:2], math.prod(x.shape[2:])
