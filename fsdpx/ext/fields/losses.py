@@ -207,11 +207,12 @@ class RelativeL2(RootLoss):
         return total, weight, ((y, target), None, scale, y.dtype)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
-        error, *others = saved
-        if isinstance(error, tuple):
-            y, target = error
-            error = y - match_memory_order(None, target, y)
-        return super().backward(env, (error, *others), seed)
+        if not isinstance(saved[0], tuple):
+            return super().backward(env, saved, seed)
+        (y, target), _, scale, _ = saved
+        error = y - match_memory_order(None, target, y)
+        error *= self._compute_gradient_factors(env, error, scale, seed)
+        return error
 
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
         return tuple(range(1, y.ndim))
