@@ -7,7 +7,7 @@ import fsdpx
 from fsdpx import nn, optim
 
 ROWS, COLUMNS = 32, 48  # size in cells; walls at the first and last row, periodic columns
-SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # number of small steps per state, time step, viscosity
+SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # number of small steps from state to state, length of a small step, viscosity
 STATES = 20  # number of states in a run of the solver
 
 comm = MPI.COMM_WORLD
@@ -19,7 +19,7 @@ rows, columns = (
 
 
 def make_initial_drops(seed):
-    """Return this rank's part of the initial state, still water with two drops.
+    """Return this rank's part of the initial state: water at rest, with two drops.
 
     Its shape is (rows, columns, 3). The last dim contains the height, the velocity along
     x and the velocity along y."""

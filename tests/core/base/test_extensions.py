@@ -167,10 +167,10 @@ def test_an_unknown_name_is_refused() -> None:
 
 NAMES = "asynchronous compression coupling elastic fields gloo interop lora meshes moe observe offload watch"
 NOT_ASKED_FOR = ("data/", "models/", "plan/", *(f"ext/{name}/" for name in NAMES.split()))
-GPT_LINES = 24_700
+GPT_LINES = 24_750
 
 
-@pytest.mark.parametrize(("program", "most"), [(MLP, 22_100), (GPT, GPT_LINES)], ids=["mlp", "gpt"])
+@pytest.mark.parametrize(("program", "most"), [(MLP, 22_150), (GPT, GPT_LINES)], ids=["mlp", "gpt"])
 def test_nothing_is_loaded_that_was_not_asked_for(program: str, most: int) -> None:
     """A training step, a save and a load read the core alone, and machine code on disk. Lines of code are counted."""
     files = loaded_files(program)
