@@ -1,5 +1,6 @@
 """Losses that grow linearly for large errors: L1Loss, HuberLoss and SmoothL1Loss."""
 
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,9 @@ class _RobustLoss(WeightedElementwiseLoss):
 
     kernel_names = ("huber_error", "huber_error_backward", "huber_error_gradient_and_sum")
 
+    @abstractmethod
     def get_delta_and_scale(self) -> tuple[float, float]:
         """Return the numbers `delta` and `scale`."""
-        raise NotImplementedError
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         if not self._can_use_kernels(y):

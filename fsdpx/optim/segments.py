@@ -319,8 +319,8 @@ class ShardSegments:
 
     @cached_property
     def _segment_pairs_shared_with_each_rank(self) -> list[list[tuple[ShardSegment, ShardSegment]]]:
-        """For each rank, a list with one pair (that rank's segment, this rank's segment) for each parameter of which
-        both ranks hold a segment. The list for this rank itself is empty."""
+        """A list of pairs (that rank's segment, this rank's segment) for each rank. There is one pair for each
+        parameter that both ranks hold a part of. The list for this rank itself is empty."""
         assert self.peers is not None
         own_segments = {s.name: s for s in self.items}
         return [

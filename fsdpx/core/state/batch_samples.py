@@ -1,5 +1,5 @@
-"""Keep track of which samples of the dataset the arrays of a batch hold. Ranks that must have the same samples can then
-check that they do."""
+"""Remember which samples of the dataset are in the arrays of a batch. If ranks must have the same samples, they can
+then check this."""
 
 from __future__ import annotations
 

@@ -217,9 +217,10 @@ class Session:
             self.agree_on_call("begin to step apart")
 
     def swapping_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
-        """Return a context manager. If ranks train different parameters, as in local SGD, it temporarily replaces
-        arrays of this rank with those that are common to all ranks. Otherwise, it does nothing. `kinds` says which
-        arrays to replace: "master" (parameters), "slot" (optimizer state) or "average" (averages of parameters)."""
+        """Return a context manager that does nothing if all ranks train the same parameters. If they train different
+        parameters, as in local SGD, the context manager temporarily replaces this rank's arrays with the arrays that
+        are common to all ranks. `kinds` lists which arrays to replace: "master" (parameters), "slot" (optimizer state)
+        or "average" (averages of parameters)."""
         put = self.placement.sync_policy.read_common_state_and_get_setter(self.state, kinds)
         return nullcontext() if put is None else self.swapping_parameters(put, "the common model")
 

@@ -72,7 +72,6 @@ def all_gather_and_merge_moments(env: LayerContext, moments: Array, what: str) -
 def sum_squares_over_cells(xp: Any, x: Array) -> Array:
     """Return the sum of squares of each channel of x (samples, channels, *cells), in float64, as (samples,
     channels)."""
-    cells = math.prod(x.shape[2:])
     if xp is np and x.flags.c_contiguous and x.size:
-        return sum_squares_of_blocks(xp, x.reshape(-1), cells).reshape(x.shape[:2])
+        return sum_squares_of_blocks(xp, x.reshape(-1), math.prod(x.shape[2:])).reshape(x.shape[:2])
     return (x * x).sum(axis=tuple(range(2, x.ndim)), dtype=np.float64)

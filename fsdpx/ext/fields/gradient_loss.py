@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.derivatives import DerivativeTerm, FieldGradient, Spacing, StencilTap
 from fsdpx.ext.fields.halo import HaloSpec
-from fsdpx.ext.fields.losses import RelativeL2
+from fsdpx.ext.fields.losses import RelativeL2, RootLoss
 from fsdpx.nn.layer import Array, LayerContext
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.shard_specs import FieldPartition, bind_partition
@@ -48,7 +48,7 @@ class RelativeH1(RelativeL2):
     """
 
     needs_grid = True
-    kernel_names = (*RelativeL2.kernel_names, "apply_stencil")
+    kernel_names = (*RootLoss.kernel_names, "apply_stencil")
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ def compute_hmac(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarra
 
 
 class Rendezvous:
-    """The ranks of a job, all of which have registered in a common store.
+    """The ranks of a job, after they have all registered in a common store.
 
     Attributes
     ----------

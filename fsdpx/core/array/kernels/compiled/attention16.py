@@ -129,7 +129,7 @@ def _multiply_tile_into(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b
 
 @intrinsic
 def _interleave_two_rows_into(typingctx: Any, x: Any, row: Any, out: Any) -> Any:
-    """Interleave two rows of LANES numbers into one row of words, each of which holds one number from each row."""
+    """Interleave two rows of LANES numbers into one row of words. Word i holds the numbers i of both rows."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out = arguments
