@@ -122,7 +122,8 @@ def flops_of(one: Configuration) -> float:
     """FLOP of a forward of one rank, by a dry run."""
     from fsdpx.core.array.shapes import ShapeArray
     from fsdpx.core.array.shapes.flop_counter import counting_work
-    from fsdpx.nn.layer_list import linearize, output_shapes
+    from fsdpx.nn.layer_list import linearize
+    from fsdpx.nn.shape_inference import output_shapes
 
     (shape, _), _ = batch_of(one)
     with counting_work() as work:

@@ -52,7 +52,7 @@ OTHER_SENSES = {
     r"(each|other|one|first|second|both|input-gradient|weight-gradient) (half|halves)|rounded (up|which|so)|"
     r"(correctly|first|are|not) rounded",
     # the callback of `generate` for each token
-    "ext/gpu": r"\bstream(:| :|,)",
+    "ext/gpu": r"\bstream(:| :|,|\()",
 }
 """Where a word of an extension's list means something else in the core, in a line that begins with its place."""
 SPINE = (

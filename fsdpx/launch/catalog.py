@@ -17,7 +17,8 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.examples import models
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.nn.layer import list_kernels
-from fsdpx.nn.layer_list import linearize, output_shapes
+from fsdpx.nn.layer_list import linearize
+from fsdpx.nn.shape_inference import output_shapes
 
 __all__ = ["CATALOG", "CatalogModel", "find_model", "list_kernels_of_model_and_loss"]
 

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
         LayerList as LayerList,
         Node as Node,
         linearize as linearize,
-        output_shapes as output_shapes,
         parameter_specs as parameter_specs,
-        value_shapes as value_shapes,
     )
     from fsdpx.nn.losses import TensorParallelModel as TensorParallelModel
     from fsdpx.nn.sequence import (
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
         ShardingContext as ShardingContext,
         VocabParallel as VocabParallel,
     )
+    from fsdpx.nn.shape_inference import output_shapes as output_shapes, value_shapes as value_shapes
     from fsdpx.nn.tensor_plan import parallelize as parallelize
 else:
     __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

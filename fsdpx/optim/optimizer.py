@@ -334,7 +334,8 @@ def require_matching_shard(owner: object, p: Any, g: Any, slots: Slots, step: in
 
 
 BLOCK_ELEMENTS = 1 << 16  # number of elements in a block, chosen so that a block fits into the cache
-# on GPUs, blocks are larger than on CPUs, because launching a kernel takes longer than updating 64 Ki elements
+# blocks of other devices are larger than those of CPUs, because launching a kernel takes longer than updating 64 Ki
+# elements
 DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 

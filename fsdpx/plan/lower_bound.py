@@ -14,7 +14,8 @@ from fsdpx.core.array.shapes.flop_counter import WorkCount
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.state.placement import PipelineChoice
 from fsdpx.core.state.units import require_enough_layers, split_into_stages
-from fsdpx.nn.layer_list import LayerList, get_or_memoize, linearize
+from fsdpx.nn.layer_list import LayerList, linearize
+from fsdpx.nn.shape_inference import get_or_memoize
 from fsdpx.plan.costing import ActionCost
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.world_step import WorldStep

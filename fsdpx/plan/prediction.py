@@ -17,7 +17,7 @@ from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.program import ActionEvent
 from fsdpx.core.state.sync_policy import SyncChoice
 from fsdpx.errors import warn
-from fsdpx.nn.layer_list import memoizing
+from fsdpx.nn.shape_inference import memoizing
 from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.lower_bound import LayerPrediction, predict_cost_by_layer
 from fsdpx.plan.machine import Machine

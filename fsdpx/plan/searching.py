@@ -23,7 +23,8 @@ from fsdpx.core.trainer.recipe import Recipe, TrainingChoices, adapt_foreign_mod
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.offload.choice import OffloadConfig
-from fsdpx.nn.layer_list import get_or_memoize, linearize, memoizing
+from fsdpx.nn.layer_list import linearize
+from fsdpx.nn.shape_inference import get_or_memoize, memoizing
 from fsdpx.plan.lower_bound import compute_lower_bound_seconds
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.max_depth import copy_model_with_block_count, count_blocks, count_parameters

@@ -24,7 +24,7 @@ from fsdpx.core.program import VERBS, Action, compile_and_check_pipe, compiler, 
 from fsdpx.core.program.pipeline import Stage
 from fsdpx.core.state.gradients import count_samples_of_rank
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer_list import get_or_memoize
+from fsdpx.nn.shape_inference import get_or_memoize
 from fsdpx.plan import Compute, Machine, NetworkLevel, costing, predict
 from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
 from fsdpx.plan.time_model import MeshOnMachine, StepTimes

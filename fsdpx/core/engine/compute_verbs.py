@@ -18,8 +18,9 @@ from fsdpx.core.state.units import Unit
 from fsdpx.errors import ConfigError
 from fsdpx.nn.gradient_accumulation import GradientEntries
 from fsdpx.nn.layer import LayerContext, require_result_is_pair
-from fsdpx.nn.layer_list import CALLS_NUMPY, UNKNOWN, Node, is_missing_function_error, is_numpy_call_error
+from fsdpx.nn.layer_list import Node
 from fsdpx.nn.losses import Loss, match_memory_order
+from fsdpx.nn.shape_inference import CALLS_NUMPY, UNKNOWN, is_missing_function_error, is_numpy_call_error
 
 __all__ = [
     "UNIT_FUNCTIONS", "backward_unit", "backward_unit_input", "backward_unit_params",

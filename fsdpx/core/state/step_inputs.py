@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes.array import measuring_shape_only_memory
 from fsdpx.core.base.dataclass import dataclass, field
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import MeshAxes, connect_axes
 from fsdpx.nn.cache import KeyValueCache
-from fsdpx.nn.layer_list import LayerList, value_shapes
+from fsdpx.nn.layer_list import LayerList
+from fsdpx.nn.shape_inference import value_shapes
 
 __all__ = ["Microbatch", "StepInputs", "ValueShape", "ValueShapes", "list_targets"]
 
@@ -93,9 +93,8 @@ class ValueShapes:
         if key not in self._found:
             # exclude these arrays from the memory count of a dry run, because they have no data
             with measuring_shape_only_memory():
-                inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
                 shapes = value_shapes(
-                    self._model, inputs, self._dtype, axes=self.make_fake_mesh_axes_for_tensor_rank(rank)
+                    self._model, batch.inputs, self._dtype, axes=self.make_fake_mesh_axes_for_tensor_rank(rank)
                 )
                 self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in shapes]
         return self._found[key][value]

@@ -61,8 +61,9 @@ from fsdpx.core.trainer.recipe import DistributionChoices, NoOptimizer, Recipe, 
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import ConfigError, warn
 from fsdpx.nn.layer import Layer, list_kernels
-from fsdpx.nn.layer_list import LayerList, get_or_memoize, insert_integer_casts, linearize
+from fsdpx.nn.layer_list import LayerList, insert_integer_casts, linearize
 from fsdpx.nn.losses import TensorParallelModel
+from fsdpx.nn.shape_inference import get_or_memoize
 from fsdpx.optim import no_decay
 
 __all__ = ["assemble_placement_and_model", "assemble_session"]
@@ -307,7 +308,7 @@ def _shard_model(
 
 
 def _choose_codecs_and_accumulation(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> ReductionChoices:
-    """Return how gradients are reduced: compression codecs, order of accumulation, and number of microbatches."""
+    """Return how gradients are reduced for an update."""
     training, axes, choice = recipe.training, ranks.axes, recipe.distribution.compression
     microbatches = get_microbatch_count_or_default(training.microbatches, training.reproducible_chunks, axes.mesh)
     sums = make_accumulation(training.reproducible_chunks, axes)

@@ -200,8 +200,8 @@ class RuntimeOptions:
     check_finite : if True, check the results of every unit for NaN and Inf
     tune : if True, spend about 100 ms on measurements to find good values for options that were not given, and store
         them on disk (default: True unless FSDPX_TUNE=0)
-    replay : if True, record forward and backward passes on a GPU as CUDA graphs in the second step, and launch the
-        graphs instead of single kernels from then on (docs: gpu). Experimental
+    replay : if True, record the kernels of forward and backward passes in the second step, and from then on launch each
+        recording at once instead of single kernels (CUDA graphs; docs: gpu). Experimental
     trace : folder into which a timeline of the last steps is written, or `fsdpx.TraceConfig(...)` (docs: observe;
         default: FSDPX_TRACE)
     """

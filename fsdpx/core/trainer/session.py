@@ -40,7 +40,8 @@ from fsdpx.core.trainer.uncoordinated_predict import UncoordinatedPrediction
 from fsdpx.errors import ConfigError, FsdpxError, warn
 from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.gradient_accumulation import has_integer_dtype
-from fsdpx.nn.layer_list import LayerList, output_shapes
+from fsdpx.nn.layer_list import LayerList
+from fsdpx.nn.shape_inference import output_shapes
 
 __all__ = ["Session"]
 
