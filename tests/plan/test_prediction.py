@@ -490,9 +490,9 @@ def test_layers_that_compute_the_same_are_followed_once(make: Any) -> None:
 def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers are put in order twice, as given and as it is cut, and its shapes are found once for each size: by
     all four ranks together. Outside of a prediction nothing is kept."""
-    sort = import_module("fsdpx.nn.layer_list")
     calls: list[str] = []
-    for module, name in ((import_module("fsdpx.core.trainer.assemble"), "linearize"), (sort, "_infer_shapes")):
+    for module, name in (("core.trainer.assemble", "linearize"), ("nn.shape_inference", "_infer_shapes")):
+        module = import_module(f"fsdpx.{module}")
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, real=real, name=name: calls.append(name) or real(*a))
     predict(gpt(), batch(8), ranks=4, machine=FLAT, mesh=fsdpx.Mesh(pipe=4), microbatches=4)
