@@ -1,0 +1,67 @@
+"""Examples as users start them: under mpiexec, several in one job, or on ranks that are threads."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from fsdpx import spawn
+
+__all__ = ["ROOT", "run_several", "run_threads", "start"]
+
+ROOT = Path(__file__).parents[2]
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+BETWEEN = "=" * 40 + "\n"
+SEVERAL = f"""
+import json, runpy, sys
+import fsdpx
+
+for command in json.loads(sys.argv[1]):
+    print("begins:", command, file=sys.stderr, flush=True)
+    kind, *sys.argv = command
+    try:
+        if kind == "-m":
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            exec(sys.argv[0], {{}})
+    except SystemExit as end:
+        if end.code:
+            raise
+    if fsdpx.init().rank == 0:
+        print({BETWEEN!r}, end="", flush=True)
+"""
+
+
+def start(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments on so many ranks, to its end."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
+    environ["FSDPX_TUNE"] = "0"
+    environ["OPENBLAS_NUM_THREADS"] = "1"  # small products on a busy machine: threads would only wait for each other
+    environ["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"  # MPICH's ranks that wait leave the cores to those that work
+    command = [*([str(MPIEXEC), "-n", str(ranks)] if ranks > 1 else []), sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
+    )
+
+
+def run_several(ranks: int, *commands: list[str]) -> list[str]:
+    """What each of these commands, arguments of Python, prints where one job runs them in turn: every process of a job
+    takes longer to import than most examples to run."""
+    done = start(ranks, "-c", SEVERAL, json.dumps(commands))
+    assert done.returncode == 0, done.stderr
+    *found, rest = done.stdout.split(BETWEEN)
+    assert (len(found), rest) == (len(commands), "")
+    return found
+
+
+def run_threads(ranks: int, main: Callable[[list[str]], Any], *arguments: str, **options: Any) -> tuple[str, str]:
+    """What `main` prints on ranks that are threads, and what it says on standard error."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        spawn(lambda comm: main([*arguments]), ranks, **options)
+    return out.getvalue(), err.getvalue()
