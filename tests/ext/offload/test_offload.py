@@ -411,11 +411,10 @@ def test_states_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
         command = [sys.executable, "-c", LIMITED, str(folder), what, str(limit)]
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
-    free, offloaded = run("memory", 0), run("optimizer+gradients", 0)  # they compile what is not on disk yet, too
-    failed = run("memory", limit)
+    free, failed = run("memory", 0), run("memory", limit)  # the first compiles what is not on disk yet, too
     assert failed.returncode != 0
     assert "MemoryError" in failed.stderr
     limited = run("optimizer+gradients", limit)
     assert (limited.returncode, limited.stderr) == (0, "")
     assert len(free.stdout.strip()) == 64
-    assert limited.stdout == offloaded.stdout == free.stdout
+    assert limited.stdout == free.stdout
