@@ -2,8 +2,8 @@
 
 import gzip
 import json
-import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -58,6 +58,20 @@ def trained(comm: Communicator, folder: Any, steps: int = 3, case: str = "gpt", 
 def written(folder: Path, size: int = 4, **options: Any) -> list[RankTrace]:
     spawn(lambda comm: trained(comm, folder, **options).close(), size)
     return read_traces(folder)
+
+
+@pytest.fixture(scope="module")
+def of_a_mesh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Traces of a pipe of two stages on two ranks each, which no test changes."""
+    folder = tmp_path_factory.mktemp("mesh")
+    written(folder, mesh=Mesh(pipe=2, shard=2), microbatches=3)
+    return folder
+
+
+@pytest.fixture
+def traces(of_a_mesh: Path, tmp_path: Path) -> Path:
+    """A copy of them."""
+    return Path(shutil.copytree(of_a_mesh, tmp_path / "traces"))
 
 
 class Twice(nn.Linear):
@@ -145,9 +159,8 @@ class Imported:
 
 
 @in_full
-def test_a_trace_keeps_the_rules_of_its_format(tmp_path: Path) -> None:
-    written(tmp_path, mesh=Mesh(pipe=2, shard=2), microbatches=3)
-    path, error, messages = merge_traces(tmp_path)
+def test_a_trace_keeps_the_rules_of_its_format(traces: Path) -> None:
+    path, error, messages = merge_traces(traces)
     with gzip.open(path, "rt") as file:
         found = json.load(file)
     events = found["traceEvents"]
@@ -170,43 +183,41 @@ def test_a_trace_keeps_the_rules_of_its_format(tmp_path: Path) -> None:
 
 @in_full
 @pytest.mark.parametrize("late", [0, 2])
-def test_no_message_arrives_before_it_is_sent(tmp_path: Path, late: int) -> None:
+def test_no_message_arrives_before_it_is_sent(traces: Path, late: int) -> None:
     """The clock of a rank is wrong by more than a message takes, as on a busy machine."""
-    written(tmp_path, mesh=Mesh(pipe=2, shard=2), microbatches=3)
-    path = tmp_path / get_trace_file_name(late)
+    path = traces / get_trace_file_name(late)
     found = json.loads(gzip.decompress(path.read_bytes()))
     found["fsdpx"]["clock"] = [(at, offset + 0.05, 0.05) for at, offset, _ in found["fsdpx"]["clock"]]
     path.write_bytes(gzip.compress(json.dumps(found).encode()))
-    messages = merge_traces(tmp_path)[2]
-    imported = Imported(json.loads(gzip.decompress((tmp_path / MERGED).read_bytes()))["traceEvents"], False)
+    messages = merge_traces(traces)[2]
+    imported = Imported(json.loads(gzip.decompress((traces / MERGED).read_bytes()))["traceEvents"], False)
     assert not imported.lost
     assert len(imported.flows) == messages > 0
-    assert 0 < max(one.delay for one in read_traces(tmp_path)) <= 0.1
+    assert 0 < max(one.delay for one in read_traces(traces)) <= 0.1
 
 
 @in_full
-def test_a_simulated_step_lies_beside_a_measured_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path, mesh=Mesh(pipe=2, shard=2), microbatches=3)
-    path = tmp_path / SIMULATED
+def test_a_simulated_step_lies_beside_a_measured_one(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = traces / SIMULATED
     line = ["gpt-tiny", "--mesh", "pipe=2,shard=2", "--microbatches", "3", "--batch", "6", "--trace", str(path)]
-    alone, messages = merge_traces(tmp_path)[1:]
+    alone, messages = merge_traces(traces)[1:]
     assert main(["show", *line]) == 0
     assert f"traced: {path}, 2 of 4 ranks of epyc-100g, simulated" in capsys.readouterr().out
-    assert merge_traces(tmp_path)[1:] == (alone, messages)
-    events = json.loads(gzip.decompress((tmp_path / MERGED).read_bytes()))["traceEvents"]
+    assert merge_traces(traces)[1:] == (alone, messages)
+    events = json.loads(gzip.decompress((traces / MERGED).read_bytes()))["traceEvents"]
     imported = Imported(events, False)
     assert not imported.lost
     assert len(imported.flows) == messages + 2 * 3  # forward and back
     simulated = [event for event in events if event["pid"] >= 1_000_000]
     names = {e["args"]["name"] for e in simulated if e["name"] == "process_name"}
     assert names == {f"rank {2 * n + 1} (pipe {n} replica 0 shard 1 tensor 0) on epyc-100g, simulated" for n in (0, 1)}
-    shown = read_traces(tmp_path)[0].header.shown
+    shown = read_traces(traces)[0].header.shown
     begun = [e["ts"] for e in events if e["pid"] == 0 and e.get("cat") == "step" and e["args"]["run"] == shown]
     assert min(e["ts"] for e in simulated if "ts" in e) == begun[0]
     assert all(e["args"]["bytes"] > 0 for e in simulated if e["ph"] == "C")
     path.write_bytes(b"damaged")
     with pytest.raises(ConfigError, match=f"{SIMULATED}: no trace of fsdpx can be read there"):
-        merge_traces(tmp_path)
+        merge_traces(traces)
 
 
 def test_a_simulated_trace_has_what_the_prediction_has(tmp_path: Path) -> None:
@@ -290,33 +301,30 @@ def test_the_variable_asks_for_a_trace(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 LOST = """
+import sys
 import numpy as np, fsdpx
 from fsdpx import nn, optim
-model = fsdpx.distribute(nn.Linear(2, 1), optimizer=optim.SGD(lr=0.1), loss=nn.MSELoss())
-model.step(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))
+batch = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
+made = {}
+for name in ("lost", "closed", "saved", "later"):
+    options = {"optimizer": optim.SGD(lr=0.1), "loss": nn.MSELoss(), "trace": f"{sys.argv[1]}/{name}"}
+    made[name] = fsdpx.distribute(nn.Linear(2, 1), **options)
+    made[name].step(*batch)
+made["closed"].close()
+made["saved"].inspect.save_trace()
+made["later"].inspect.save_trace()
+made["later"].step(*batch)
+sys.exit(3)
 """
 
 
-@pytest.mark.parametrize(
-    ("last", "lost"),
-    [
-        ("", True),
-        ("raise SystemExit(3)", True),
-        ("model.close()", False),
-        ("model.inspect.save_trace()", False),
-        ("model.inspect.save_trace(); model.step(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))", True),
-    ],
-)
-def test_a_trace_that_nobody_wrote_is_told(tmp_path: Path, last: str, lost: bool) -> None:
+def test_a_trace_that_nobody_wrote_is_told(tmp_path: Path) -> None:
     """The end of a script cannot write it, since that takes all ranks; but it is not lost in silence."""
-    folder = tmp_path / "traced"
-    done = subprocess.run(
-        [sys.executable, "-c", LOST + last], env={**os.environ, "FSDPX_TRACE": str(folder)},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert (f"not written to {folder}: call trainer.close()" in done.stderr) == lost, done.stderr
-    assert done.returncode == (3 if "SystemExit" in last else 0), done.stderr
-    assert (folder / get_trace_file_name(0)).exists() == ("model." in last)
+    done = subprocess.run([sys.executable, "-c", LOST, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    for name, lost in {"lost": True, "closed": False, "saved": False, "later": True}.items():
+        assert (f"not written to {tmp_path / name}: call trainer.close()" in done.stderr) == lost, done.stderr
+        assert (tmp_path / name / get_trace_file_name(0)).exists() == (name != "lost")
 
 
 @pytest.mark.parametrize("pipe", [1, 2])
