@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from amount import few
+from commands import refused, shown
 from stand_in import Cupy, Device
+from trials import job
 
 from fsdpx import spawn
-from fsdpx.__main__ import main
 from fsdpx.launch.bench import TIMED_VERBS, _format_report, _iterate_communicators_to_measure, measure_verbs
 from fsdpx.launch.doctor import RankFacts, gather_health_report_of_ranks, list_warnings
 from fsdpx.launch.launchers import FoundLauncher
@@ -23,9 +23,8 @@ VERSIONS = {"numpy": "2.1", "numba": "0.6"}
 GOOD = RankFacts("n1", VERSIONS, (0, 1), 1, 1 << 30, "/cache", True, (), False)
 
 
-def test_without_a_gpu_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    text = capsys.readouterr().out
+def test_without_a_gpu_and_alone() -> None:
+    text = shown("doctor")
     assert "host arrays  local: one rank by itself" in text
     assert "cupy" not in text.lower()
     assert ("GPUs         none\n" in text) != os.path.exists("/dev/nvidiactl")
@@ -152,23 +151,6 @@ def test_cupy_is_asked_for_only_where_there_is_a_gpu(driver: bool, monkeypatch: 
     assert ("pip install '.[cuda13]'" in found.get("warning", "")) == driver
 
 
-@pytest.mark.jobs
-@pytest.mark.parametrize("messages", few([False, True], 1))
-def test_under_mpiexec(tmp_path: Path, messages: bool) -> None:
-    from trials import job
-
-    done = job(tmp_path, "from fsdpx.__main__ import main\nimport sys\nsys.exit(main(['doctor', '--json']))", ranks=2,
-               **({"FSDPX_NODE": "0"} if messages else {}))  # fmt: skip
-    assert done.status == 0, done.err
-    report = json.loads(done.out)
-    found = dict(report["found"])
-    assert report["healthy"]
-    assert found["ranks"].startswith("2: ranks 0, 1 on ")
-    assert re.search(r", thread level MULTIPLE; /\S+: ", found["MPI"])
-    assert found["host arrays"].startswith("mpi: messages only" if messages else "node: shared memory, 2 ranks on one ")
-    assert [text.endswith("the sum is right") for name, text in report["found"] if name == "all-reduce"] == [True] * 2
-
-
 def test_every_verb_has_its_time_and_what_it_moved() -> None:
     reports = spawn(lambda comm: measure_verbs(comm, [64, 30_000], seconds=0.0), 3)
     assert reports[0] == reports[1] == reports[2]
@@ -196,10 +178,8 @@ def test_every_verb_has_its_time_and_what_it_moved() -> None:
     ]
 
 
-def test_words_of_other_launchers_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "--nnodes", "2", "x.py"])
-    said = capsys.readouterr().err
+def test_words_of_other_launchers_are_answered() -> None:
+    said = refused("run --nnodes 2 x.py")
     assert "unrecognized arguments: --nnodes; here that is fsdpx run --nodes: the launcher decides; " in said
 
 
@@ -230,25 +210,38 @@ def test_the_levels_are_those_of_the_machine() -> None:
     ],
 )
 def test_what_cannot_be_measured_is_said(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", "comm", *words]) == 2
-    assert capsys.readouterr().err.startswith(said)
+    assert refused(["bench", "comm", *words]).startswith(said)
+
+
+BOTH = """
+import fsdpx
+from fsdpx.__main__ import main
+assert main(["doctor", "--json"]) == 0
+fsdpx.finalize()
+words = ["--sizes", "64,64KiB", "--seconds", "0.002", "--json", "found.json"]
+assert main(["bench", "comm", *words]) == 0
+"""
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("messages", few([False, True], 1))
-def test_bench_under_mpiexec(tmp_path: Path, messages: bool) -> None:
-    from trials import job
-
-    words = ["bench", "comm", "--sizes", "64,64KiB", "--seconds", "0.002", "--json", "found.json"]
-    program = f"import sys\nfrom fsdpx.__main__ import main\nsys.exit(main({words}))"
-    done = job(tmp_path, program, ranks=2, **({"FSDPX_NODE": "0"} if messages else {}))
+@pytest.mark.parametrize("messages", [False, True])
+def test_both_under_mpiexec(tmp_path: Path, messages: bool) -> None:
+    done = job(tmp_path, BOTH, ranks=2, **({"FSDPX_NODE": "0"} if messages else {}))
     assert done.status == 0, done.err
+    health, end = json.JSONDecoder().raw_decode(done.out)
+    found = dict(health["found"])
+    assert health["healthy"]
+    assert found["ranks"].startswith("2: ranks 0, 1 on ")
+    assert re.search(r", thread level MULTIPLE; /\S+: ", found["MPI"])
+    assert found["host arrays"].startswith("mpi: messages only" if messages else "node: shared memory, 2 ranks on one ")
+    assert [text.endswith("the sum is right") for name, text in health["found"] if name == "all-reduce"] == [True] * 2
+
     report = json.loads((tmp_path / "found.json").read_text())
     assert report["backend"] == ("mpi" if messages else "node")
-    assert done.out.startswith(f"{report['backend']}, {report['library']}; ")
+    assert done.out[end:].lstrip().startswith(f"{report['backend']}, {report['library']}; ")
     (level,) = report["levels"]
     by = {row["verb"]: row["by"] for row in level["rows"]}
     ours = {"all_gather", "reduce_scatter", "all_reduce", "barrier"}
