@@ -12,21 +12,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trials import ENDLESS, MPIEXEC, STEPS, TRAINER, asked_to_stop, job, none_left
+from amount import pairs
+from trials import STEPS, TRAINER, job, none_left
 
 from fsdpx import nn, optim, spawn
 from fsdpx.errors import ConfigError
+from fsdpx.ext.watch import rank_exits
 from fsdpx.ext.watch.flight_recorder import FlightRecorder, read_record
 from fsdpx.ext.watch.preempt import PREEMPTED_STATUS, JobPreempted, Preemption
 from fsdpx.ext.watch.rank_exits import find_awaited_ended_rank, find_diverged_calls, have_all_scripts_ended
 
 ENDS = "def outside(step):\n    if step == 3 and comm.rank == comm.size - 1: {how}\n"
+SOON = """
+from fsdpx.ext.watch import rank_exits, watchdog
+for module in rank_exits, watchdog: module.EARLY_SECONDS, module.LATE_SECONDS = 0.2, 1.0
+"""
 SECONDS = 40.0
 """Generous: it takes 2 to 6, the default deadline is half an hour."""
 
 
-def ended(folder: Path, how: str, ranks: int = 2):
-    done = job(folder, TRAINER + ENDS.format(how=how) + STEPS, ranks=ranks)
+def ended(folder: Path, how: str, ranks: int = 2, before: str = ""):
+    done = job(folder, before + TRAINER + ENDS.format(how=how) + STEPS, ranks=ranks)
     assert none_left(folder)
     assert "ended well" not in done.out
     assert done.seconds < SECONDS, done.err
@@ -37,9 +43,7 @@ def ended(folder: Path, how: str, ranks: int = 2):
 @pytest.mark.parametrize(
     ("how", "status", "said"),
     [
-        ("sys.exit(0)", 1, "has come to the end of its script"),
         ("sys.exit(3)", 3, "has ended with status 3"),
-        ("sys.exit('no more')", 1, "has ended with status 1"),
         ("raise SystemExit(5)", 1, "has come to the end of its script"),  # nobody is told this one
     ],
 )
@@ -56,10 +60,18 @@ def test_a_script_that_comes_to_its_end_in_the_middle(tmp_path, how, status, sai
     assert list((tmp_path / "tmp").glob("fsdpx-*")) == []
 
 
+@pytest.mark.parametrize(("given", "status"), [(None, 0), (0, 0), (3, 3), (256 + 7, 7), ("no more", 1)])
+def test_what_sys_exit_is_given_is_a_status(monkeypatch, given, status):
+    monkeypatch.setattr(rank_exits, "_reported", [0])
+    left = []
+    rank_exits._wrap_sys_exit(left.append)(given)
+    assert (rank_exits.get_sys_exit_status(), left) == (status, [given])
+
+
 @pytest.mark.jobs
 def test_a_loop_that_ends_early(tmp_path):
     steps = STEPS.replace("    outside(step)\n", "    if step == 3 and comm.rank == 0: break\n").partition("if comm")[0]
-    done = job(tmp_path, TRAINER + steps)
+    done = job(tmp_path, TRAINER + steps, ranks=2)
     assert none_left(tmp_path)
     assert done.status == 1, done.err
     assert "rank 0 has come to the end of its script, after its call 4, step, and rank " in done.err
@@ -67,8 +79,9 @@ def test_a_loop_that_ends_early(tmp_path):
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("end", ["raise RuntimeError('my own bug')", "os._exit(0)"])
-@pytest.mark.parametrize("streams", ["full", "closed", "gone"])
+@pytest.mark.parametrize(
+    ("streams", "end"), pairs(["full", "closed", "gone"], ["raise RuntimeError('my own bug')", "os._exit(0)"])
+)
 def test_a_rank_that_cannot_write_ends_the_others_too(tmp_path, streams, end):
     """So that none waits for it, no rank can: the logs of all may lie on the same disk."""
     broken = {
@@ -100,7 +113,7 @@ if (os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]) != "1": Wa
 def test_before_distribute_and_outside_of_calls(tmp_path):
     """What others wait for is no call of a trainer: nobody can help them when all of them wait."""
     program = "comm = fsdpx.init()\nif comm.rank == 1: sys.exit(6)\nfsdpx.barrier()\n"
-    done = job(tmp_path, BEHIND + program, ranks=2)
+    done = job(tmp_path, SOON + BEHIND + program, ranks=2)
     assert none_left(tmp_path)
     assert done.status == 6, done.err
     assert "rank 1 has ended with status 6, before its first call, and rank " in done.err
@@ -108,11 +121,11 @@ def test_before_distribute_and_outside_of_calls(tmp_path):
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize(("status", "wanted"), [(0, 1), (4, 4)])
-def test_a_process_that_ends_at_once(tmp_path, status, wanted):
-    done = ended(tmp_path, f"os._exit({status})")
-    assert done.status == wanted, done.err
-    assert f"fsdpx: rank 1 calls os._exit({status}) while others may wait for it: all end with {wanted}\n" in done.err
+def test_a_process_that_ends_at_once(tmp_path):
+    """With status 0, all end with 1: above."""
+    done = ended(tmp_path, "os._exit(4)")
+    assert done.status == 4, done.err
+    assert "fsdpx: rank 1 calls os._exit(4) while others may wait for it: all end with 4\n" in done.err
 
 
 @pytest.mark.jobs
@@ -126,7 +139,7 @@ def test_a_rank_that_calls_something_else(tmp_path):
 @pytest.mark.jobs
 @pytest.mark.parametrize("call", ["barrier()", "broadcast(np.ones(300000), 2)"])
 def test_a_rank_that_calls_a_function_while_the_others_step(tmp_path, call):
-    done = ended(tmp_path, f"fsdpx.{call}", ranks=3)
+    done = ended(tmp_path, f"fsdpx.{call}", ranks=3, before=SOON)
     assert done.status == 124, done.err
     name = call.partition("(")[0]
     assert (
@@ -135,12 +148,19 @@ def test_a_rank_that_calls_a_function_while_the_others_step(tmp_path, call):
     ) in done.err
 
 
+SPLIT = """
+half = comm.split(comm.rank > 0)
+if comm.rank == 0: sys.exit(0)
+for n in range(4):
+    time.sleep(0.5 * (comm.rank == 1))
+    half.barrier().wait()
+"""
+
+
 @pytest.mark.jobs
 def test_ranks_that_end_together_at_different_times_end_well(tmp_path):
     """Who has ended is not waited for: others may do what they like, and communicate among themselves."""
-    late = "\nhalf = comm.split(comm.rank > 0)\nif comm.rank == 0: sys.exit(0)\n"
-    late += "for n in range(5):\n    time.sleep(2 * (comm.rank == 1)); half.barrier().wait()\n"
-    done = job(tmp_path, TRAINER + "outside = lambda step: None\n" + STEPS + late)
+    done = job(tmp_path, SOON + TRAINER + "outside = lambda step: None\n" + STEPS + SPLIT, FSDPX_TIMEOUT="6")
     assert done.status == 0, done.err
     assert "ended well" in done.out
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -367,14 +387,31 @@ def test_requeue_asks_slurm(tmp_path, monkeypatch, capsys):
     assert "this is no Slurm job (no SLURM_JOB_ID)" in capsys.readouterr().err
 
 
+SIGNALED = """
+from fsdpx import Preemption
+from fsdpx.ext.watch.preempt import JobPreempted
+
+def asked():
+    for _ in range(20):
+        yield batches[trainer.global_step % 20][0][mine], batches[trainer.global_step % 20][1][mine]
+        if comm.rank == 1 and trainer.global_step == last + 2: os.kill(os.getpid(), number)
+
+for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+    last, saved = trainer.global_step, []
+    signal.signal(number, signal.SIG_DFL)  # nohup has ranks ignore some
+    try:
+        trainer.fit(asked(), preempt=Preemption(save=lambda: saved.append(trainer.global_step)), progress=False)
+    except JobPreempted as error:
+        print(comm.rank, number.name, error.code, saved[0] - last, f"{error};", flush=True)
+"""
+
+
 @pytest.mark.jobs
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT])
-def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_one_rank(tmp_path: Path) -> None:
     """To the launcher, and to all: tests/launch/test_checkpoint_command_line.py."""
-    (tmp_path / "job.py").write_text(TRAINER + ENDLESS)
-    command = [str(MPIEXEC), "-n", "2", sys.executable, "job.py"]
-    status, err = asked_to_stop(tmp_path, command, number, rank=1, ranks=2)
-    assert status == PREEMPTED_STATUS, err
-    steps = {(tmp_path / f"saved-{rank}").read_text() for rank in range(2)}
-    assert len(steps) == 1
-    assert f"fsdpx: rank 1 was asked to stop by {number.name}; all ranks ended together after step " in err
+    done = job(tmp_path, TRAINER + SIGNALED, ranks=2)
+    assert done.status == 0, done.err
+    for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+        pattern = rf"^[01] {number.name} {PREEMPTED_STATUS} (\d) rank 1 was asked to stop by {number.name}; all ranks "
+        steps = re.findall(rf"{pattern}ended together after step \d+;$", done.out, re.MULTILINE)
+        assert steps in (["2", "2"], ["3", "3"]), done

@@ -101,12 +101,12 @@ def test_a_report_that_is_not_heard_is_made_again(tmp_path):
     assert done.seconds < TIMEOUT + 35
 
 
-@pytest.mark.parametrize(("rank", "others"), [(1, "ranks 0, 2"), (0, "ranks 1-2")])
-def test_a_stopped_rank_counts_as_dead(tmp_path, rank, others):
-    done = run(tmp_path, AT.format(rank=rank, what="os.kill(os.getpid(), signal.SIGSTOP)"), ranks=3)
+def test_a_stopped_rank_counts_as_dead(tmp_path):
+    """The one who reports if it can; another one: the last test with ranks of a pipe."""
+    done = run(tmp_path, AT.format(rank=0, what="os.kill(os.getpid(), signal.SIGSTOP)"), ranks=3)
     assert done.status == 124, done.err
-    assert f"{others} wait in action {WAITS}" in done.err
-    assert f"rank {rank} is stopped (process " in done.err
+    assert f"ranks 1-2 wait in action {WAITS}" in done.err
+    assert "rank 0 is stopped (process " in done.err
     assert "got SIGSTOP); it was in action B0.0 (unit '0')" in done.err
 
 
@@ -135,7 +135,7 @@ def test_a_rank_that_raises_is_still_the_only_thing_said(tmp_path):
 def test_slow_ranks_are_not_stuck(tmp_path):
     """Each step waits longer than half the timeout, all steps together much longer than the timeout."""
     slow = f"def outside(step):\n    if comm.rank == step % 2: time.sleep({1.05 * TIMEOUT})\n"
-    steps = STEPS.replace("batches[:6]", "batches[:4]")
+    steps = STEPS.replace("batches[:6]", "batches[:3]")
     done = job(tmp_path, TRAINER + slow + steps, ranks=2, FSDPX_TIMEOUT=str(2 * TIMEOUT))  # a busy machine is 2 s late
     assert done.status == 0, done.err
     assert "ended well" in done.out
@@ -186,6 +186,7 @@ def test_a_trainer_waits_for_ranks_of_an_axis(tmp_path):
     assert done.status == 124, done.err
     assert "rank 0 waits in action B0.0 (unit '0') for recv of RECV1.0 gradient of '0', for " in done.err
     assert "rank 2 waits in action F2.1 (unit '2') for recv of RECV2.1 output of '1', for " in done.err
+    assert "rank 1 is stopped (process " in done.err
     assert "it was in action F1.1 (unit '1'), needs RECV0.1 (from rank 0 to rank 1 of the pipe), for " in done.err
 
 
