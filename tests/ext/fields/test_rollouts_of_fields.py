@@ -153,7 +153,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "boundary": {"boundary": True, "detach": True},
 }
 LOSS = nn.MultiOutputLoss(nn.MSELoss(), nn.RelativeL2(), nn.L1Loss())
-OPTIONS: dict[str, Any] = {"loss": LOSS, "optimizer": optim.AdamW(lr=1e-2), "precision": "float64", "microbatches": 2}
+OPTIONS: dict[str, Any] = {"loss": LOSS, "optimizer": optim.SGD(lr=0.1), "precision": "float64", "microbatches": 2}
 
 
 def take_wide(grid: fsdpx.Grid, wide: np.ndarray) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ def take_wide(grid: fsdpx.Grid, wide: np.ndarray) -> tuple[Any, ...]:
 
 
 def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghosts: bool, shared: bool = False) -> Any:
-    """Train five steps, predict, and compute the gradients of the inputs. With ghost cells, y is periodic, and the wind
+    """Train two steps, predict, and compute the gradients of the inputs. With ghost cells, y is periodic, and the wind
     has none."""
     cells = grid_at(comm, dims, cuts, layout="cyx", ghosts=int(ghosts), periods=(ghosts, False))
     states = [cells.faces("x", shared), cells.faces("y"), cells]
@@ -183,7 +183,7 @@ def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghos
     model = rollout(ghosts, **KINDS[kind])
     trainer = model.as_distributed(domain=cells.with_inputs(*grids), comm=comm, **OPTIONS)
     target = tuple(g.take_local(a) for g, a in zip(states, later, strict=True))
-    losses = [trainer.step(tuple(given), target) for _ in range(5)]
+    losses = [trainer.step(tuple(given), target) for _ in range(2)]
     outputs = [out.all_gather(y) for out, y in zip(trainer.output_grid, trainer.predict(tuple(given)), strict=True)]
     assert [out.local_shape for out in trainer.output_grid] == [grid.local_shape for grid in states]
     trainer.forward(tuple(given))
@@ -209,9 +209,9 @@ def compare(found: Any, wanted: Any) -> None:
 
 
 CASES = [
-    ("plain", (2, 1), False), ("noise", (1, 3), False), ("pushforward", (2, 2), False), ("detach", (5, 1), False),
-    ("noise", (4, 2), False), ("boundary", (1, 2), True), ("noise", (3, 1), True), ("plain", (2, 2), True),
-    ("pushforward", (1, 5), True), ("boundary", (2, 4), True),
+    ("plain", (2, 1), False), ("pushforward", (2, 2), False), ("detach", (5, 1), False), ("noise", (3, 2), False),
+    ("boundary", (1, 2), True), ("noise", (3, 1), True), ("plain", (2, 2), True), ("pushforward", (1, 5), True),
+    ("boundary", (2, 3), True),
 ]  # fmt: skip
 
 
@@ -219,13 +219,13 @@ CASES = [
 @pytest.mark.filterwarnings("ignore:fsdpx. dim . is :RuntimeWarning")  # paddings and ghost cells of all kinds meet
 @pytest.mark.parametrize(("kind", "dims", "ghosts"), CASES, ids=str)
 def test_fields_of_several_grids_on_any_parts(kind: str, dims: tuple[int, int], ghosts: bool) -> None:
-    """Uneven parts, some of them empty. Faces between ranks are stored once or twice."""
-    ranks = int(np.prod(dims))
+    """Parts of random sizes and, by turns, one cell at the end and empty parts behind it. Faces between ranks are
+    stored once or twice."""
     behind = tuple((0, n - (d > 1), *(n,) * (d - 1)) for n, d in zip(SHAPE, dims, strict=True))
-    for cuts in (cuts_of(SHAPE, dims, 1).cuts, behind)[: 1 if ranks == 8 else 2]:
-        shared = ghosts and dims[0] != 3
-        for found in spawn(lambda comm, c=cuts, s=shared: trained(comm, kind, dims, c, ghosts, s), ranks):
-            compare(found, alone(kind, ghosts))
+    cuts = (cuts_of(SHAPE, dims, 1).cuts, behind)[CASES.index((kind, dims, ghosts)) % 2]
+    shared = ghosts and dims[0] != 3
+    for found in spawn(lambda comm: trained(comm, kind, dims, cuts, ghosts, shared), int(np.prod(dims))):
+        compare(found, alone(kind, ghosts))
 
 
 @pytest.mark.filterwarnings("ignore:fsdpx. dim . is :RuntimeWarning")
@@ -299,7 +299,7 @@ def train_with_scalars(comm: Communicator, ranks: int) -> Any:
     rng = np.random.default_rng(4)
     x = fine.take_local(rng.random((1, 8, 6))), [0.5], low.take_local(rng.random((1, 4, 3)))
     y = fine.take_local(rng.random((3, 8, 6))), [0.1, 0.2, 0.3], low.take_local(rng.random((3, 4, 3))), [0.5, 0.2, 0.1]
-    losses = [trainer.step(x, y) for _ in range(5)]
+    losses = [trainer.step(x, y) for _ in range(2)]
     u, speed, coarse, drags = trainer.predict(x)
     trainer.forward(x)
     speeds = trainer.backward(tuple(np.asarray(a, np.float64) for a in y))[1]
@@ -308,10 +308,9 @@ def train_with_scalars(comm: Communicator, ranks: int) -> Any:
     return losses, trainer.parameters() | values
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_scalars_and_several_resolutions_are_states_too(ranks: int) -> None:
+def test_scalars_and_several_resolutions_are_states_too() -> None:
     wanted = spawn(train_with_scalars, 1, 1)[0]
-    for found in spawn(train_with_scalars, ranks, ranks):
+    for found in (*spawn(train_with_scalars, 2, 2), *spawn(train_with_scalars, 5, 5)):
         compare(found, wanted)
 
 
@@ -398,7 +397,7 @@ def test_contradictions_are_refused(call: Any, message: str) -> None:
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("dims", [(3, 1), (2, 2), (1, 5)], ids=str)
+@pytest.mark.parametrize("dims", [(2, 2), (1, 5)], ids=str)
 def test_files_give_what_a_rollout_of_fields_takes(tmp_path: Path, dims: tuple[int, int]) -> None:
     """Velocities on faces, a pressure and a depth in cells, wind of each step, a scalar: parts train like the whole."""
     h5py, rng, (ny, nx) = pytest.importorskip("h5py"), np.random.default_rng(2), SHAPE

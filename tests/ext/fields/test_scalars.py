@@ -53,11 +53,12 @@ def net(terrain: np.ndarray, volumes: np.ndarray, norm: nn.Layer | None = None) 
 
 def options(comm: Communicator, **more: Any) -> dict[str, Any]:
     loss = nn.MultiOutputLoss(nn.RelativeL2(), nn.MSELoss(), loss_weights=(1.0, 0.5))
-    return {"loss": loss, "optimizer": optim.AdamW(lr=1e-2), "precision": "float64", "comm": comm, **more}
+    return {"loss": loss, "optimizer": optim.SGD(lr=0.1), "precision": "float64", "comm": comm, **more}
 
 
 def trained(comm: Communicator, dims: Sequence[int] = (), cuts: Cuts = (), place: Any = None, **more: Any) -> Any:
-    """Train two steps. Return values that are equal on all ranks, and parts of fields with their positions."""
+    """Train two steps, one of them by `fit`. Return values that are equal on all ranks, and parts of fields with their
+    positions."""
     rank, samples = place or (comm.rank, slice(None))
     at = place_of(rank, dims) if dims else []
     if dims:
@@ -71,7 +72,7 @@ def trained(comm: Communicator, dims: Sequence[int] = (), cuts: Cuts = (), place
     trainer = net(mine(TERRAIN, 1), mine(VOLUMES, 0)).as_distributed(**options(comm, microbatches=2, **more))
     x = tuple(mine(a)[samples] if a.ndim > 2 else a[samples] for a in (U, TIMES, FORCING, NUMBERS))
     y = mine(NEXT)[samples], DRAG[samples]
-    found: dict[str, Any] = {"losses": [trainer.step(x, y) for _ in range(2)], "evaluated": trainer.evaluate(x, y)}
+    found: dict[str, Any] = {"losses": [trainer.step(x, y)], "evaluated": trainer.evaluate(x, y)}
     history = trainer.fit([(x, y)], validation=[(x, y)], metrics={"same": options(comm)["loss"]}, progress=False)
     found |= {"metric": history.metrics["same"][0][1], "validated": history.validation[0][1]}
     out, found["drag"] = trainer.predict(x)
@@ -102,12 +103,11 @@ def compare(found: Any, cuts: Cuts, wanted: Any = None) -> None:
         np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-11, err_msg=name)
 
 
-@pytest.mark.parametrize("dims", [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5)], ids=str)
-def test_scalars_and_fields_on_any_parts(dims: tuple[int, int]) -> None:
-    for seed in range(2):
-        cuts = cuts_of(SHAPE, dims, seed).cuts
-        for found in spawn(lambda comm, c=cuts: trained(comm, dims, c), int(np.prod(dims))):
-            compare(found, cuts)
+@pytest.mark.parametrize(("dims", "seed"), [((1, 1), 0), ((3, 1), 1), ((2, 2), 0), ((1, 5), 1)], ids=str)
+def test_scalars_and_fields_on_any_parts(dims: tuple[int, int], seed: int) -> None:
+    cuts = cuts_of(SHAPE, dims, seed).cuts
+    for found in spawn(lambda comm: trained(comm, dims, cuts), int(np.prod(dims))):
+        compare(found, cuts)
 
 
 @pytest.mark.parametrize("kind", ["members", "pipe"])
@@ -165,10 +165,9 @@ def test_samples_without_a_dim_of_their_own_and_other_layouts() -> None:
         assert shapes == [(7, columns, 2), (), (7, columns, 1), (2,)]
 
 
-@pytest.mark.parametrize("dims", [(2, 1), (2, 2)], ids=str)
-def test_ghost_cells_are_scaled_and_shifted_too(dims: tuple[int, int]) -> None:
+def test_ghost_cells_are_scaled_and_shifted_too() -> None:
     """A FiLM before the convolution that reads ghost cells, and a scalar output after it."""
-    wide, cuts = RNG.standard_normal((3, 2, 9, 11)), random_cuts(SHAPE, dims)
+    wide, cuts = RNG.standard_normal((3, 2, 9, 11)), random_cuts(SHAPE, (2, 2))
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
         at = place_of(comm.rank, dims)
@@ -179,14 +178,14 @@ def test_ghost_cells_are_scaled_and_shifted_too(dims: tuple[int, int]) -> None:
         more = {"loss": nn.RelativeL2()}
         trainer = model.as_distributed(domain=grid, **options(comm, **more))
         x = wide[:, :, cuts[0][at[0]] : cuts[0][at[0] + 1] + 2, cuts[1][at[1]] : cuts[1][at[1] + 1] + 2]
-        losses = [trainer.step((NUMBERS[:3], x), DRAG[:3]) for _ in range(3)]
+        losses = [trainer.step((NUMBERS[:3], x), DRAG[:3]) for _ in range(2)]
         with pytest.raises(ConfigError, match="output_grid: the model's outputs are scalars"):
             _ = trainer.output_grid
         trainer.forward((NUMBERS[:3], x))
         return losses, trainer.backward(DRAG[:3])[0], trainer.predict((NUMBERS[:3], x)), trainer.parameters()
 
     losses, ds, y, parameters = spawn(lambda comm: run(comm, (1, 1), even(SHAPE, (1, 1))), 1)[0]
-    for got, dnumbers, mean, values in spawn(lambda comm: run(comm, dims, cuts), int(np.prod(dims))):
+    for got, dnumbers, mean, values in spawn(lambda comm: run(comm, (2, 2), cuts), 4):
         np.testing.assert_allclose(got, losses, rtol=1e-12)
         np.testing.assert_allclose(mean, y, rtol=1e-9)
         np.testing.assert_allclose(dnumbers, ds, rtol=1e-9)
@@ -302,9 +301,8 @@ def test_unets_of_time_are_those_of_pytorch(heads: int | None) -> None:
     assert_close(got | trainer.gradients(), {name: a.detach().numpy() for name, a in want.items()}, 1e-12)
 
 
-@pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2), (1, 5), (2, 4)], ids=str)
-def test_unets_of_time_train_alike_on_any_parts(dims: tuple[int, int]) -> None:
-    """Two steps, with attention."""
+def test_unets_of_time_train_alike_on_any_parts() -> None:
+    """With attention."""
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
         at, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts, layout="cyx")
@@ -312,15 +310,15 @@ def test_unets_of_time_train_alike_on_any_parts(dims: tuple[int, int]) -> None:
             domain=grid, **options(comm, loss=nn.MSELoss(), microbatches=2)
         )
         u = part(NOISY, cuts, at)
-        losses = [trainer.step((u, STEPS), u[::-1]) for _ in range(2)]
-        return losses, trainer.parameters(), trainer.predict((u, STEPS)), at
+        return trainer.step((u, STEPS), u[::-1]), trainer.parameters(), trainer.predict((u, STEPS)), at
 
-    losses, parameters, y, _ = spawn(lambda comm: run(comm, (1, 1), even((8, 12), (1, 1))), 1)[0]
-    cuts = random_cuts((8, 12), dims)
-    for got, values, mine, at in spawn(lambda comm: run(comm, dims, cuts), int(np.prod(dims))):
-        np.testing.assert_allclose(got, losses, rtol=1e-12)
-        assert_close(values, parameters, 1e-9)
-        assert_close({"y": mine}, {"y": part(y, cuts, at)}, 1e-9)
+    loss, parameters, y, _ = spawn(lambda comm: run(comm, (1, 1), even((8, 12), (1, 1))), 1)[0]
+    for dims in ((2, 2), (1, 5)):
+        cuts = random_cuts((8, 12), dims)
+        for got, values, mine, at in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
+            np.testing.assert_allclose(got, loss, rtol=1e-12, err_msg=f"{dims}")
+            assert_close(values, parameters, 1e-9)
+            assert_close({"y": mine}, {"y": part(y, cuts, at)}, 1e-9)
 
 
 def test_several_outputs_of_whole_samples() -> None:
@@ -333,7 +331,7 @@ def test_several_outputs_of_whole_samples() -> None:
         rows = slice(6 * comm.rank // comm.size, 6 * (comm.rank + 1) // comm.size)
         trainer = model.as_distributed(**options(comm, loss=loss, microbatches=2, check_finite=True))
         mine = tuple(t[rows] for t in targets)
-        losses = [trainer.step(x[rows], mine) for _ in range(3)]
+        losses = [trainer.step(x[rows], mine) for _ in range(2)]
         a, b = trainer.predict(x)
         wrong = [np.linalg.norm((b - targets[1]).reshape(6, -1), axis=1) / np.linalg.norm(targets[1], axis=1)]
         by_hand = 2.0 * np.mean((a - targets[0]) ** 2) + 0.5 * np.mean(wrong)
@@ -361,7 +359,7 @@ def losses_where_targets_lack(comm: Communicator, dims: tuple[int, int], microba
         loss=2 * nn.MultiOutputLoss(nn.MSELoss(skipna=True), nn.L1Loss(skipna=True)), optimizer=optim.SGD(lr=0.1),
         comm=comm, domain=grid_at(comm, dims, cuts, layout="cyx"), microbatches=microbatches, precision="float64",
     )  # fmt: skip
-    return [trainer.step(part(U[:4], cuts, at), (part(field, cuts, at), scalars)) for _ in range(3)]
+    return [trainer.step(part(U[:4], cuts, at), (part(field, cuts, at), scalars)) for _ in range(2)]
 
 
 def test_missing_targets_count_alike_in_any_parts_and_microbatches() -> None:

@@ -53,23 +53,25 @@ def predictions(comm: Communicator, net: str, strategy: str, bad: dict[tuple[int
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("net", NETS)
 def test_what_one_rank_brings_wrong_is_one_error_of_all(net: str, strategy: str) -> None:
-    """In the call of the rank, or, where cells of that rank do not reach, in one of the next; then all go on."""
-    for number, (make, kind, text) in enumerate(BAD.values()):
-        odd = number % 3
-        found = spawn(predictions, 3, net, strategy, {(odd, 3): make()}, 8, timeout=60)
-        errors = {error for row in found for error in row if error}
-        assert len(errors) == 1
-        assert errors.pop().startswith(f"{kind.__name__}: {'predict: ' * ('brings' in text)}{text.format(odd)}")
+    """In the call of the rank, or, where cells of that rank do not reach, in one of the next; then all go on, until
+    another rank brings something else wrong five calls later."""
+    bad = {(n % 3, 3 + 5 * n): make() for n, (make, _, _) in enumerate(BAD.values())}
+    rows = spawn(predictions, 3, net, strategy, bad, 3 + 5 * len(BAD), timeout=60)
+    assert not any(error for row in rows for error in row[:3]), rows
+    for n, (name, (_, kind, text)) in enumerate(BAD.items()):
+        found = [row[3 + 5 * n : 8 + 5 * n] for row in rows]
+        (error,) = {error for row in found for error in row if error}
+        wanted = f"{kind.__name__}: {'predict: ' * ('brings' in text)}{text.format(n % 3)}"
+        assert error.startswith(wanted), (name, error)
         for row in found:
-            assert any(row), found
-            assert not any(row[:3]), found
-            assert not row[-1], found
+            assert any(row), (name, found)
+            assert not row[-1], (name, found)
 
 
 @given(st.data())
 def test_ranks_that_change_what_they_bring(data: st.DataObject) -> None:
     """All at once is no error; some of them, to something new or to what all have brought before, is one of all."""
-    size, calls = data.draw(st.integers(2, 4)), 6
+    size, calls = data.draw(st.integers(2, 4)), 4
     rows = [data.draw(st.sampled_from([1, 2, 3])) for _ in range(calls)]
     call = data.draw(st.integers(1, calls - 1))
     odd = data.draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
@@ -177,12 +179,12 @@ def test_other_calls_name_it_too() -> None:
 def test_what_one_process_brings_wrong_is_one_error_of_all(world: Communicator, net: str) -> None:
     if world.size < 2:
         pytest.skip("one rank alone")
-    for name in ("samples", "cells"):
-        make, _, text = BAD[name]
-        bad = {(world.size - 1, 3): make()}
-        found = world.all_gather_value(predictions(world, net, "ddp", bad, world.size + 5))
-        errors = {error for row in found for error in row if error}
-        assert len(errors) == 1
-        assert text.format(world.size - 1) in errors.pop()
+    odd, length = world.size - 1, world.size + 2
+    bad = {(odd, 3 + length * n): BAD[name][0]() for n, name in enumerate(("samples", "cells"))}
+    rows = world.all_gather_value(predictions(world, net, "ddp", bad, 3 + 2 * length))
+    for n, name in enumerate(("samples", "cells")):
+        found = [row[3 + length * n : 3 + length * (n + 1)] for row in rows]
+        (error,) = {error for row in found for error in row if error}
+        assert BAD[name][2].format(odd) in error
         assert all(any(row) for row in found)
         assert not any(row[-1] for row in found)

@@ -57,13 +57,14 @@ def waves() -> np.ndarray:
     return np.sin(y / 3) * np.cos(x / 4) + 0.1 * y
 
 
-@pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2), (3, 2)])
-@pytest.mark.parametrize(("sides", "rows"), [(((1, 1), (1, 1)), 2), (((2, 2), (2, 2)), 4), (((1, 2), (1, 2)), 3)])
 @pytest.mark.parametrize("walls", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "low", "high"), [((2, 1), 1, 2), ((1, 3), 2, 2), ((2, 2), 1, 1), ((3, 2), 2, 2), ((3, 2), 1, 2)]
+)
 def test_ghost_cells_of_which_nothing_was_said_are_told_of(
-    dims: tuple[int, int], sides: Any, rows: int, walls: bool
+    dims: tuple[int, int], low: int, high: int, walls: bool
 ) -> None:
-    text = told(waves(), dims, sides, walls)
+    text, rows = told(waves(), dims, [(low, high)] * 2, walls), low + high
     cut = ", ".join(f"{letter} ({rows} rows)" for letter, d in zip("yx", dims, strict=True) if d > 1)
     assert text.startswith(f"fsdpx: along dim {cut} the end of each part is the beginning of the next one"), text
     assert text.endswith("ghosts=((low, high), ...))" if rows == 3 else f"ghosts={rows // 2})")
@@ -155,7 +156,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_parts_without_ghost_cells_are_not_told_of(name: str) -> None:
-    for dims in ((2, 1), (2, 2), (3, 4), (1, 1)):
+    for dims in ((3, 2), (1, 1)):
         assert not told(FIELDS[name], dims, [(0, 0)] * 2, periods=(True, True)), dims
 
 

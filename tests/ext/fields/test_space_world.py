@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from grids import bounds, even, numbered, part, place_of, random_cuts
 from ranks import from_rank_0
-from test_space import MODELS, trained, wanted
+from test_space import MODELS, field_of, trained, wanted
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -27,28 +27,25 @@ def alone(name: str) -> Any:
     return spawn(lambda comm: trained(comm, name, None, LOSS), 1)[0]
 
 
-@pytest.mark.parametrize("name", ["windows", "unet", "unet3", "attention"])
+@pytest.mark.parametrize("name", ["unet3", "attention"])
 def test_a_cartesian_communicator_trains_on_its_parts(world: Communicator, name: str) -> None:
     """Even parts, or uneven ones of which some are empty, on the grid that MPI makes of the ranks: with one rank more
     the other ones. `test_space.py` tries both on each number of thread ranks."""
     MPI = pytest.importorskip("mpi4py.MPI")
     make, shape, _ = MODELS[name]
-    losses, parameters, predicted = from_rank_0(world, alone, name)
+    loss, parameters, predicted = from_rank_0(world, alone, name)
     dims = MPI.Compute_dims(world.size, len(shape))
     cart = MPI.COMM_WORLD.Create_cart(dims, periods=[False] * len(shape))
-    fields = np.random.default_rng(1).standard_normal((2, 2, *shape, 2))
     cuts = (even, random_cuts)[(list(MODELS).index(name) + world.size) % 2](shape, dims)
     place = cart.Get_coords(cart.rank)
     grid = fsdpx.Grid(cart, [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)])
-    options: dict[str, Any] = {"loss": LOSS, "optimizer": optim.AdamW(lr=1e-2), "precision": "float64"}
+    options: dict[str, Any] = {"loss": LOSS, "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
     trainer = make().as_distributed(domain=grid, strategy="fsdp", check=True, **options)
     outputs = trainer.inspect.placement.sample_layout.outputs
-    target = part(wanted(outputs.shape), outputs.cuts, place, 1)
-    got = [trainer.step(part(x, cuts, place, 1), target) for x in fields]
-    np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
+    mine, target = part(field_of(shape), cuts, place, 1), part(wanted(outputs.shape), outputs.cuts, place, 1)
+    np.testing.assert_allclose(trainer.step(mine, target), loss, rtol=1e-11, err_msg=f"{dims} {cuts}")
     assert_close(trainer.parameters(), parameters, 1e-8)
-    mine = trainer.predict(part(fields[0], cuts, place, 1))
-    assert_close({"prediction": mine}, {"prediction": part(predicted, outputs.cuts, place, 1)}, 1e-8)
+    assert_close({"prediction": trainer.predict(mine)}, {"prediction": part(predicted, outputs.cuts, place, 1)}, 1e-8)
     trainer.close()
     cart.Free()
 
@@ -93,10 +90,10 @@ def test_members_of_an_ensemble_have_communicators_of_their_own(world: Communica
         member,
     )
     rows = slice(6 // width * at, 6 // width * (at + 1) + 2), slice(6 // width * at, 6 // width * (at + 1))
-    losses = [trainer.step(x[member, rows[0]], y[member, rows[1]]) for _ in range(3)]
+    losses = [trainer.step(x[member, rows[0]], y[member, rows[1]]) for _ in range(2)]
     whole = fsdpx.Grid(make_single_rank_communicator(), (6, 5), dims=(1, 1), ghosts=(1, 0), periods=(False, True))
     straight = net.as_distributed(comm=make_single_rank_communicator(), domain=whole, **options)
-    np.testing.assert_allclose(losses, [straight.step(x, y) for _ in range(3)], rtol=1e-11)
+    np.testing.assert_allclose(losses, [straight.step(x, y) for _ in range(2)], rtol=1e-11)
     assert_close(trainer.parameters(), straight.parameters(), 1e-8)
     trainer.close()
     cart.Free()
@@ -129,7 +126,7 @@ def test_ranks_may_be_numbered_in_any_order(world: Communicator, first: int) -> 
             loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=1e-2), precision="float64", domain=grid
         )
         mine = part(u, cuts, place, 0)
-        found.append([trainer.step(mine, mine) for _ in range(3)])
+        found.append([trainer.step(mine, mine) for _ in range(2)])
         np.testing.assert_allclose(grid.all_gather(mine), u)
         if mine.size:
             assert grid.offsets == tuple(a for a, _ in bounds(cuts, place))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import grid_at, place_of, random_cuts
+from grids import even, grid_at, place_of, random_cuts
 from staggered_flow import NX, NY, OPTIONS, U_NEXT, V_NEXT, P, U, V, flow_model, trained
 
 import fsdpx
@@ -21,22 +21,22 @@ def alone() -> Any:
     return spawn(lambda comm: trained(comm, (1, 1), ((0, NY), (0, NX))), 1)[0]
 
 
-@pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2), (5, 1), (1, 5)], ids=str)
+@pytest.mark.parametrize("dims", [(2, 2), (5, 1), (1, 5)], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_flow_on_faces_is_that_of_one_process(alone: Any, dims: tuple[int, int], shared: bool) -> None:
-    """Uneven parts, some of them empty, with the faces between ranks stored once or twice. Even and random parts
-    alternate."""
+    """Even or random parts, and by turns one cell at the end and empty parts behind it, with the faces between ranks
+    stored once or twice."""
     losses, values, predicted = alone
     assert losses[-1] < losses[0]
     assert [one.shape for one in predicted] == [U.shape, V.shape]
-    even = tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip((NY, NX), dims, strict=True))
-    behind = tuple((0, n) if d == 1 else (0, n - 1, *(n,) * (d - 1)) for n, d in zip((NY, NX), dims, strict=True))
-    for cuts in (random_cuts((NY, NX), dims) if (sum(dims) + shared) % 2 else even, behind):
-        for got, found, mine in spawn(lambda comm, c=cuts: trained(comm, dims, c, shared), int(np.prod(dims))):
-            np.testing.assert_allclose(got, losses, rtol=1e-12)
-            assert_close(found, values, 1e-12)
-            for one, other in zip(mine, predicted, strict=True):
-                np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+    cuts = random_cuts((NY, NX), dims) if dims == (5, 1) else even((NY, NX), dims)
+    if shared == (dims != (1, 5)):
+        cuts = tuple((0, n) if d == 1 else (0, n - 1, *(n,) * (d - 1)) for n, d in zip((NY, NX), dims, strict=True))
+    for got, found, mine in spawn(lambda comm: trained(comm, dims, cuts, shared), int(np.prod(dims))):
+        np.testing.assert_allclose(got, losses, rtol=1e-12)
+        assert_close(found, values, 1e-12)
+        for one, other in zip(mine, predicted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
 
 
 def test_one_process_is_the_plain_model(alone: Any) -> None:
@@ -50,8 +50,7 @@ def test_one_process_is_the_plain_model(alone: Any) -> None:
     assert alone[0][0] == pytest.approx(first, rel=1e-12)
 
 
-@pytest.mark.parametrize("dims", [(2, 1), (2, 2), (1, 5)], ids=str)
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("dims", "shared"), [((2, 2), False), ((2, 2), True), ((1, 5), True)], ids=str)
 def test_faces_in_faces_out_with_ghosts_of_the_solver(dims: tuple[int, int], shared: bool) -> None:
     """Rollouts on the faces of x, periodic along y, with ghost cells on each side, which the first layer reads."""
     net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 1))
@@ -60,8 +59,8 @@ def test_faces_in_faces_out_with_ghosts_of_the_solver(dims: tuple[int, int], sha
     target = np.random.default_rng(3).standard_normal((*U.shape, 2))
 
     def run(comm: Communicator, width: tuple[int, int]) -> Any:
-        cuts = tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip((NY, NX), width, strict=True))
-        grid = grid_at(comm, width, cuts, layout="yxc", ghosts=1, periods=(True, False)).faces("x", shared)
+        cells = grid_at(comm, width, even((NY, NX), width), layout="yxc", ghosts=1, periods=(True, False))
+        grid = cells.faces("x", shared)
         trainer = model.as_distributed(
             comm=comm, domain=grid, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="float64"
         )

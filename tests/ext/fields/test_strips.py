@@ -45,10 +45,13 @@ FEW = ((8, 1), (2, 8), (16, 3), (16, 4), (8, 19))
 @pytest.mark.parametrize("dtype", few(TOLERANCE, 2))
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_strips_equal_sums_over_places(dims: int, dtype: str) -> None:
+    """Each format has half of the cases, in which each three of their numbers meet."""
     for (inner, outer), k, s, d, first in itertools.chain(
         itertools.product(CHANNELS if dims < 3 else ((4, 12),), (1, 2, 3), (1, 2, 3), (1, 2), (-3, -1, 0, 2)),
         itertools.product(FEW, (2, 3), (1, 2), (1,), (-1, 2)),
     ):
+        if (inner // 4 + k + s + d + first) % 2 == (dtype == "float32"):
+            continue
         strides = WindowStrides((k,) * dims, (s,) * dims, (d,) * dims, (first,) * dims, 2 if inner == 4 else 1)
         with use_mode("plain"):
             want = all_of(dtype, strides, inner, outer)
