@@ -32,7 +32,7 @@ ENDINGS = ("killed", "unclosed")
 def exchange(mode: str, ending: str) -> None:
     """Exchange fields on this rank. Rank 0 prints the process IDs when all ranks have started."""
     comm = fsdpx.init()
-    trains = comm.rank >= RANKS // 2
+    trains = comm.rank >= comm.size // 2
     part = comm.split(int(trains))
     grid = trainer_grid(part) if trains else solver_grid(part)
     bridge = fsdpx.Bridge(comm, **{"trainer" if trains else "solver": grid}, mode=mode)
@@ -50,14 +50,14 @@ def exchange(mode: str, ending: str) -> None:
         bridge.send(snapshot.fields[0])
         bridge.send_weights({"w": np.ones(50_000)})
     bridge.close()
-    if comm.rank == RANKS - 1:
+    if comm.rank == comm.size - 1:
         print("the trainer has ended", flush=True)
 
 
-def start(jobs: Path, mode: str, ending: str) -> "subprocess.Popen[str]":
+def start(jobs: Path, mode: str, ending: str, ranks: int) -> "subprocess.Popen[str]":
     """Start a job; jobs: its working directory, by which what is left of it is found."""
     return subprocess.Popen(
-        [str(MPIEXEC), "-n", str(RANKS), sys.executable, __file__, mode, ending], cwd=jobs, text=True,
+        [str(MPIEXEC), "-n", str(ranks), sys.executable, __file__, mode, ending], cwd=jobs, text=True,
         env=environment(TMPDIR=str(jobs), OMP_NUM_THREADS="1"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -65,7 +65,7 @@ def start(jobs: Path, mode: str, ending: str) -> "subprocess.Popen[str]":
 
 def kill_one(jobs: Path, mode: str, chance: random.Random) -> tuple[int, float]:
     """Start a job and kill one of its ranks. Return the rank and the seconds until the job ended."""
-    with start(jobs, mode, "killed") as job:
+    with start(jobs, mode, "killed", RANKS) as job:
         assert job.stdout is not None
         line = job.stdout.readline()
         while line and not line.startswith("["):
@@ -84,7 +84,7 @@ def kill_one(jobs: Path, mode: str, chance: random.Random) -> tuple[int, float]:
 
 def end_unclosed(jobs: Path, mode: str) -> None:
     """The solver's script ends without closing the bridge, and the trainer ends as well."""
-    with start(jobs, mode, "unclosed") as job:
+    with start(jobs, mode, "unclosed", 2) as job:
         output, _ = job.communicate(timeout=PATIENCE_SECONDS)
     assert (job.returncode, "the trainer has ended" in output) == (0, True), output
     assert none_left(jobs)
