@@ -260,7 +260,7 @@ def test_a_sampler_of_ones_own():
     assert "DistributedSampler(10, rank=1, size=2, batch=4)" in repr(loader)
 
 
-RANK_0, ONE = SimpleNamespace(rank=0, size=1), DistributedSampler(1)
+RANK_0, BOTH = SimpleNamespace(rank=0, size=1), {"sampler": DistributedSampler(1), "shuffle": True}
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ RANK_0, ONE = SimpleNamespace(rank=0, size=1), DistributedSampler(1)
         (ConfigError, r"DataLoader\(prefetch=-1\): a number of batches, 0 to", ([1], 1), {"prefetch": -1}),
         (ConfigError, r"DistributedSampler\(rank=0, size=None\): give both, or neither", ([1], 1), {"rank": 0}),
         (ConfigError, "pass comm, or rank and size, not both", ([1], 1), {"comm": RANK_0, "rank": 0}),
-        (ConfigError, "the sampler determines batch_size, shuffle: pass", ([1], 1), {"sampler": ONE, "shuffle": True}),
+        (ConfigError, "determines batch_size, shuffle: pass them to the sampler", ([1], 1), BOTH),
         (ConfigError, "the sampler is of 2 samples, the dataset has 1", ([1],), {"sampler": DistributedSampler(2)}),
     ],
 )

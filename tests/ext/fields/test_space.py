@@ -20,7 +20,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader
-from fsdpx.errors import ConfigError, DataError
+from fsdpx.errors import ConfigError, DataError, MeshError
 from fsdpx.ext.fields.halo import MODES, HaloSpec
 from fsdpx.ext.fields.halo_plan import make_halo_plan
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
@@ -372,13 +372,20 @@ def test_fit_checkpoints_and_other_grids(tmp_path: Path) -> None:
 
 
 def refused(comm: Communicator, call: Callable[[Communicator], Any]) -> str:
-    with pytest.raises((ConfigError, DataError)) as error:
+    with pytest.raises((ConfigError, DataError, MeshError)) as error:
         call(comm)
     return str(error.value)
 
 
-def grid_of(comm: Communicator) -> Any:
-    return fsdpx.Grid(comm, (4, 6), dims=(1, 2))
+def grid_of(comm: Communicator, **more: Any) -> Any:
+    return fsdpx.Grid(comm, (4, 6), dims=(1, 2), **more)
+
+
+def on_grid(net: nn.Layer, **options: Any) -> Callable[[Communicator], Any]:
+    return lambda comm: net.as_distributed(comm=comm, domain=grid_of(comm), **options)
+
+
+SUM = nn.Graph({"sum": (nn.Add(), "u", "f")}, inputs=("u", "f"), outputs=("sum",))
 
 
 @pytest.mark.parametrize(
@@ -392,9 +399,7 @@ def grid_of(comm: Communicator) -> Any:
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), periods="ab"), "periods='ab': say True or False for each dim"),
         (lambda c: fsdpx.Grid(c, (4, 6)), "rank 0: shape=(4, 6): give the cells of this rank's part along each of the"),
         (
-            lambda c: (
-                nn.Conv2d(2, 2, 1).as_distributed(comm=c, domain=grid_of(c)).predict(np.zeros((4, 6 + c.rank, 2)))
-            ),
+            lambda c: on_grid(nn.Conv2d(2, 2, 1))(c).predict(np.zeros((4, 6 + c.rank, 2))),
             "One value more along x is what a staggered field has, with values on the faces of cells: pass ",
         ),
         (lambda c: grid_of(c).all_gather(np.ones((4, 6 + c.rank, 1))), "along x is what a staggered field has"),
@@ -408,13 +413,11 @@ def grid_of(comm: Communicator) -> Any:
             "rank 0 has layout 'yxc' on (1, 2) ranks, rank 1 'cyx'",
         ),
         (
-            lambda c: nn.Sequential(nn.Flatten(), nn.Linear(3, 2)).as_distributed(comm=c, domain=grid_of(c)),
+            on_grid(nn.Sequential(nn.Flatten(), nn.Linear(3, 2))),
             "'0' Flatten() reads a part of a field of 4 x 12 cells, but acts on each sample as a whole",
         ),
         (
-            lambda c: nn.Residual(
-                nn.Sequential(nn.Conv2d(1, 1, 3, 2, 1), nn.Upsample(scale_factor=3, mode="nearest"))
-            ).as_distributed(comm=c, domain=grid_of(c)),
+            on_grid(nn.Residual(nn.Sequential(nn.Conv2d(1, 1, 3, 2, 1), nn.Upsample(scale_factor=3, mode="nearest")))),
             "which must have as many cells: along each dim take a multiple of the product of the strides before it",
         ),
         (
@@ -422,50 +425,36 @@ def grid_of(comm: Communicator) -> Any:
             "UNet(1, 1, width=4, depth=2): the input has 6 x 16 cells, and each size must be a multiple of 4 (2 to the "
             "power of depth=2): along dim y, level 2 has 3 cells, which cannot be halved",
         ),
+        (on_grid(nn.Conv3d(1, 1, 3)), "has windows of 3 dims and reads a part of a field of 4 x 12 cells"),
         (
-            lambda c: nn.Conv3d(1, 1, 3).as_distributed(comm=c, domain=grid_of(c)),
-            "has windows of 3 dims and reads a part of a field of 4 x 12 cells",
-        ),
-        (
-            lambda c: nn.Conv2d(1, 1, 11, padding=5, padding_mode="reflect").as_distributed(comm=c, domain=grid_of(c)),
+            on_grid(nn.Conv2d(1, 1, 11, padding=5, padding_mode="reflect")),
             "padding 5 of mode 'reflect' along dim y needs fields of at least 6 cells, got 4",
         ),
         (
-            lambda c: nn.ReLU().as_distributed(comm=c, domain=grid_of(c), mesh=fsdpx.Mesh(tensor=2)),
+            on_grid(nn.ReLU(), mesh=fsdpx.Mesh(tensor=2)),
             "domain: a tensor axis of 2 ranks splits matrices, but field layers have none to split; use these ranks as",
         ),
-        *(
-            (lambda c, o=options: nn.ReLU().as_distributed(comm=c, domain=grid_of(c), **o), f"domain: {message}")
-            for options, message in (
-                (
-                    {"reproducible_chunks": 2},
-                    "reproducible_chunks=2 splits the batch by samples, but each rank has a part of every sample",
-                ),
-                ({"strategy": "diloco"}, "strategy='diloco' lets replicas train independently"),
-                ({"strategy": "gossip"}, "strategy='gossip' lets ranks step at their own speed"),
-            )
+        (
+            on_grid(nn.ReLU(), reproducible_chunks=2),
+            "domain: reproducible_chunks=2 splits the batch by samples, but each rank has a part of every sample",
         ),
+        (on_grid(nn.ReLU(), strategy="diloco"), "domain: strategy='diloco' lets replicas train independently"),
+        (on_grid(nn.ReLU(), strategy="gossip"), "domain: strategy='gossip' lets ranks step at their own speed"),
         (lambda c: nn.ReLU().as_distributed(comm=c, domain="2x1"), "domain='2x1': give a fsdpx.Grid"),
         (lambda c: grid_of(c).take_local(np.ones((12, 4))), "an array of shape (12, 4) is not the whole field, which"),
         (lambda c: grid_of(c).all_gather(np.ones((4, 6 + c.rank, 1))), "(4, 7, 1) is not the part of rank 1, which"),
         (lambda c: grid_of(c).all_gather(np.ones(3)), "of shape (3,) is not the part of rank 0, which has {'y': 4"),
         (lambda c: grid_of(c).all_gather(np.ones((4, 6), "f4 f8".split()[c.rank])), "((4, 6), '<f4'), and rank 1 ((4,"),
         (
-            lambda c: (
-                nn.Graph({"sum": (nn.Add(), "u", "f")}, inputs=("u", "f"), outputs=("sum",))
-                .as_distributed(comm=c, domain=grid_of(c))
-                .predict((np.zeros((4, 6, 2)), np.zeros((4, 5, 2))))
-            ),
+            lambda c: on_grid(SUM)(c).predict((np.zeros((4, 6, 2)), np.zeros((4, 5, 2)))),
             "input 'f' has shape (4, 5, 2), but this rank's part, in layout 'yxc', is (4, 6, channels)",
         ),
         (
-            lambda c: nn.Conv2d(2, 2, 1).as_distributed(comm=c, domain=grid_of(c)).predict(np.zeros((5, 6, 2))),
+            lambda c: on_grid(nn.Conv2d(2, 2, 1))(c).predict(np.zeros((5, 6, 2))),
             "the input has shape (5, 6, 2), but this rank's part, in layout 'yxc', is (4, 6, channels)",
         ),
         (
-            lambda c: (
-                nn.Conv2d(2, 2, 1).as_distributed(comm=c, domain=grid_of(c)).predict(np.zeros((4, 6, 2 + c.rank)))
-            ),
+            lambda c: on_grid(nn.Conv2d(2, 2, 1))(c).predict(np.zeros((4, 6, 2 + c.rank))),
             "rank 1: layer '' Conv2d(2, 2, 1) does not fit: Conv2d(2, 2, 1) wants an input of shape (samples, 2, hei",
         ),
     ],

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_space import grid_of, refused
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader
-from fsdpx.errors import ConfigError, DataError, MeshError
 from fsdpx.testing import assert_close
 
 SHAPE = (10, 7)
@@ -155,24 +155,9 @@ def test_loaders_deal_samples_to_members() -> None:
         np.testing.assert_allclose(losses, straight, rtol=1e-11)
 
 
-def refused(comm: Communicator, call: Callable[[Communicator], Any]) -> str:
-    with pytest.raises((ConfigError, DataError, MeshError)) as error:
-        call(comm)
-    return str(error.value)
-
-
-def grid_of(comm: Communicator, **more: Any) -> Any:
-    return fsdpx.Grid(comm, (4, 6), dims=(1, 2), **more)
-
-
 def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
-    options = {
-        "comm": comm,
-        "loss": nn.MSELoss(),
-        "optimizer": optim.SGD(lr=0.1),
-        "domain": grid or grid_of(comm),
-    } | options
-    return nn.Conv2d(1, 1, 1).as_distributed(**options)
+    more: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "domain": grid or grid_of(comm)}
+    return nn.Conv2d(1, 1, 1).as_distributed(comm=comm, **more, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The first step tells of arrays with ghost cells that their grid was not told of."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,16 @@ from fsdpx.errors import DataError
 from fsdpx.ext.fields.overlaps import describe_padding_periodicity_conflict
 
 SHAPE = (24, 32)
+CONV = nn.Conv2d(1, 1, 3, padding=1)
+
+
+def make_trainer(comm: Communicator, grid: fsdpx.Grid, net: nn.Layer = CONV, loss: Any = None, **more: Any) -> Any:
+    more |= {"loss": loss or nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
+    return net.as_distributed(comm=comm, domain=grid, **more)
+
+
+def even_grid(comm: Communicator, dims: Sequence[int], **more: Any) -> fsdpx.Grid:
+    return fsdpx.Grid(comm, [n // width for n, width in zip(SHAPE, dims, strict=True)], dims=dims, **more)
 
 
 def told(
@@ -38,18 +48,27 @@ def told(
         if not corners:
             u[np.ix_([0, -1], [0, -1])] = comm.rank
         grid = fsdpx.Grid(comm, u.shape, dims=dims, layout="yx", **more)
-        trainer = nn.Sequential(nn.FillNaN(), nn.Conv2d(1, 1, 3, padding=1)).as_distributed(
-            loss=nn.MSELoss(skipna=True), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid
-        )
+        trainer = make_trainer(comm, grid, nn.Sequential(nn.FillNaN(), CONV), nn.MSELoss(skipna=True))
         for _ in range(2):
             trainer.step(u, u)
 
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        spawn(run, int(np.prod(dims)))
-    texts = [str(one.message) for one in found if "ghost cells" in str(one.message)]
+    texts = warned_of("ghost cells", run, int(np.prod(dims)))
     assert len(texts) <= 1
     return texts[0] if texts else ""
+
+
+def warned_of(what: str, run: Callable[[Communicator], Any], ranks: int) -> list[str]:
+    """Return the warnings of ranks that name `what`."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        spawn(run, ranks)
+    return [text for text in (str(one.message) for one in found) if what in text]
+
+
+def train_quietly(run: Callable[[Communicator], Any], ranks: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        spawn(run, ranks)
 
 
 def waves() -> np.ndarray:
@@ -94,14 +113,10 @@ def test_padding_that_contradicts_the_periods_is_told_of(padding: Any, ghosts: i
 
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm, (8, 8), dims=(1, 1), layout="yx", periods=(False, True), ghosts=ghosts)
-        net = nn.UNet(1, 1, 2, 4, 1, padding)
-        trainer = net.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid)
+        trainer = make_trainer(comm, grid, nn.UNet(1, 1, 2, 4, 1, padding))
         trainer.step(noise, noise[ghosts : 8 + ghosts, ghosts : 8 + ghosts])
 
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        spawn(run, 1)
-    texts = [str(one.message) for one in found if "periodic" in str(one.message)]
+    texts = warned_of("periodic", run, 1)
     assert len(texts) == bool(expected)
     assert not texts or texts[0].startswith(f"fsdpx: {expected}")
 
@@ -135,8 +150,7 @@ def test_layers_that_contradict_the_periods_are_told_of(layer: nn.Layer, expecte
 def test_a_target_larger_than_what_a_window_without_padding_leaves_names_the_padding() -> None:
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm, (8, 8), dims=(1, 1), layout="yx", ghosts=1)
-        trainer = nn.Conv2d(1, 1, 3).as_distributed(loss=nn.MSELoss(), comm=comm, domain=grid)
-        trainer.evaluate(np.zeros((10, 10)), np.zeros((8, 8)))
+        make_trainer(comm, grid, nn.Conv2d(1, 1, 3)).evaluate(np.zeros((10, 10)), np.zeros((8, 8)))
 
     with pytest.raises(DataError, match=r"output has 6 x 6 cells, the field 8 x 8; .* with padding=1, also"):
         spawn(run, 1)
@@ -164,22 +178,15 @@ def test_ghost_cells_that_the_grid_knows_are_not_told_of() -> None:
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm, (12, 32), dims=(2, 1), layout="yx", ghosts=(1, 0))
         u = np.pad(waves(), ((1, 1), (0, 0)), mode="wrap")[12 * comm.rank :][:14]
-        trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid
-        )
-        trainer.step(u, u)
+        make_trainer(comm, grid).step(u, u)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        spawn(run, 2)
+    train_quietly(run, 2)
 
 
 @pytest.mark.parametrize(("dims", "ghosts"), [((2, 2), 0), ((1, 2), 1)])
 def test_a_whole_field_in_place_of_a_part_is_refused(dims: tuple[int, int], ghosts: int) -> None:
     def run(comm: Communicator) -> list[str]:
-        cells = [n // width for n, width in zip(SHAPE, dims, strict=True)]
-        grid = fsdpx.Grid(comm, cells, dims=dims, layout="yx", ghosts=ghosts)
-        trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(comm=comm, domain=grid)
+        trainer = make_trainer(comm, even_grid(comm, dims, layout="yx", ghosts=ghosts))
         texts = []
         for field in (waves(), waves()[None], np.pad(waves(), ghosts)):
             with pytest.raises(DataError) as error:
@@ -194,36 +201,20 @@ def test_a_whole_field_in_place_of_a_part_is_refused(dims: tuple[int, int], ghos
 
 @pytest.mark.parametrize("dims", [(2, 1), (2, 2)])
 def test_a_whole_field_given_to_the_grid_by_each_rank_is_told_of(dims: tuple[int, int]) -> None:
-    def train_on(field: np.ndarray) -> None:
-        def run(comm: Communicator) -> None:
-            grid = fsdpx.Grid(comm, field.shape, dims=dims, layout="yx")
-            trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(
-                loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid
-            )
-            trainer.step(field, field)
+    def run(comm: Communicator, field: np.ndarray) -> None:
+        make_trainer(comm, fsdpx.Grid(comm, field.shape, dims=dims, layout="yx")).step(field, field)
 
-        spawn(run, dims[0] * dims[1])
-
+    ranks = dims[0] * dims[1]
     with pytest.warns(RuntimeWarning, match=r"pass the same array of 24 x 32 cells, .* each rank gave the whole field"):
-        train_on(waves())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train_on(np.ones(SHAPE))  # parts may be equal where nothing varies
-        train_on(np.repeat(waves()[3:4], SHAPE[0], axis=0))  # or where nothing varies along y, which is divided
+        spawn(run, ranks, waves())
+    # parts may be equal where nothing varies, or where nothing varies along y, which is divided
+    for field in (np.ones(SHAPE), np.repeat(waves()[3:4], SHAPE[0], axis=0)):
+        train_quietly(lambda comm, u=field: run(comm, u), ranks)
 
 
-def samples_of(comm: Communicator, grid: fsdpx.Grid) -> data.ArrayDataset:
-    fields = np.random.default_rng(1).standard_normal((12, *SHAPE, 1))
-    return data.ArrayDataset(grid.take_local(fields), grid.take_local(fields))
-
-
-def make_trainer(comm: Communicator, dims: tuple[int, int] = (2, 1), **more: Any) -> tuple[Any, fsdpx.Grid]:
-    cells = [n // width for n, width in zip(SHAPE, dims, strict=True)]
-    grid = fsdpx.Grid(comm, cells, dims=dims, layout="yxc")
-    sgd = optim.SGD(lr=0.1)
-    return nn.Conv2d(1, 1, 3, padding=1).as_distributed(
-        loss=nn.MSELoss(), optimizer=sgd, comm=comm, domain=grid, **more
-    ), grid
+def load(grid: fsdpx.Grid, **options: Any) -> data.DataLoader:
+    fields = grid.take_local(np.random.default_rng(1).standard_normal((12, *SHAPE, 1)))
+    return data.DataLoader(data.ArrayDataset(fields, fields), 4, **options)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +228,13 @@ def make_trainer(comm: Communicator, dims: tuple[int, int] = (2, 1), **more: Any
 )
 def test_loaders_that_give_the_ranks_of_a_grid_different_samples_are_refused(options: Any, change: Any) -> None:
     def run(comm: Communicator) -> None:
-        trainer, grid = make_trainer(comm)
-        loader = data.DataLoader(samples_of(comm, grid), 4, **options(comm))
+        grid = even_grid(comm, (2, 1))
+        trainer, loader = make_trainer(comm, grid), load(grid, **options(comm))
         for _ in range(2):
             for x, y in loader:
                 with pytest.raises(DataError, match="the DataLoader of rank 1 gives other samples than that of rank 0"):
                     trainer.step(change(x), change(y))
-        loader = data.DataLoader(samples_of(comm, grid), 4, comm=trainer.data_group, shuffle=True)
-        for x, y in loader:
+        for x, y in load(grid, comm=trainer.data_group, shuffle=True):
             trainer.step(change(x), change(y))
 
     spawn(run, 2)
@@ -255,16 +245,9 @@ def test_different_samples_are_refused_on_ranks_of_all_pipeline_stages() -> None
 
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm.subgroup([0, 1] if comm.rank < 2 else [2, 3]), (12, 32), dims=(2, 1), layout="yxc")
-        net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1))
-        trainer = net.as_distributed(
-            loss=nn.MSELoss(),
-            optimizer=optim.SGD(lr=0.1),
-            comm=comm,
-            domain=grid,
-            mesh=fsdpx.Mesh(pipe=2, domain=(2, 1)),
-        )
-        loader = data.DataLoader(samples_of(comm, grid), 4, rank=0, size=1, shuffle=True, seed=comm.rank % 2)
-        x, y = next(iter(loader))
+        net, mesh = nn.Sequential(CONV, nn.Conv2d(1, 1, 3, padding=1)), fsdpx.Mesh(pipe=2, domain=(2, 1))
+        trainer = make_trainer(comm, grid, net, mesh=mesh)
+        x, y = next(iter(load(grid, rank=0, size=1, shuffle=True, seed=comm.rank % 2)))
         x, y = (x, y) if comm.rank < 2 else (x.copy(), y.copy())
         with pytest.raises(DataError, match="the DataLoader of rank 1 gives other samples than that of rank 0"):
             trainer.step(x, y)
@@ -276,13 +259,11 @@ def test_loaders_of_members_may_give_different_samples() -> None:
     """Two members of an ensemble, each on two ranks; within a member, orders must be equal."""
 
     def run(comm: Communicator) -> None:
-        trainer, grid = make_trainer(comm, mesh=fsdpx.Mesh(replica=2, domain=(2, 1)))
-        member = trainer.data_group.rank
-        loader = data.DataLoader(samples_of(comm, grid), 4, rank=0, size=1, shuffle=True, seed=member)
-        trainer.fit(loader, epochs=1, progress=False)
-        trainer, grid = make_trainer(comm, mesh=fsdpx.Mesh(replica=2, domain=(2, 1)))
-        loader = data.DataLoader(samples_of(comm, grid), 4, rank=0, size=1, shuffle=True, seed=comm.rank)
+        grid, mesh, options = even_grid(comm, (2, 1)), fsdpx.Mesh(replica=2, domain=(2, 1)), {"rank": 0, "size": 1}
+        trainer = make_trainer(comm, grid, mesh=mesh)
+        trainer.fit(load(grid, shuffle=True, seed=trainer.data_group.rank, **options), epochs=1, progress=False)
+        trainer = make_trainer(comm, grid, mesh=mesh)
         with pytest.raises(DataError, match="gives other samples than that of rank"):
-            trainer.fit(loader, epochs=1, progress=False)
+            trainer.fit(load(grid, shuffle=True, seed=comm.rank, **options), epochs=1, progress=False)
 
     spawn(run, 4)
