@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from grids import Cuts, cuts_of, even, grid_at, part, place_of
-from ranks import from_rank_0
 from test_space import refused
 
 import fsdpx
@@ -262,28 +261,6 @@ def test_boundary_values_of_each_step() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
 
 
-def train_drag(comm: Communicator, ranks: int) -> tuple[list[float], np.ndarray, np.ndarray]:
-    grid = grid_at(comm, (ranks, 1), even((7, 6), (ranks, 1)), layout="yxc")
-    step = nn.Residual(nn.Conv2d(2, 2, 3, padding=1, padding_mode="replicate"))
-    drag = nn.Sequential(nn.Conv2d(2, 3, 1), nn.GlobalSum(), nn.Linear(3, 1))
-    nodes = {"states": (nn.Rollout(step, 3), "u"), "drag": (nn.TimeDistributed(drag, 3), "states")}
-    model = nn.Graph(nodes, inputs=("u",), outputs=("states", "drag"))
-    options: Any = {"loss": nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss()), "precision": "float64"}
-    trainer = fsdpx.distribute(model, optimizer=optim.SGD(0.01), domain=grid, comm=comm, **options)
-    u, later = (grid.take_local(np.random.default_rng(c).random((7, 6, c))) for c in (2, 6))
-    losses = [trainer.step(u, (later, [0.5, 0.2, 0.1])) for _ in range(2)]
-    states, drags = trainer.predict(u)
-    return losses, grid.all_gather(states), drags
-
-
-def test_scalars_of_each_step_are_those_of_one_process() -> None:
-    (want,), found = spawn(train_drag, 1, 1), spawn(train_drag, 3, 3)
-    for got in found:
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
-    assert want[2].shape == (3,)
-
-
 def test_a_rollout_begins_with_the_values_that_its_net_was_given() -> None:
     net = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1))
     net.initial = {"0.weight": lambda seed, name, start, stop, shape: np.full(stop - start, 7.0)}
@@ -449,14 +426,3 @@ def test_inputs_have_the_names_of_the_model() -> None:
     np.testing.assert_array_equal(trainer.predict({"sun": sun, "u": u}), trainer.predict((u, sun)))
     with pytest.raises(DataError, match=r"input 'sun' has shape \(2, 6, 7\)"):
         trainer.predict((u, sun[..., 1:]))
-
-
-@pytest.mark.filterwarnings("ignore:fsdpx. dim . is :RuntimeWarning")  # paddings and ghost cells of all kinds meet
-@pytest.mark.world
-@pytest.mark.mpi
-def test_rollouts_under_mpi(world: Communicator) -> None:
-    MPI = pytest.importorskip("mpi4py.MPI")
-    dims = MPI.Compute_dims(world.size, 2)
-    kind, ghosts = (("noise", 0), ("pushforward", 1))[world.size % 2]
-    cuts = cuts_of(SHAPE, dims, 1).cuts
-    compare(trained(world, kind, dims, cuts, ghosts), cuts, from_rank_0(world, alone, kind, ghosts))

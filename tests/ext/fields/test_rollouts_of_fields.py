@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
-from grids import Cuts, cuts_of, even, grid_at
+from grids import Cuts, cuts_of, even, grid_at, place_of
 from ranks import from_rank_0
 
 import fsdpx
@@ -168,6 +168,8 @@ def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghos
     cells = grid_at(comm, dims, cuts, layout="cyx", ghosts=int(ghosts), periods=(ghosts, False))
     states = [cells.faces("x", shared), cells.faces("y"), cells]
     wind = grid_at(comm, dims, cuts, layout="cyx")
+    between = shared and place_of(comm.rank, dims)[1] < dims[1] - 1
+    assert sum(states[0].ghosts[1]) == 2 * ghosts + between
     x, later = arrays_of(ghosts)
     wides = [np.pad(np.pad(a, ((0, 0), (0, 0), (1, 1), (0, 0)), "wrap"), ((0, 0),) * 3 + ((1, 1),)) for a in x[:3]]
     walls = WALLS if kind == "boundary" else []
@@ -304,7 +306,7 @@ def train_with_scalars(comm: Communicator, ranks: int) -> Any:
     trainer.forward(x)
     speeds = trainer.backward(tuple(np.asarray(a, np.float64) for a in y))[1]
     assert speed.shape == drags.shape == (3,)
-    values = {"u": fine.all_gather(u), "c": low.all_gather(coarse), "s": speed, "ds": speeds}
+    values = {"u": fine.all_gather(u), "c": low.all_gather(coarse), "s": speed, "ds": speeds, "drags": drags}
     return losses, trainer.parameters() | values
 
 

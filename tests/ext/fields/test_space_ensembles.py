@@ -13,7 +13,6 @@ from test_space import grid_of, refused
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.data import DataLoader
 from fsdpx.testing import assert_close
 
 SHAPE = (10, 7)
@@ -130,29 +129,6 @@ def test_stages_of_a_pipe_hold_parts(order: tuple[str, ...]) -> None:
         np.testing.assert_allclose(got, losses, rtol=1e-11)
         assert_close(values, parameters, 1e-8)
         assert_close({"prediction": mine}, {"prediction": predicted[:, there]}, 1e-8)
-
-
-def test_loaders_deal_samples_to_members() -> None:
-    """fit with DataLoader(comm=trainer.data_group): both ranks of a member see the same samples, members see others."""
-    x = np.random.default_rng(0).standard_normal((8, 6, 4, 1))
-
-    def run(comm: Communicator, dims: Any) -> Any:
-        options = dict(OPTIONS, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
-        model = nn.Conv2d(1, 1, 3, padding=1)
-        if dims is None:
-            trainer = model.as_distributed(**options)
-            rows = [(a[..., 0][None], a[..., 0][None]) for a in x]
-        else:
-            at = comm.rank % 2
-            grid = fsdpx.Grid(comm, (3, 4), dims=dims)
-            trainer = model.as_distributed(domain=grid, **options)
-            rows = [(a[3 * at : 3 * at + 3], a[3 * at : 3 * at + 3]) for a in x]
-        loader = DataLoader(rows, 4, comm=trainer.data_group, shuffle=True)
-        return trainer.fit(loader, epochs=2, progress=False).losses
-
-    straight = spawn(lambda comm: run(comm, None), 1)[0]
-    for losses in spawn(lambda comm: run(comm, (2, 1)), 4):
-        np.testing.assert_allclose(losses, straight, rtol=1e-11)
 
 
 def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:

@@ -323,9 +323,10 @@ def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str)
     """If a rank passes ghost cells only next to neighbors, results and gradients equal those of the whole field:
     missing cells come from their owners, and walls get the layer's padding. Each kind and each mode has other grids,
     with even and uneven parts by turns."""
-    dims = ((3, 1), (1, 3), (2, 2), (3, 2))[(SIDES.index(kind) + WALLS.index(mode)) % 4]
+    turn, number = SIDES.index(kind), WALLS.index(mode)
+    dims = ((3, 1), (1, 3), (2, 2), (3, 2))[(turn + number) % 4]
     uneven = (0, 2, 5, 9)[: dims[0]] + (9,), (0, 3, 4, 11)[: dims[1]] + (11,)
-    cuts = uneven if SIDES.index(kind) % 2 else even(SHAPE, dims)
+    cuts = uneven if (turn + number // 2) % 2 else even(SHAPE, dims)
     loss, values, whole = train_beside_neighbors(mode)
     for got, parameters, field in spawn(lambda comm: train_part(comm, mode, dims, cuts, kind), int(np.prod(dims))):
         np.testing.assert_allclose(got, loss, rtol=1e-11, err_msg=f"{dims} {cuts}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import even, grid_at, place_of, random_cuts
+from grids import even, grid_at, random_cuts
 from staggered_flow import NX, NY, OPTIONS, U_NEXT, V_NEXT, P, U, V, flow_model, trained
 
 import fsdpx
@@ -48,33 +48,6 @@ def test_one_process_is_the_plain_model(alone: Any) -> None:
     relative = np.linalg.norm(v[0, 0] - V_NEXT) / np.linalg.norm(V_NEXT)
     assert first == pytest.approx(((u[0, 0] - U_NEXT) ** 2).mean() + relative, rel=1e-12)
     assert alone[0][0] == pytest.approx(first, rel=1e-12)
-
-
-@pytest.mark.parametrize(("dims", "shared"), [((2, 2), False), ((2, 2), True), ((1, 5), True)], ids=str)
-def test_faces_in_faces_out_with_ghosts_of_the_solver(dims: tuple[int, int], shared: bool) -> None:
-    """Rollouts on the faces of x, periodic along y, with ghost cells on each side, which the first layer reads."""
-    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 1))
-    model = nn.Rollout(net, 2)
-    wide = np.pad(np.pad(U, ((1, 1), (0, 0)), "wrap"), ((0, 0), (1, 1)), constant_values=0.25)
-    target = np.random.default_rng(3).standard_normal((*U.shape, 2))
-
-    def run(comm: Communicator, width: tuple[int, int]) -> Any:
-        cells = grid_at(comm, width, even((NY, NX), width), layout="yxc", ghosts=1, periods=(True, False))
-        grid = cells.faces("x", shared)
-        trainer = model.as_distributed(
-            comm=comm, domain=grid, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="float64"
-        )
-        (y, x), (ny, nx), ghosts = grid.offsets, grid.local_shape, grid.ghosts
-        mine = wide[y : y + ny + 2, x : x + nx + sum(ghosts[1]), None]
-        assert sum(ghosts[1]) == 2 + (shared and place_of(comm.rank, width)[1] < width[1] - 1)
-        losses = [trainer.step(mine, grid.take_local(target)) for _ in range(2)]
-        return losses, trainer.parameters(), grid.all_gather(trainer.predict(mine))
-
-    losses, values, predicted = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
-    for got, found, mine in spawn(lambda comm: run(comm, dims), int(np.prod(dims))):
-        np.testing.assert_allclose(got, losses, rtol=1e-12)
-        assert_close(found, values, 1e-12)
-        np.testing.assert_allclose(mine, predicted, rtol=1e-12, atol=1e-13)
 
 
 def test_faces_are_cut_where_cells_are() -> None:

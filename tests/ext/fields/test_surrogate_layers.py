@@ -78,17 +78,17 @@ def network() -> nn.Layer:
     )  # fmt: skip
 
 
-def network_of(attention: nn.Layer) -> nn.Layer:
-    block = nn.Residual(nn.Sequential(nn.ChannelLayerNorm(6), attention))
-    return nn.Sequential(nn.Conv2d(2, 6, 3, 2, 1), block, nn.ConvTranspose2d(6, 2, 2, 2))
+def attentions() -> nn.Layer:
+    """Each kind of attention, among patches."""
+    kinds = nn.PhysicsAttention(6, 2, 4, 3), nn.NeighborhoodAttention(6, 2, 3, (True, False)), nn.GlobalAttention(6, 2)
+    blocks = (nn.Residual(nn.Sequential(nn.ChannelLayerNorm(6), kind)) for kind in kinds)
+    return nn.Sequential(nn.Conv2d(2, 6, 3, 2, 1), *blocks, nn.ConvTranspose2d(6, 2, 2, 2))
 
 
 NETWORKS: dict[str, Callable[[], nn.Layer]] = {
     "elements, norms and blocks of cells": network,
-    "slices": lambda: network_of(nn.PhysicsAttention(6, 2, 4, 3)),
     "vision transformer": lambda: nn.VisionTransformer(2, 2, 2, 2, 6, 2, 3, "neighborhood", 3, hidden=5, periodic=True),
-    "neighbors": lambda: network_of(nn.NeighborhoodAttention(6, 2, 3, (True, False))),
-    "ring": lambda: network_of(nn.GlobalAttention(6, 2)),
+    "attentions": attentions,
 }
 
 
