@@ -13,11 +13,13 @@ from coupled import SHAPE, cut
 import fsdpx
 from fsdpx import data, spawn
 from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 from fsdpx.ext.coupling.messages import parse_number_dtype
 
 U = np.random.default_rng(0).standard_normal((40, *SHAPE, 2)) * 3 + 5
 V = (U[..., 0] * 7).astype(np.float32)
+ALONE = fsdpx.Grid(make_single_rank_communicator(), (3,), layout="x")
 
 
 def rows(comm: Communicator) -> fsdpx.Grid:
@@ -95,34 +97,27 @@ def test_a_buffer_that_is_saved_goes_on_at_another_number_of_ranks(policy: str, 
 
 
 def test_a_reservoir_keeps_each_sample_with_the_same_chance() -> None:
-    def count(comm: Communicator) -> np.ndarray:
-        grid, found = fsdpx.Grid(comm, (1,), layout="x"), np.zeros(12)
-        for seed in range(600):
-            buffer = data.ReplayBuffer(4, grid, "reservoir", seed=seed)
-            for k in range(12):
-                buffer.add(np.full(1, k))
-            found[np.unique(buffer._ids)] += 1
-        return found / 600
-
-    np.testing.assert_allclose(spawn(count, 1)[0], 1 / 3, atol=0.07)
+    found = np.zeros(12)
+    for seed in range(600):
+        buffer = data.ReplayBuffer(4, ALONE, "reservoir", seed=seed)
+        for k in range(12):
+            buffer.add(np.full(3, k))
+        found[np.unique(buffer._ids)] += 1
+    np.testing.assert_allclose(found / 600, 1 / 3, atol=0.07)
 
 
 def test_priorities_say_how_often_a_sample_is_drawn_and_what_it_weighs() -> None:
-    def run(comm: Communicator) -> None:
-        grid = fsdpx.Grid(comm, (1,), layout="x")
-        buffer = data.ReplayBuffer(3, grid, "priority")
-        for k in range(4):
-            buffer.add(np.full(1, k))  # 3 replaces 0
-        buffer.update_priorities([0, 1, 2, 3], [50.0, 1.0, 2.0, 4.0])
-        batch = buffer.sample(4000)
-        chances = np.array([1.0, 2.0, 4.0]) ** 0.6
-        chances /= chances.sum()
-        np.testing.assert_allclose(np.bincount(batch.ids, minlength=4)[1:] / 4000, chances, atol=0.03)
-        np.testing.assert_allclose(batch.weights, chances[0] / chances[batch.ids - 1], rtol=1e-12)
-        buffer.add(np.full(1, 4))  # replaces 1, with the highest priority
-        assert buffer._priorities[buffer._ids.tolist().index(4)] == 4.0
-
-    spawn(run, 1)
+    buffer = data.ReplayBuffer(3, ALONE, "priority")
+    for k in range(4):
+        buffer.add(np.full(3, k))  # 3 replaces 0
+    buffer.update_priorities([0, 1, 2, 3], [50.0, 1.0, 2.0, 4.0])
+    batch = buffer.sample(4000)
+    chances = np.array([1.0, 2.0, 4.0]) ** 0.6
+    chances /= chances.sum()
+    np.testing.assert_allclose(np.bincount(batch.ids, minlength=4)[1:] / 4000, chances, atol=0.03)
+    np.testing.assert_allclose(batch.weights, chances[0] / chances[batch.ids - 1], rtol=1e-12)
+    buffer.add(np.full(3, 4))  # replaces 1, with the highest priority
+    assert buffer._priorities[buffer._ids.tolist().index(4)] == 4.0
 
 
 def test_wrong_samples_and_folders_are_refused(tmp_path: Path) -> None:
@@ -188,33 +183,27 @@ def test_a_sample_that_one_rank_cannot_take_is_left_out_on_all() -> None:
 
 
 def test_a_first_sample_that_is_refused_leaves_no_trace() -> None:
-    def run(comm: Communicator) -> None:
-        buffer = data.ReplayBuffer(2, fsdpx.Grid(comm, (3,), layout="x"))
-        with pytest.raises(DataError, match="not finite"):
-            buffer.add(np.ones(3), np.full(3, np.inf))
-        buffer.add(np.ones(3))
-        for size in (0, -1, 2.5, True, None):
-            with pytest.raises(DataError, match="at least 1"):
-                buffer.sample(size)  # type: ignore[arg-type]
-
-    spawn(run, 1)
+    buffer = data.ReplayBuffer(2, ALONE)
+    with pytest.raises(DataError, match="not finite"):
+        buffer.add(np.ones(3), np.full(3, np.inf))
+    buffer.add(np.ones(3))
+    for size in (0, -1, 2.5, True, None):
+        with pytest.raises(DataError, match="at least 1"):
+            buffer.sample(size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [">f8", ">i2", "bfloat16", "bool"])
 def test_values_keep_their_dtype_and_lose_the_byte_order_of_other_machines(dtype: str, tmp_path: Path) -> None:
-    def run(comm: Communicator) -> None:
-        values = np.array([1, 0, 1]).astype(parse_number_dtype(dtype))
-        buffer, other = (data.ReplayBuffer(2, fsdpx.Grid(comm, (3,), layout="x")) for _ in range(2))
-        buffer.add(values)
-        buffer.save(tmp_path)
-        other.load(tmp_path)
-        for each in (buffer, other):
-            found = each.sample(1).fields[0]
-            assert found.dtype == values.dtype.newbyteorder("=")
-            assert found.dtype.isnative
-            assert found[0].tolist() == values.tolist()
-
-    spawn(run, 1)
+    values = np.array([1, 0, 1]).astype(parse_number_dtype(dtype))
+    buffer, other = (data.ReplayBuffer(2, ALONE) for _ in range(2))
+    buffer.add(values)
+    buffer.save(tmp_path)
+    other.load(tmp_path)
+    for each in (buffer, other):
+        found = each.sample(1).fields[0]
+        assert found.dtype == values.dtype.newbyteorder("=")
+        assert found.dtype.isnative
+        assert found[0].tolist() == values.tolist()
 
 
 @pytest.mark.parametrize(
@@ -229,16 +218,13 @@ def test_values_keep_their_dtype_and_lose_the_byte_order_of_other_machines(dtype
 def test_a_damaged_buffer_is_refused_before_anything_is_replaced(
     name: str, value: Any, match: str, tmp_path: Path
 ) -> None:
-    def run(comm: Communicator) -> None:
-        buffer, other = (data.ReplayBuffer(2, fsdpx.Grid(comm, (3,), layout="x")) for _ in range(2))
-        for k in range(2):
-            buffer.add(np.full(3, k))
-        buffer.save(tmp_path)
-        facts = json.loads((tmp_path / "buffer.json").read_text())
-        (tmp_path / "buffer.json").write_text(json.dumps({**facts, name: value}))
-        other.add(np.full(3, 7.0))
-        with pytest.raises(CheckpointError, match=match):
-            other.load(tmp_path)
-        assert other.sample(1).fields[0].tolist() == [[7.0] * 3]
-
-    spawn(run, 1)
+    buffer, other = (data.ReplayBuffer(2, ALONE) for _ in range(2))
+    for k in range(2):
+        buffer.add(np.full(3, k))
+    buffer.save(tmp_path)
+    facts = json.loads((tmp_path / "buffer.json").read_text())
+    (tmp_path / "buffer.json").write_text(json.dumps({**facts, name: value}))
+    other.add(np.full(3, 7.0))
+    with pytest.raises(CheckpointError, match=match):
+        other.load(tmp_path)
+    assert other.sample(1).fields[0].tolist() == [[7.0] * 3]

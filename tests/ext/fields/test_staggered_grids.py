@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import even, grid_at, random_cuts
+from grids import even, random_cuts
 from staggered_flow import NX, NY, OPTIONS, U_NEXT, V_NEXT, P, U, V, flow_model, trained
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import nn, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import assert_close
@@ -69,34 +69,6 @@ def test_faces_are_cut_where_cells_are() -> None:
     assert spawn(run, 3) == [
         (3, 0, (0, 1), (0, 1), (5, 3)), (3, 3, (0, 0), (0, 1), (5, 3)), (0, 6, (1, 0), (0, 1), (5, 0)),
     ]  # fmt: skip
-
-
-def test_inputs_of_two_resolutions() -> None:
-    """A coarse and a fine field: restriction, prolongation, and their parts."""
-    fine, coarse = np.random.default_rng(1).standard_normal((8, 6)), np.random.default_rng(2).standard_normal((4, 3))
-    nodes = {
-        "low": (nn.AvgPool2d(2), "fine"), "both": (nn.Concat(1), "low", "coarse"),
-        "net": (nn.Conv2d(2, 1, 3, padding=1), "both"), "up": (nn.Upsample(scale_factor=2, mode="bilinear"), "net"),
-    }  # fmt: skip
-    net = nn.Graph(nodes, inputs=("fine", "coarse"), outputs=("up", "net"))
-    loss = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss())
-
-    def run(comm: Communicator, dims: tuple[int, int], cuts: Any, low: Any) -> Any:
-        grid, below = (grid_at(comm, dims, one, layout="yx") for one in (cuts, low))
-        trainer = net.as_distributed(
-            comm=comm, domain=grid.with_inputs(grid, below), loss=loss, optimizer=optim.SGD(lr=0.1), precision="float64"
-        )
-        x = grid.take_local(fine), below.take_local(coarse)
-        losses = [trainer.step(x, x) for _ in range(2)]
-        return losses, [out.all_gather(y) for out, y in zip(trainer.output_grid, trainer.predict(x), strict=True)]
-
-    losses, predicted = spawn(lambda comm: run(comm, (1, 1), ((0, 8), (0, 6)), ((0, 4), (0, 3))), 1)[0]
-    for dims in ((2, 2), (3, 1)):
-        cuts, low = random_cuts((8, 6), dims), random_cuts((4, 3), dims)
-        for got, found in spawn(lambda comm, d=dims, c=cuts, e=low: run(comm, d, c, e), int(np.prod(dims))):
-            np.testing.assert_allclose(got, losses, rtol=1e-12)
-            for one, other in zip(found, predicted, strict=True):
-                np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
 
 
 def test_a_dry_run_has_the_shapes_of_each_input() -> None:

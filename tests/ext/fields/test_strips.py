@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few
+from test_window_kernels import demand_same_bits
 
-from fsdpx.core.array import parallel, parse_dtype
+from fsdpx.core.array import parse_dtype
 from fsdpx.core.array.kernels import use_mode
 from fsdpx.ext.fields import kernels as windows
 from fsdpx.ext.fields.kernels import WindowStrides
@@ -37,6 +38,19 @@ def all_of(dtype: str, strides: WindowStrides, inner: int, outer: int) -> list[n
     return [y, more, dx, dweight, dbias]
 
 
+def compare_forms(dtype: str, strides: WindowStrides, inner: int, outer: int) -> None:
+    """The compiled kernels give what the plain ones do."""
+    with use_mode("plain"):
+        want = all_of(dtype, strides, inner, outer)
+    with use_mode("numba"):
+        got = all_of(dtype, strides, inner, outer)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == dtype
+        assert one.shape == other.shape
+        most = max(float(np.max(np.abs(other))), 1.0)
+        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE[dtype] * most, err_msg=str(strides))
+
+
 CHANNELS = ((3, 5), (8, 16), (4, 20))
 FEW = ((8, 1), (2, 8), (16, 3), (16, 4), (8, 19))
 """Few outputs, or few channels of the gradient: the lanes are those of the other side."""
@@ -53,15 +67,7 @@ def test_strips_equal_sums_over_places(dims: int, dtype: str) -> None:
         if (inner // 4 + k + s + d + first) % 2 == (dtype == "float32"):
             continue
         strides = WindowStrides((k,) * dims, (s,) * dims, (d,) * dims, (first,) * dims, 2 if inner == 4 else 1)
-        with use_mode("plain"):
-            want = all_of(dtype, strides, inner, outer)
-        with use_mode("numba"):
-            got = all_of(dtype, strides, inner, outer)
-        for one, other in zip(got, want, strict=True):
-            assert one.dtype == dtype
-            assert one.shape == other.shape
-            most = max(float(np.max(np.abs(other))), 1.0)
-            np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE[dtype] * most, err_msg=str(strides))
+        compare_forms(dtype, strides, inner, outer)
 
 
 @pytest.mark.parametrize("dtype", few(TOLERANCE, 2))
@@ -70,26 +76,12 @@ def test_depthwise_strips_equal_sums_over_places(k: int, d: int, dtype: str) -> 
     for dims, channels in ((1, 16), (2, 24), (3, 16)):
         first = (-(k // 2) * d,) * dims
         strides = WindowStrides((k,) * dims, (1,) * dims, (d,) * dims, first, channels)
-        with use_mode("plain"):
-            want = all_of(dtype, strides, channels, channels)
-        with use_mode("numba"):
-            got = all_of(dtype, strides, channels, channels)
-        for one, other in zip(got, want, strict=True):
-            most = max(float(np.max(np.abs(other))), 1.0)
-            np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE[dtype] * most, err_msg=str(strides))
+        compare_forms(dtype, strides, channels, channels)
 
 
 def test_bits_of_strips_do_not_depend_on_the_number_of_threads() -> None:
-    strides, before, found = WindowStrides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 1), parallel.get_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            parallel.set_threads(threads)
-            found.append([*all_of("float32", strides, 8, 24), *all_of("float32", strides, 8, 3)])
-    finally:
-        parallel.set_threads(before)
-    for other in found[1:]:
-        for a, b in zip(other, found[0], strict=True):
-            np.testing.assert_array_equal(a, b)
+    strides = WindowStrides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 1)
+    demand_same_bits((1, 2, 5), lambda: [a for n in (24, 3) for a in all_of("float32", strides, 8, n)])
 
 
 def test_outputs_without_a_cell_are_the_bias_or_left_alone() -> None:

@@ -1,6 +1,7 @@
 """Compiled kernels of images against the plain ones: every way a convolution can go, both orders in memory, threads."""
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,19 +167,23 @@ def test_small_groups_have_the_bits_of_a_convolution_without_groups(size: int, m
 @pytest.mark.parametrize("shape", [(9, 16, 32, 32, 32), (4, 64, 16, 16, 64), (3, 32, 7, 20, 24, 16)], ids=str)
 def test_bits_of_winograd_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...]) -> None:
     dims = len(shape) - 3
-    window, before = sliding((3,) * dims, (1,) * dims, (1,) * dims), parallel.get_threads()
+    window = sliding((3,) * dims, (1,) * dims, (1,) * dims)
     arrays = setting("float32", shape, window)
-    found = []
+    demand_same_bits((1, 2, 3), lambda: all_of(*arrays, window))
+
+
+def demand_same_bits(numbers: Sequence[int], call: Callable[[], list[np.ndarray]]) -> None:
+    """Results on each number of threads are those on the first one."""
+    before, found = parallel.get_threads(), []
     try:
-        for threads in (1, 2, 3):
+        for threads in numbers:
             parallel.set_threads(threads)
             blas.set_product_threads(1)
-            found.append(all_of(*arrays, window))
+            found.append([a.tobytes() for a in call()])
     finally:
         parallel.set_threads(before)
     for other in found[1:]:
-        for a, b in zip(other, found[0], strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert [a == b for a, b in zip(other, found[0], strict=True)] == [True] * len(other)
 
 
 @pytest.mark.parametrize("shape", [(1, 40, 9, 5), (2, 6, 5, 7), (5, 8, 12, 4)], ids=str)
@@ -186,16 +191,14 @@ def test_bits_of_group_norm_do_not_depend_on_the_number_of_threads(shape: tuple[
     monkeypatch.setattr(parallel, "MIN_PARALLEL_SIZE", 1)
     monkeypatch.setattr(parallel, "MIN_PIECE_ELEMENTS", 1)
     x, dy = np.random.default_rng(6).normal(size=(2, *shape)).astype(np.float32) + 1
-    weight, found = x[0, :, 0, 0].copy(), []
-    try:
-        for threads in (1, 2, 4):
-            parallel.set_threads(threads)
-            y, mean, rstd = windows.group_norm(np, x, weight, weight, 2, 1e-5)
-            back = windows.group_norm_backward_input(np, dy, x, mean, rstd, weight, 2)
-            found.append([a.tobytes() for a in (y, mean, rstd, *back)])
-    finally:
-        parallel.set_threads(1)
-    assert found[1:] == found[:1] * 2
+    weight = x[0, :, 0, 0].copy()
+    demand_same_bits((1, 2, 4), lambda: group_norm(x, dy, weight, weight, 2))
+
+
+def group_norm(x: Any, dy: Any, weight: Any, bias: Any, groups: int) -> list[np.ndarray]:
+    """Forward and backward."""
+    y, mean, rstd = windows.group_norm(np, x, weight, bias, groups, 1e-5)
+    return [y, mean, rstd, *windows.group_norm_backward_input(np, dy, x, mean, rstd, weight, groups)]
 
 
 @pytest.mark.parametrize("orders", [*itertools.product([np.asarray, turned], repeat=2)])
@@ -207,13 +210,9 @@ def test_group_norm_equals_the_plain_one_in_any_order_in_memory(shape: tuple[int
     weight, bias = rng.normal(size=(2, shape[1])).astype(np.float32)
     groups = max(shape[1] // 2, 1)
 
-    def run(x: Any, dy: Any, weight: Any, bias: Any) -> list[np.ndarray]:
-        y, mean, rstd = windows.group_norm(np, x, weight, bias, groups, 1e-5)
-        return [y, mean, rstd, *windows.group_norm_backward_input(np, dy, x, mean, rstd, weight, groups)]
-
-    found = run(orders[0](x), orders[1](dy), weight, bias)
+    found = group_norm(orders[0](x), orders[1](dy), weight, bias, groups)
     with use_mode("plain"):
-        want = run(*(a.astype(np.float64) for a in (x, dy, weight, bias)))
+        want = group_norm(*(a.astype(np.float64) for a in (x, dy, weight, bias)), groups)
     for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
     if shape[1] > 1 and has_rows_of_channels(orders[0](x)):
