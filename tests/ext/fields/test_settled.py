@@ -19,7 +19,7 @@ from fsdpx.errors import DataError, FsdpxError, ShapeError
 CELLS = 3, 4
 NETS: dict[str, Callable[[], nn.Layer]] = {
     "near": lambda: nn.Conv2d(1, 1, 3, padding=1),
-    "far": lambda: nn.Sequential(*(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular") for _ in range(3))),
+    "far": lambda: nn.Sequential(*(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular") for _ in range(2))),
     "sums": lambda: nn.Sequential(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 1, 1)),
     "modes": lambda: nn.FNO(1, 1, (2, 2), 2, 1),
 }

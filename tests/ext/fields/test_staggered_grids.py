@@ -63,12 +63,16 @@ def test_faces_are_cut_where_cells_are() -> None:
         np.testing.assert_array_equal(both.all_gather(whole[:, sum((3, 2, 0)[: comm.rank]) :][:, : n + 1]), whole)
         round_ = fsdpx.Grid(comm, (4, n), dims=(1, 3), layout="yx", periods=(False, True)).faces("x", shared=True)
         assert round_.shape == (4, 5)
+        wide = fsdpx.Grid(comm, (4, n), dims=(1, 3), layout="yx", ghosts=1).faces("x", shared=True)
         assert (faces.shape, corners.shape) == ((4, 6), (5, 6))
-        return faces.local_shape[1], faces.offsets[1], both.ghosts[1], round_.ghosts[1], corners.local_shape
+        ghosts = both.ghosts[1], round_.ghosts[1], wide.ghosts[1]
+        return faces.local_shape[1], faces.offsets[1], *ghosts, corners.local_shape
 
     assert spawn(run, 3) == [
-        (3, 0, (0, 1), (0, 1), (5, 3)), (3, 3, (0, 0), (0, 1), (5, 3)), (0, 6, (1, 0), (0, 1), (5, 0)),
-    ]  # fmt: skip
+        (3, 0, (0, 1), (0, 1), (1, 2), (5, 3)),
+        (3, 3, (0, 0), (0, 1), (1, 1), (5, 3)),
+        (0, 6, (1, 0), (0, 1), (2, 1), (5, 0)),
+    ]
 
 
 def test_a_dry_run_has_the_shapes_of_each_input() -> None:
