@@ -31,14 +31,16 @@ def train(
 
 
 @lru_cache
-def reference(case: str) -> Trained:
-    return fsdpx.spawn(lambda comm: train(comm, case, Mesh(shard=1), "ddp"), 1)[0]
+def reference(case: str, sizes: tuple[int, ...] = (11, 3)) -> Trained:
+    return fsdpx.spawn(lambda comm: train(comm, case, Mesh(shard=1), "ddp", sizes), 1)[0]
 
 
-def compare(case: str, mesh: Mesh, strategy: Any, delays: int | None = None, **options: Any) -> None:
+def compare(
+    case: str, mesh: Mesh, strategy: Any, delays: int | None = None, sizes: tuple[int, ...] = (11, 3), **options: Any
+) -> None:
     """Losses and parameters equal those of one process, on every rank."""
-    losses, want, _ = reference(case)
-    ranks = fsdpx.spawn(lambda comm: train(comm, case, mesh, strategy, **options), mesh.size, delays=delays)
+    losses, want, _ = reference(case, sizes)
+    ranks = fsdpx.spawn(lambda comm: train(comm, case, mesh, strategy, sizes, **options), mesh.size, delays=delays)
     for got_losses, got, _ in ranks:
         np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
         assert_close(got, want, 1e-12)

@@ -38,8 +38,8 @@ def untied() -> nn.Layer:
 
 
 def deep() -> nn.Layer:
-    """Layers enough for eight stages."""
-    return nn.GPT(31, 16, 6, 2, 8, tie=True, dropout=0.1)
+    """Layers enough for six stages."""
+    return nn.GPT(31, 16, 4, 2, 8, tie=True, dropout=0.1)
 
 
 def wide() -> nn.Layer:
@@ -111,6 +111,13 @@ def part(comm: Communicator, n: int, chunks: int | None = None) -> slice:
         return slice(n * comm.rank // comm.size, n * (comm.rank + 1) // comm.size)
     mine = get_chunks_of_rank(chunks, comm.rank, comm.size)
     return slice(mine.start * n // chunks, mine.stop * n // chunks)
+
+
+def own_part(comm: Communicator, case: str, n: int, seed: int = 0) -> tuple[Any, Any]:
+    """This rank's rows of a global batch of n, and their targets."""
+    mine = part(comm, n)
+    x, y = KNOWN[case].batch(np.random.default_rng(seed), n)
+    return x[mine], y[mine]
 
 
 def make(comm: Communicator, case: str, strategy: Any = "fsdp", **options: Any) -> Trainer:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import examples, few, in_full, pairs
+from amount import examples, few, in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import train
-from models import CASES, STRATEGIES, make, part, placed
+from models import CASES, STRATEGIES, make, own_part
 from threads import on_ranks
 
 import fsdpx
@@ -26,11 +26,11 @@ F32 = 4
 
 
 def held(comm: Communicator, strategy: str, steps: int) -> Any:
-    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(128, 128), nn.GELU())))
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())))
     trainer = model.as_distributed(
         loss=nn.MSELoss(), optimizer=optim.Adam(lr=1e-3), strategy=strategy, comm=comm, group_bytes=0
     )
-    x = np.ones((2, 128), np.float32)
+    x = np.ones((2, 64), np.float32)
     before = trainer.report().memory
     for _ in range(steps):
         trainer.step(x, x)
@@ -61,8 +61,8 @@ def test_buffers_do_not_move_once_training() -> None:
     def run(comm: Communicator) -> Any:
         trainer = held(comm, "fsdp", 1)[2]
         generation, memory = trainer.inspect.engine.state.arena.generation, trainer.report().memory
-        for _ in range(3):
-            trainer.step(np.ones((2, 128), np.float32), np.ones((2, 128), np.float32))
+        for _ in range(2):
+            trainer.step(np.ones((2, 64), np.float32), np.ones((2, 64), np.float32))
         return generation == trainer.inspect.engine.state.arena.generation and memory == trainer.report().memory
 
     assert spawn(run, 2) == [True, True]
@@ -142,15 +142,15 @@ VALUE = ROWS * WIDTH * 4
 
 
 @in_full
-@pytest.mark.parametrize(("sequence", "time"), few(pairs(["parallel", None, "ulysses", "ring"], [12, 7, 1]), 2))
+@pytest.mark.parametrize(("sequence", "time"), few([("parallel", 7), (None, 12), ("ulysses", 1)], 2))
 def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) -> None:
     """Along the axes that the program moves data over; layers' own messages over tensor are counted alone."""
 
     def one(comm: Communicator) -> Any:
         trainer = train(
-            comm, "wide", Mesh(shard=2, pipe=2, tensor=2), "fsdp", sizes=(), sequence=sequence, microbatches=3
+            comm, "wide", Mesh(shard=2, pipe=2, tensor=2), "fsdp", sizes=(), sequence=sequence, microbatches=2
         )[2]
-        x = np.random.default_rng(0).integers(0, 31, (5, time))
+        x = np.random.default_rng(0).integers(0, 31, (3, time))
         trainer.inspect.reset_counters()
         trainer.step(x, x)
         report = trainer.report()
@@ -171,7 +171,7 @@ def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) ->
 def test_a_budget_holds_with_every_schedule(schedule: str) -> None:
     """Counted in slots, between all actions: also what waits for the second half of backward."""
     for rank in range(RANKS):
-        for budget in (60, 48, 40):
+        for budget in (60, 40):
             model = nn.Sequential(*[one for _ in range(2 * RANKS) for one in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
             found = _budgeted(model, schedule, rank, budget * VALUE)
             assert found is None or found <= budget * VALUE
@@ -224,15 +224,21 @@ def test_ranks_of_an_uneven_tensor_axis_recompute_the_same() -> None:
 ITEM = 8  # float64
 
 
-def moved(comm: Communicator, strategy: Any, m: int = 1, **options: Any) -> Any:
-    """Counts of one step, the second one: the first may differ in what is resident."""
-    trainer = make(comm, "mlp", strategy, microbatches=m, group_bytes=0, clip_norm=0.5, **options)
-    x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
-    mine = part(comm, 12)
-    trainer.step(x[mine], y[mine])
-    trainer.inspect.reset_counters()
-    trainer.step(x[mine], y[mine])
-    return trainer.report(), [(s.page.size, s.own_range.size) for s in trainer.inspect.placement.pages.values()]
+def moved(size: int, strategy: Any, m: int = 1) -> Any:
+    """Counts of one step, the second one: the first may differ in what is resident. They are as predicted."""
+
+    def run(comm: Communicator) -> Any:
+        trainer = make(comm, "mlp", strategy, microbatches=m, group_bytes=0, clip_norm=0.5)
+        batch = own_part(comm, "mlp", 18)
+        trainer.step(*batch)
+        trainer.inspect.reset_counters()
+        trainer.step(*batch)
+        return trainer.report(), [s.page.size for s in trainer.inspect.placement.pages.values()]
+
+    found = spawn(run, size)
+    for rank, (report, _) in enumerate(found):
+        assert data(report) == report.predicted, rank
+    return found
 
 
 def data(report: Any) -> dict[tuple[str, str], Any]:
@@ -240,14 +246,7 @@ def data(report: Any) -> dict[tuple[str, str], Any]:
     return {key: count for key, count in report.traffic.items() if key[0] != "world"}
 
 
-@pytest.mark.parametrize("m", [1, 3])
-@pytest.mark.parametrize(("strategy", "size"), placed([2, 3, 4], [4, 6]))
-def test_counted_equals_predicted(strategy: str, size: int, m: int) -> None:
-    for report, _ in spawn(lambda comm: moved(comm, strategy, m), size):
-        assert data(report) == report.predicted
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("m", [1, 3])
 def test_counted_equals_the_formulas(size: int, m: int) -> None:
     """P: parameter bytes, own: this rank's share, saved: pages that stay from forward to backward to next forward."""
@@ -257,23 +256,24 @@ def test_counted_equals_the_formulas(size: int, m: int) -> None:
         "zero2": lambda P, own, saved: (1 + m) * (P - own),
         "fsdp": lambda P, own, saved: 3 * m * (P - own) - saved,
     }.items():
-        for rank, (report, pages) in enumerate(spawn(lambda comm, s=strategy: moved(comm, s, m), size)):
-            total = sum(n for n, _ in pages)
-            share = [n * (rank + 1) // size - n * rank // size for n, _ in pages]
-            foreign = [n - o for (n, _), o in zip(pages, share, strict=True)]
+        for rank, (report, pages) in enumerate(moved(size, strategy, m)):
+            total = sum(pages)
+            share = [n * (rank + 1) // size - n * rank // size for n in pages]
+            foreign = [n - o for n, o in zip(pages, share, strict=True)]
             saved = m * sum(foreign[-2:]) + (m - 1) * sum(foreign[:2])
             bytes_moved = sum(count.bytes for count in data(report).values())
             assert bytes_moved == ITEM * expected(total, sum(share), saved), strategy
 
 
-@pytest.mark.parametrize("m", [1, 3])
-def test_hybrid_joins_replicas_once(m: int) -> None:
+@pytest.mark.parametrize(("width", "m"), [(2, 1), (3, 3)])
+def test_hybrid_joins_replicas_once(width: int, m: int) -> None:
     """The FSDP bytes over the shard axis, plus 2 (P/S)(R-1)/R over the replica axis, whatever the microbatches."""
-    for rank, (report, pages) in enumerate(spawn(lambda comm: moved(comm, "hybrid", m), 4)):
-        shards = [n * (rank % 2 + 1) // 2 - n * (rank % 2) // 2 for n, _ in pages]
-        foreign = [n - s for (n, _), s in zip(pages, shards, strict=True)]
+    for rank, (report, pages) in enumerate(moved(2 * width, "hybrid", m)):
+        place, replica = rank % width, rank // width
+        shards = [n * (place + 1) // width - n * place // width for n in pages]
+        foreign = [n - s for n, s in zip(pages, shards, strict=True)]
         saved = m * sum(foreign[-2:]) + (m - 1) * sum(foreign[:2])
-        own = [s * (rank // 2 + 1) // 2 - s * (rank // 2) // 2 for s in shards]
+        own = [s * (replica + 1) // 2 - s * replica // 2 for s in shards]
         by_axis = {
             axis: sum(c.bytes for (a, _), c in data(report).items() if a == axis) for axis in ("shard", "replica")
         }
@@ -282,20 +282,20 @@ def test_hybrid_joins_replicas_once(m: int) -> None:
 
 
 def test_kept_gradients_move_two_m_plus_one() -> None:
-    for rank, (report, pages) in enumerate(spawn(lambda comm: moved(comm, Sharding(full_grads="step"), 3), 2)):
-        foreign = [n - (n * (rank + 1) // 2 - n * rank // 2) for n, _ in pages]
+    for rank, (report, pages) in enumerate(moved(2, Sharding(full_grads="step"), 3)):
+        foreign = [n - (n * (rank + 1) // 2 - n * rank // 2) for n in pages]
         saved = 3 * sum(foreign[-2:]) + 2 * sum(foreign[:2])
         assert sum(c.bytes for c in data(report).values()) == ITEM * ((2 * 3 + 1) * sum(foreign) - saved)
 
 
 def test_ddp_moves_no_parameters() -> None:
-    report, _ = spawn(lambda comm: moved(comm, "ddp"), 2)[0]
+    report, _ = moved(2, "ddp")[0]
     assert {verb for _, verb in data(report)} == {"all_reduce"}
 
 
 def test_one_rank_moves_nothing() -> None:
     for strategy in STRATEGIES:
-        report, _ = spawn(lambda comm, s=strategy: moved(comm, s), 1)[0]
+        report, _ = moved(1, strategy)[0]
         assert report.traffic == report.predicted == {}
 
 

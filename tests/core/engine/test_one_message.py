@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from models import CASES, make, part
+from amount import pairs
+from models import CASES, make, own_part, part
 from rates import LATE, rated
 
 import fsdpx
@@ -36,8 +37,9 @@ CHOICES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("choice", "strategy"), [*pairs(CHOICES, ["ddp", "fsdp"]), ("plain", "fsdp"), ("clipped", "ddp")]
+)
 def test_one_exchange_of_all_ranks_in_a_step(choice: str, strategy: str) -> None:
     ranks, options = CHOICES[choice]
 
@@ -62,7 +64,6 @@ def test_the_message_is_on_its_way_during_backward() -> None:
 
     def run(comm: Communicator) -> list[bool]:
         trainer = make(comm, "mlp", "fsdp", group_bytes=0)
-        x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
         waited: list[bool] = []
 
         def look(action: Action) -> None:
@@ -71,7 +72,7 @@ def test_the_message_is_on_its_way_during_backward() -> None:
                 waited.append(not (hasattr(mean, "handle") and mean.handle is not COMPLETED))
 
         trainer.inspect.engine.add_observer(look)
-        trainer.step(x[part(comm, 12)], y[part(comm, 12)])
+        trainer.step(*own_part(comm, "mlp", 12))
         return waited
 
     for waited in spawn(run, 2):
@@ -105,18 +106,22 @@ def test_gradients_of_several_calls_are_weighed_together(clip_norm: float | None
 def test_an_overflow_is_seen_in_the_same_message() -> None:
     def run(comm: Communicator) -> tuple[bool, int]:
         trainer = make(comm, "mlp", "fsdp", precision=FP16)
-        x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
-        mine = part(comm, 12)
-        trainer.step(x[mine], y[mine])
+        batch = own_part(comm, "mlp", 12)
+        trainer.step(*batch)
         trainer.inspect.reset_counters()
-        trainer.step(x[mine], y[mine])
+        trainer.step(*batch)
         return trainer.report().traffic["world", "all_gather"].calls, trainer.report().times["NORM"][2]
 
     assert spawn(run, 2) == [(2, 1)] * 2
 
 
-@pytest.mark.parametrize("how", ["step", "accumulate"])
-@pytest.mark.parametrize("choice", ["plain", "clipped", "pipe", "pipe-clipped", "tensor-clipped"])
+@pytest.mark.parametrize(
+    ("choice", "how"),
+    [
+        ("plain", "step"), ("plain", "accumulate"), ("clipped", "step"), ("clipped", "accumulate"),
+        ("pipe", "accumulate"), ("pipe-clipped", "step"), ("tensor-clipped", "step"),
+    ],
+)  # fmt: skip
 def test_rates_that_differ_are_an_error_before_the_update(choice: str, how: str) -> None:
     ranks, options = CHOICES[choice]
     found = spawn(lambda comm: rated(comm, lambda step: 0.125 * (1 + (step > 2)), how, **options), ranks)

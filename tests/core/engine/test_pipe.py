@@ -31,11 +31,11 @@ def test_every_schedule_equals_one_process(schedule: str, width: int) -> None:
 
 @in_full
 @pytest.mark.parametrize(
-    ("strategy", "schedule"), few(pairs(["hybrid", "fsdp", "zero1", "zero2"], reversed(SCHEDULES)), len(SCHEDULES))
+    ("strategy", "schedule"), [("hybrid", "zbv"), ("fsdp", "zb-h2"), ("zero1", "zb-h1"), ("zero2", "interleaved")]
 )
 def test_every_placement_under_a_pipe_equals_one_process(strategy: str, schedule: str) -> None:
     mesh = Mesh(replica=2, shard=2, pipe=2) if strategy == "hybrid" else Mesh(shard=2, pipe=2)
-    compare("deep", mesh, strategy, delays=1, schedule=schedule, microbatches=3)
+    compare("gpt", mesh, strategy, delays=1, schedule=schedule, microbatches=3)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -60,36 +60,35 @@ MAPS = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-@pytest.mark.parametrize(("width", "stages"), MAPS)
-def test_stages_on_any_rank_equal_one_process(width: int, stages: Any, schedule: str) -> None:
+@pytest.mark.parametrize(("placed", "schedule"), pairs(MAPS, ["gpipe", "1f1b", "interleaved"]))
+def test_stages_on_any_rank_equal_one_process(placed: tuple[int, Any], schedule: str) -> None:
     """Any number of stages on any ranks, in any order."""
+    width, stages = placed
     compare("mlp", Mesh(shard=1, pipe=width), "ddp", stages=stages, schedule=schedule, microbatches=3)
 
 
 CHUNKS = [
     (Mesh(shard=1), "ddp", None),
     (Mesh(shard=3), "fsdp", None),
-    *((Mesh(shard=1, pipe=2), "ddp", schedule) for schedule in SCHEDULES),
+    (Mesh(shard=1, pipe=2), "ddp", "gpipe"),
     (Mesh(shard=2, pipe=2), "fsdp", "1f1b"),
+    (Mesh(replica=2, shard=1, pipe=2), "ddp", "interleaved"),
+    (Mesh(shard=1, pipe=3), "ddp", "zb-h1"),
+    (Mesh(shard=1, pipe=2), "zero2", "zb-h2"),
     (Mesh(shard=2, pipe=2), "zero1", "zbv"),
-    (Mesh(replica=2, shard=1, pipe=3), "ddp", "interleaved"),
-    (Mesh(shard=1, pipe=4), "zero2", "zb-h2"),
 ]
 
 
 @in_full
-@pytest.mark.parametrize("case", few(["deep", "mlp"], 2))
+@pytest.mark.parametrize("case", few(["gpt", "mlp"], 2))
 def test_one_hash_with_chunks(case: str) -> None:
     hashes = {}
     for mesh, strategy, schedule in few(CHUNKS, 4):
-        if case == "mlp" and (schedule in ("interleaved", "zbv") or mesh.pipe == 4):
-            continue  # five layers are too few stages
         more = {} if schedule is None else {"schedule": schedule}
 
         def run(comm: Communicator, mesh: Mesh = mesh, strategy: str = strategy, more: Any = more) -> Bits:
-            options = {"reproducible_chunks": 6, "precision": "float32", **more}
-            return bits(train(comm, case, mesh, strategy, sizes=(12, 6), **options)[2])
+            options = {"reproducible_chunks": 4, "precision": "float32", **more}
+            return bits(train(comm, case, mesh, strategy, sizes=(8, 4), **options)[2])
 
         hashes[f"{mesh} {strategy} {schedule}"] = set(fsdpx.spawn(run, mesh.size))
     assert len(set.union(*hashes.values())) == 1, hashes
@@ -114,20 +113,20 @@ def test_one_hash_for_every_cut_of_a_model_of_fields(options: Any, cuts: list[An
         trainer = model.as_distributed(
             loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float32", **options, **more
         )
-        for _ in range(2):
-            trainer.step(x, y)
+        trainer.step(x, y)
         return bits(trainer)
 
     found = {str(cut): fsdpx.spawn(run, 1 if cut is None else 2, cut)[0] for cut in cuts}
     assert len(set(found.values())) == 1, found
 
 
-@pytest.mark.parametrize("mode", ["default", "plain"])
 @pytest.mark.parametrize(
-    ("last", "loss"),
+    ("mode", "last", "loss"),
     [
-        ("Tanh()", "RelativeL2()"), ("Tanh()", "L1Loss(np.ones((16, 16)))"), ("GlobalMean()", "MSELoss()"),
-        ("PointwiseConv(16, 4)", "VRMSE()"), ("Conv2d(16, 4, 3)", "MSELoss()"),
+        ("plain", "Tanh()", "RelativeL2()"), ("plain", "Tanh()", "L1Loss(np.ones((16, 16)))"),
+        ("plain", "GlobalMean()", "MSELoss()"), ("plain", "PointwiseConv(16, 4)", "VRMSE()"),
+        ("plain", "Conv2d(16, 4, 3)", "MSELoss()"), ("default", "GlobalMean()", "MSELoss()"),
+        ("default", "Tanh()", "RelativeL2()"), ("default", "Conv2d(16, 4, 3)", "MSELoss()"),
     ],
 )  # fmt: skip
 def test_a_cut_changes_no_bit_though_numpy_adds_in_the_order_of_memory(last: str, loss: str, mode: Any) -> None:
@@ -138,7 +137,7 @@ def test_a_cut_changes_no_bit_though_numpy_adds_in_the_order_of_memory(last: str
         rng = np.random.default_rng(0)
         x = rng.standard_normal((8, 3, 16, 16))
         y = rng.standard_normal(trainer.predict(x).shape)
-        return bits(trainer), [*(trainer.step(x, y) for _ in range(3)), trainer.evaluate(x, y)]
+        return bits(trainer), [trainer.step(x, y), trainer.step(x, y), trainer.evaluate(x, y)]
 
     with kernels.use_mode(mode):
         want = fsdpx.spawn(run, 1, {})[0]
@@ -152,7 +151,7 @@ def test_recompute_changes_no_bit(mesh: Mesh) -> None:
     some_units = "60KiB" if mesh.pipe == 1 else "110KiB"
 
     def run(comm: Communicator, recompute: Any) -> tuple[Bits, str]:
-        trainer = train(comm, "deep", mesh, "fsdp", recompute=recompute, microbatches=2)[2]
+        trainer = train(comm, "deep", mesh, "fsdp", (5,), recompute=recompute, microbatches=2)[2]
         return bits(trainer), str(trainer.program)
 
     plain, *found = (fsdpx.spawn(run, 2, choice)[0] for choice in (None, "all", 2, "attention", some_units))
