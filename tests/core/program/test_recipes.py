@@ -46,6 +46,8 @@ def eager(ranks: int, microbatches: int, per_rank: int) -> list[list[str]]:
 
 
 class TestEager(ScheduleContract):
+    ranks, microbatches = (1, 3), (1, 4)
+
     def make(self) -> object:
         return eager
 

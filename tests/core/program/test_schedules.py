@@ -236,7 +236,7 @@ for _name, (_schedule, _most) in MOST.items():
 
 
 class TestInterleavedDeeply(ScheduleContract):
-    per_rank = 3
+    per_rank, ranks, microbatches = 3, (1, 2, 4), (2, 4, 9)
 
     def make(self) -> str:
         return "interleaved"
