@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full, pairs
+from amount import few, in_full
 from bits import bits
-from models import CASES, KNOWN, make, part
+from models import KNOWN, make, own_part, part
 from threads import on_ranks
 
 import fsdpx
@@ -31,41 +31,40 @@ CODECS: dict[str, Callable[[], dict[str, Any]]] = {
     "powersgd": lambda: {"compression": fsdpx.PowerSGD(1)},
 }
 each = pytest.mark.parametrize("name", CODECS)
+SEVERAL = ("int8", "topk", "powersgd")
 quantised = pytest.mark.parametrize("name", ["int8", "unbiased"])
 PLACES = [
     ("ddp", 2, 3),
     ("zero1", 3, 3),
     ("zero2", 5, 1),
-    ("fsdp", 3, 1),
-    ("fsdp", 2, 2),
+    ("fsdp", 3, 2),
     ("fsdp", 1, 1),
     ("hybrid", 4, 1),
 ]
-"""Strategy, ranks, microbatches."""
+"""Strategy, ranks, microbatches. What a codec packs is independent of what is cut: each of both, and the kinds of
+codecs with each."""
+FEW = ("ddp", 2), ("fsdp", 1), ("hybrid", 4)
 
 
 def run(comm: Communicator, name: str, strategy: Any, m: int = 1, count: int = 2, **options: Any) -> Any:
     options = {"precision": "float32", "group_bytes": 0, "optimizer": optim.SGD(lr=1e-2), **CODECS[name](), **options}
     trainer = make(comm, "mlp", strategy, microbatches=m, **options)
-    x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
-    mine = part(comm, 12)
-    first = float(trainer.step(x[mine], y[mine]))
+    batch = own_part(comm, "mlp", 12)
+    first = float(trainer.step(*batch))
     trainer.inspect.reset_counters()
-    return trainer, [first, *(float(trainer.step(x[mine], y[mine])) for _ in range(count))]
+    return trainer, [first, *(float(trainer.step(*batch)) for _ in range(count))]
 
 
-@each
-@pytest.mark.parametrize(("strategy", "size", "m"), PLACES)
+@pytest.mark.parametrize(
+    ("name", "strategy", "size", "m"),
+    [(name, *place) for name in CODECS for place in PLACES if name in SEVERAL or place[:2] in FEW],
+)
 def test_counted_is_predicted_and_replicas_agree(name: str, strategy: str, size: int, m: int) -> None:
-    if name == "momentum" and (strategy == "hybrid" or (strategy == "fsdp" and m > 1)):
-        return  # refused, see below
-
     def body(comm: Communicator) -> Any:
-        trainer, losses = run(comm, name, strategy, m)
+        trainer, losses = run(comm, name, strategy, m, 1)
         report = trainer.report()
         counted = {key: count for key, count in report.traffic.items() if key[0] != "world"}
-        twice = {key: (2 * count.calls, 2 * count.bytes) for key, count in report.predicted.items()}
-        return ({key: (count.calls, count.bytes) for key, count in counted.items()} == twice, losses, bits(trainer))
+        return counted == report.predicted, losses, bits(trainer)
 
     found = spawn(body, size)
     assert all(same for same, _, _ in found)
@@ -101,10 +100,10 @@ def test_bytes_are_those_of_the_formula(comm: Communicator, name: str, strategy:
 
 
 @in_full
-@pytest.mark.parametrize(("strategy", "name"), few(pairs(["ddp", "fsdp", "hybrid"], ["int8", "unbiased"]), 3))
-def test_digits_are_learnt_nearly_as_well(name: str, strategy: str) -> None:
-    """The convolutional network of the example: after 60 steps the loss is within 15 % of plain training's."""
-    mine, plain = learn(name, strategy), learn("plain", "ddp")
+@pytest.mark.parametrize(("strategy", "size", "name"), [("fsdp", 2, "unbiased"), ("hybrid", 4, "int8")])
+def test_digits_are_learnt_nearly_as_well(name: str, strategy: str, size: int) -> None:
+    """The convolutional network of the example: after 40 steps the loss is within 15 % of plain training's."""
+    mine, plain = learn(name, strategy, size), learn("plain", "ddp", 1)
     assert mine < 1.15 * plain + 0.02, (mine, plain)
 
 
@@ -149,41 +148,39 @@ def test_each_codec_learns_digits_with_its_settings(name: str) -> None:
 
 
 @lru_cache
-def learn(name: str, strategy: str, steps: int = 60, **options: Any) -> float:
-    images, labels = draw_digits(64 * 16, seed=1)
-    codec = "plain" if name == "plain" else CODECS[name]()["compression"]
-    options = {"optimizer": optim.AdamW(lr=4e-3)} | ({} if options else {"compression": codec}) | options
+def learn(name: str, strategy: str, size: int) -> float:
+    images, labels = draw_digits(32 * 16, seed=1)
+    options = CODECS[name]() if name in CODECS else {"compression": name}
 
     def body(comm: Communicator) -> float:
         trainer = make_digits_model().as_distributed(
-            loss=nn.CrossEntropyLoss(), strategy=strategy, comm=comm, seed=2, **options
+            loss=nn.CrossEntropyLoss(), strategy=strategy, comm=comm, seed=2, optimizer=optim.AdamW(lr=4e-3), **options
         )
         last = []
-        for step in range(steps):
-            rows = (np.arange(64) + 64 * step) % len(labels)
-            mine = rows[part(comm, 64)]
+        for step in range(40):
+            mine = ((np.arange(32) + 32 * step) % len(labels))[part(comm, 32)]
             last.append(float(trainer.step(images[mine], labels[mine])))
         return float(np.mean(last[-8:]))
 
-    return spawn(body, 4)[0]
+    return spawn(body, size)[0]
 
 
 AXES = {
-    "pipe and shards": (Mesh(pipe=2, shard=2), "fsdp"),
-    "pipe and replicas": (Mesh(pipe=2, replica=2, shard=1), "ddp"),
-    "tensor and uneven shards": (Mesh(tensor=2, shard=3), "fsdp"),
-    "tensor and replicas": (Mesh(tensor=3, replica=2, shard=1), "ddp"),
+    "pipe and shards": (Mesh(pipe=2, shard=2), "fsdp", ("int8",)),
+    "pipe and replicas": (Mesh(pipe=2, replica=2, shard=1), "ddp", ("topk",)),
+    "tensor and uneven shards": (Mesh(tensor=2, shard=3), "fsdp", ("topk",)),
+    "tensor and replicas": (Mesh(tensor=3, replica=2, shard=1), "ddp", ("int8",)),
 }
 
 
 def on_mesh(comm: Communicator, axes: str, codec: Any) -> Any:
     """Losses of steps, every other one of two halves, and the bits of all parameters."""
-    mesh, strategy = AXES[axes]
+    mesh, strategy, _ = AXES[axes]
     trainer = make(comm, "wide", strategy, mesh=mesh, group_bytes=600, precision="float32", compression=codec)
     rng, losses = np.random.default_rng(4), []
-    for step in range(4):
-        x, y = KNOWN["wide"].batch(rng, 12)
-        mine = part(trainer.data_group, 12)
+    for step in range(3):
+        x, y = KNOWN["wide"].batch(rng, 6)
+        mine = part(trainer.data_group, 6)
         if step % 2 and mesh.pipe == 1:
             half = (mine.stop - mine.start) // 2
             trainer.accumulate(x[mine][:half], y[mine][:half])
@@ -205,9 +202,9 @@ def on_mesh(comm: Communicator, axes: str, codec: Any) -> Any:
 @pytest.mark.parametrize("axes", few(AXES, len(AXES)))
 def test_on_any_mesh_ranks_agree_and_the_loss_is_close(axes: str) -> None:
     """Ranks of the tensor axis have the same of what is not cut, though blocks lie elsewhere in what is."""
-    mesh, _ = AXES[axes]
+    mesh, _, names = AXES[axes]
     plain, _ = spawn(on_mesh, mesh.size, axes, "plain")[0]
-    for codec, bound in few((("int8", 0.05), (fsdpx.TopK(0.1), 0.3)), 2):
+    for codec, bound in (("int8", 0.05) if name == "int8" else (fsdpx.TopK(0.1), 0.3) for name in names):
         found = spawn(on_mesh, mesh.size, axes, codec)
         assert len({str(one) for one in found}) == 1
         assert found[0][0][0] == pytest.approx(plain[0], rel=1e-5)
@@ -219,8 +216,7 @@ def test_codecs_by_name_pattern() -> None:
 
     def body(comm: Communicator, codec: Any) -> Any:
         trainer = make(comm, "mlp", "zero1", precision="float32", compression=codec)
-        x, y = CASES["mlp"].batch(np.random.default_rng(0), 6)
-        trainer.step(x[part(comm, 6)], y[part(comm, 6)])
+        trainer.step(*own_part(comm, "mlp", 6))
         place, pages = trainer.inspect.placement, trainer.inspect.placement.layout.pages
         kinds = {f.name: type(place.get_codec_route(page.index).shard).__name__ for page in pages for f in page.fields}
         report = trainer.report()
@@ -272,8 +268,7 @@ def test_the_report_tells_bytes_saved_and_the_error_of_each_reduce() -> None:
 
     def body(comm: Communicator, codec: Any) -> Any:
         trainer = make(comm, "mlp", "zero1", precision="float32", compression=codec, group_bytes=0)
-        x, y = CASES["mlp"].batch(np.random.default_rng(0), 6)
-        trainer.step(x[part(comm, 6)], y[part(comm, 6)])
+        trainer.step(*own_part(comm, "mlp", 6))
         kept = {row.key.page: np.array(array) for row, array in trainer.inspect.engine.state.ledger.iterate_saved_rows()
                 if row.key.kind == "memory"}  # fmt: skip
         names = {trainer.inspect.placement.format_page_name(p): p for p in trainer.inspect.placement.pages}
