@@ -32,6 +32,10 @@ def unet() -> nn.Layer:
     return nn.UNet(2, 2, 2, 4, 2)
 
 
+def convolutions() -> nn.Layer:
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1))
+
+
 def fno() -> nn.Layer:
     return nn.FNO(2, 2, (4, 4), 4, 2)
 
@@ -150,7 +154,7 @@ def test_halos_go_to_neighbors() -> None:
 
 def test_grids_are_searched() -> None:
     options = OPTIONS | {"domain": "any", "strategy": "ddp", "microbatches": 1, "recompute": None}
-    found = fsdpx.plan(unet(), batch=fields(1, 256, 256), ranks=4, machine="laptop", **options)
+    found = fsdpx.plan(convolutions(), batch=fields(1, 256, 256), ranks=4, machine="laptop", memory="16MiB", **options)
     tried = {one.options.get("domain") for one in found.candidates}
     assert {(4, 1), (1, 4), (2, 2)} <= tried
     assert {one.prediction.mesh.domain for one in found.candidates if "domain" in one.summary} >= {
@@ -172,7 +176,7 @@ def test_grids_are_searched() -> None:
 
 def test_the_line_for_parts_that_differ_cuts_them_evenly() -> None:
     options = OPTIONS | {"domain": (3, 1), "strategy": "fsdp", "microbatches": 1, "recompute": None}
-    found = fsdpx.plan(unet(), batch=fields(1, 16, 20), ranks=3, machine="laptop", **options)
+    found = fsdpx.plan(convolutions(), batch=fields(1, 16, 20), ranks=3, machine="laptop", memory="1MiB", **options)
     assert {one.options["domain"] for one in found.candidates} == {(3, 1)}
 
     def run(comm: Communicator) -> Any:
@@ -189,7 +193,8 @@ def test_ranks_of_a_grid_plan_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def run(comm: Communicator) -> Any:
         grid = fsdpx.Grid(comm, (8, 16), dims=(2, 1), layout="cyx")
-        made = unet().as_distributed(domain=grid, strategy="auto", batch=fields(1, 16, 16), **OPTIONS)
+        options = OPTIONS | {"strategy": "auto", "batch": fields(1, 16, 16), "memory": "1MiB", "recompute": None}
+        made = convolutions().as_distributed(domain=grid, **options)
         made.step(*(np.ones((1, 2, 8, 16), "f4") for _ in range(2)))
         return made.report().planned
 
@@ -211,8 +216,8 @@ def test_what_is_no_field_is_named() -> None:
 
 
 def test_the_command_line_names_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "plan unet2d --ranks 2 --machine laptop --field 32,32 --strategy fsdp --microbatches 1 --most 2".split()
-    assert main(words) == 0
+    words = "plan fno2d --ranks 2 --machine laptop --field 32,32 --strategy fsdp --microbatches 1 --most 2".split()
+    assert main([*words, "--memory", "1GiB"]) == 0
     assert re.search(r"^fsdp \+ domain 2x1 .* yes ", capsys.readouterr().out, re.MULTILINE)
     assert main("plan gpt-tiny --ranks 2 --machine laptop --domain 2,1".split()) == 2
     assert "--domain and --field: gpt-tiny takes no fields; unet2d, unet3d, fno2d do" in capsys.readouterr().err
@@ -223,12 +228,13 @@ def test_a_model_of_ones_own_is_cut_over_a_grid(
 ) -> None:
     (tmp_path / "own_fields.py").write_text(
         "from fsdpx import nn\n"
-        "def make(): return nn.UNet(2, 1, 2, 4, 2), nn.RelativeL2()\n"
+        "def make(): return nn.Conv2d(2, 1, 3, padding=1), nn.RelativeL2()\n"
         "def classes(): return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(784, 10))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     words = "plan own_fields:make --ranks 4 --machine laptop --most 4 --strategy ddp --microbatches 1".split()
+    words += ["--memory", "16MiB"]
     assert main([*words, "--batch", "1x2x64x64", "--domain", "2,2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["found"]
     assert {one["options"]["domain"] for one in found} == {"(2, 2)"}

@@ -22,7 +22,8 @@ from fsdpx.plan import Compute, Machine, NetworkLevel, measuring, predict
 
 HOST, RANKS, STEPS = 2, 4, 3
 SPEEDS = (1, 10, 25)  # Gbit/s between hosts
-SHAPE = (16, 64)
+SHAPE = (16, 64 if THOROUGH else 8)
+"""Samples and tokens: links alone take as long for few tokens."""
 CHOICES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "zero2": {"strategy": "zero2"},

@@ -153,7 +153,8 @@ def test_the_command_line_explains(capsys: pytest.CaptureFixture[str]) -> None:
         text = capsys.readouterr().out
         assert "peak" in text
         assert "lower" not in text  # ten more dry runs, where they are asked for
-    assert main("plan gpt-tiny --ranks 2 --machine laptop --batch 4 --most 2 --strategy fsdp --json".split()) == 0
+    words = "plan gpt-tiny --ranks 2 --machine laptop --batch 4 --most 2 --strategy fsdp --mesh shard=2 --json"
+    assert main(words.split()) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["peak"]["bytes"] == planned["found"][0]["memory"]
     assert {"recompute": "'all'"} in [one["options"] for one in planned["lower"]]
