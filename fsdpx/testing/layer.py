@@ -199,11 +199,9 @@ class LayerContract(GradientContract):
         y, dy, dx, g = self._run_forward_backward(layer, p, x)
         added = self._make_zero_gradients(layer, p)
         for rows, first in ((slice(0, 1), 0), (slice(1, None), 1)):
-            part = tuple(a[rows] for a in x)
-            y_part, saved = layer.forward(self._make_layer_context(np, row=first), p, unwrap_single(part))
-            dx_part = layer.backward(
-                self._make_layer_context(np, row=first), p, added, saved, unwrap_single([d[rows] for d in dy])
-            )
+            env = self._make_layer_context(np, row=first)
+            y_part, saved = layer.forward(env, p, unwrap_single([a[rows] for a in x]))
+            dx_part = layer.backward(env, p, added, saved, unwrap_single([d[rows] for d in dy]))
             for a, b in zip((*_as_tuple(y_part), *_as_tuple(dx_part)), (*y, *dx), strict=True):
                 if b is not None:
                     np.testing.assert_allclose(a, b[rows], rtol=1e-9, atol=1e-12)
@@ -213,9 +211,8 @@ class LayerContract(GradientContract):
     def test_float32_stays_float32(self) -> None:
         layer, x, p = self._make_test_case()
         wide = self._run_forward_backward(layer, p, x)
-        narrow = self._run_forward_backward(
-            layer, {n: a.astype(np.float32) for n, a in p.items()}, _as_floats(x, np.float32)
-        )
+        p32 = {name: array.astype(np.float32) for name, array in p.items()}
+        narrow = self._run_forward_backward(layer, p32, _as_floats(x, np.float32))
         for mine, theirs in zip((*narrow[0], *narrow[2]), (*wide[0], *wide[2]), strict=True):
             if theirs is not None:
                 assert mine.dtype == np.float32, f"float32 became {mine.dtype}"
@@ -230,9 +227,8 @@ class LayerContract(GradientContract):
         dtype = parse_dtype("bf16")
         # array code is enough: compiled kernels return the same dtypes, and compiling them would take seconds
         with use_mode("plain"):
-            y, _, dx, _ = self._run_forward_backward(
-                layer, {n: a.astype(dtype) for n, a in p.items()}, _as_floats(x, dtype)
-            )
+            p16 = {name: array.astype(dtype) for name, array in p.items()}
+            y, _, dx, _ = self._run_forward_backward(layer, p16, _as_floats(x, dtype))
         for array in (*y, *dx):
             assert array is None or array.dtype == dtype, f"bfloat16 became {array.dtype}"
 
@@ -281,9 +277,8 @@ class LayerContract(GradientContract):
     def _forward(self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays) -> tuple[Arrays, Any]:
         """Run the forward pass on a copy of the parameters, because the forward pass may update running statistics.
         Return the outputs, and what the forward pass saved for the backward pass."""
-        y, saved = layer.forward(
-            self._make_layer_context(np), {name: array.copy() for name, array in p.items()}, unwrap_single(x)
-        )
+        own = {name: array.copy() for name, array in p.items()}
+        y, saved = layer.forward(self._make_layer_context(np), own, unwrap_single(x))
         return _as_tuple(y), saved
 
     def _run_forward_backward(
