@@ -22,13 +22,15 @@ def is_contract(kind: object) -> bool:
 
 
 def merge_checks(kind: type) -> type:
-    """Return a subclass whose tests run all checks of the class; those that take fixtures stay tests of their own."""
+    """Return a subclass whose tests run all checks of the class; those that take fixtures stay tests of their own. The
+    attribute `dtypes` limits what is tried with the class, such as a wrapper that does not look at elements."""
     body: dict[str, Any] = {}
     cases: dict[Any, Cases] = defaultdict(list)
     for name in filter(lambda name: name.startswith("test"), dir(kind)):
         for values in _list_cases(getattr(kind, name)) or ():
-            cases[values.get("dtype")].append((name, values))
-            body[name] = None  # which pytest does not collect
+            body[name], dtype = None, values.get("dtype")  # None is not collected by pytest
+            if dtype in (None, *getattr(kind, "dtypes", (dtype,))):
+                cases[dtype].append((name, values))
 
     def test_contract(self: Any) -> None:
         _run(kind, self, plain)

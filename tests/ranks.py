@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,7 @@ from fsdpx.core.base import environment
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.message_backend import MessageBackend
 
-__all__ = ["OVER_GLOO", "carrier", "from_rank_0", "together"]
+__all__ = ["OVER_GLOO", "carrier", "from_rank_0", "on_every_rank", "together"]
 
 _LAUNCHER = environment.read_environment().launcher
 OVER_GLOO = _LAUNCHER is not None and not _LAUNCHER.mpi
@@ -58,3 +60,15 @@ def together(world: Communicator, comm: Communicator, body: Callable[[Communicat
         failure = f"[rank {world.rank}]\n{traceback.format_exc()}"
     failures = [text for text in world.all_gather_object(failure) if text]
     assert not failures, "\n".join(failures)
+
+
+def on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
+    """The test fails on all ranks if it fails on one; its first argument is the communicator of the fixture `world`."""
+
+    @functools.wraps(test)
+    def run(world: Communicator, **arguments: Any) -> None:
+        together(world, world, functools.partial(test, **arguments))
+
+    first, *others = inspect.signature(test).parameters.values()
+    vars(run)["__signature__"] = inspect.Signature([first.replace(name="world"), *others])
+    return run

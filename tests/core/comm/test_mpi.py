@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from present import is_present, needs
-from ranks import together
+from ranks import on_every_rank, together
 
 import fsdpx
 from fsdpx import nn
@@ -38,6 +38,14 @@ def world():
     comm = MpiCommunicator(timeout=30)
     yield comm
     comm.close()
+
+
+@pytest.fixture(autouse=True)
+def _same_hooks():
+    """Also after a test that fails between `init` and `finalize`."""
+    excepthook, threadhook = sys.excepthook, threading.excepthook
+    yield
+    sys.excepthook, threading.excepthook = excepthook, threadhook
 
 
 class OnEveryRank(CommunicatorContract):
@@ -72,6 +80,8 @@ class TestContractInChunks(OnEveryRank):
 
 
 class TestContractGuarded(OnEveryRank):
+    dtypes = "float32", "float16", "bool"
+
     def adapt(self, world):
         return CheckedCommunicator(world)
 
@@ -95,93 +105,77 @@ def test_a_new_reduction_needs_no_row_elsewhere(world, monkeypatch):
     assert asked == [ReduceOp.SUM]
 
 
-def test_the_callers_communicator_is_duplicated(world):
+@on_every_rank
+def test_the_callers_communicator_is_duplicated(comm):
     from mpi4py import MPI
 
     from fsdpx.core.comm.mpi.mpi import MpiCommunicator
 
-    def body(comm):
-        mine = MpiCommunicator(MPI.COMM_WORLD)
-        stray = MPI.COMM_WORLD.irecv(source=comm.rank, tag=0)
-        buf = np.zeros(2)
-        handles = mine.recv(buf, comm.rank), mine.send(np.ones(2), comm.rank)
-        for handle in handles:
+    mine = MpiCommunicator(MPI.COMM_WORLD)
+    stray = MPI.COMM_WORLD.irecv(source=comm.rank, tag=0)
+    buf = np.zeros(2)
+    handles = mine.recv(buf, comm.rank), mine.send(np.ones(2), comm.rank)
+    for handle in handles:
+        handle.wait()
+    assert buf.tolist() == [1, 1]
+    MPI.COMM_WORLD.send("theirs", comm.rank, tag=0)
+    assert stray.wait() == "theirs"
+    mine.close()
+    mine.close()
+
+
+@on_every_rank
+def test_a_wait_ends_with_the_name_of_what_it_waits_for(comm):
+    impatient = comm.split(0, comm.rank)
+    impatient.timeout = 0.2
+    if comm.rank == 0:
+        handle = impatient.recv(np.zeros(3), 0, 9, what="ACT1")
+        with pytest.raises(CommTimeout, match=r"recv of ACT1 on rank 0 of \d is not complete after 0.2 s"):
             handle.wait()
-        assert buf.tolist() == [1, 1]
-        MPI.COMM_WORLD.send("theirs", comm.rank, tag=0)
-        assert stray.wait() == "theirs"
-        mine.close()
-        mine.close()
-
-    together(world, world, body)
+        impatient.send(np.zeros(3), 0, 9).wait()
+        handle.wait()
 
 
-def test_a_wait_ends_with_the_name_of_what_it_waits_for(world):
-    def body(comm):
-        impatient = comm.split(0, comm.rank)
-        impatient.timeout = 0.2
-        if comm.rank == 0:
-            handle = impatient.recv(np.zeros(3), 0, 9, what="ACT1")
-            with pytest.raises(CommTimeout, match=r"recv of ACT1 on rank 0 of \d is not complete after 0.2 s"):
-                handle.wait()
-            impatient.send(np.zeros(3), 0, 9).wait()
-            handle.wait()
-
-    together(world, world, body)
-
-
-def test_a_guard_names_who_called_what_and_who_did_not_come(world):
-    def body(comm):
-        if comm.size == 1:
-            return
-        guarded = CheckedCommunicator(comm)
-        with pytest.raises(DesyncError, match=r"rank 0: all_reduce of a.*: all_reduce of b"):
-            guarded.all_reduce(np.zeros(3), what="a" if comm.rank == 0 else "b")
-        late = CheckedCommunicator(comm, timeout=0.5)
-        if comm.rank != 1:
-            # on a busy machine others may be late as well
-            with pytest.raises(DesyncError, match=r"ranks \[(0, )?1\b.* did not arrive at barrier of end"):
-                late.barrier(what="end")
-
-    together(world, world, body)
+@on_every_rank
+def test_a_guard_names_who_called_what_and_who_did_not_come(comm):
+    if comm.size == 1:
+        return
+    guarded = CheckedCommunicator(comm)
+    with pytest.raises(DesyncError, match=r"rank 0: all_reduce of a.*: all_reduce of b"):
+        guarded.all_reduce(np.zeros(3), what="a" if comm.rank == 0 else "b")
+    late = CheckedCommunicator(comm, timeout=0.5)
+    if comm.rank != 1:
+        # on a busy machine others may be late as well
+        with pytest.raises(DesyncError, match=r"ranks \[(0, )?1\b.* did not arrive at barrier of end"):
+            late.barrier(what="end")
 
 
-def test_a_mesh_of_mpi_ranks(world):
-    def body(comm):
-        axes = connect_axes(Mesh(shard=1, replica=None), comm, check=True)
-        x = np.ones(6, np.float32)
-        axes.replica.all_reduce(x, ReduceOp.SUM).wait()
-        axes.shard.all_reduce(x, ReduceOp.SUM).wait()
-        assert x.tolist() == [comm.size] * 6
-        axes.close()
-
-    together(world, world, body)
+@on_every_rank
+def test_a_mesh_of_mpi_ranks(comm):
+    axes = connect_axes(Mesh(shard=1, replica=None), comm, check=True)
+    x = np.ones(6, np.float32)
+    axes.replica.all_reduce(x, ReduceOp.SUM).wait()
+    axes.shard.all_reduce(x, ReduceOp.SUM).wait()
+    assert x.tolist() == [comm.size] * 6
+    axes.close()
 
 
-def test_the_functional_api_on_mpi(world):
+@on_every_rank
+def test_the_functional_api_on_mpi(comm):
     from mpi4py import MPI
 
-    def body(comm):
-        excepthook, threadhook = sys.excepthook, threading.excepthook
-        try:
-            initialize.init("mpi")
-            assert (initialize.rank(), initialize.world_size()) == (comm.rank, comm.size)
-            assert sorted(comm.all_gather_object(initialize.local_rank())) == list(range(comm.size))
-            x = np.full((2, 3), comm.rank + 1.0)
-            assert np.all(array_collectives.all_reduce(x, "max") == comm.size)
-            assert array_collectives.all_gather(x).shape == (comm.size, 2, 3)
-            assert (
-                array_collectives.reduce_scatter(np.ones((7, 2))).sum()
-                == 2 * comm.size * split_evenly(7, comm.size)[comm.rank]
-            )
-            initialize.finalize()
-            initialize.init(comm=MPI.COMM_WORLD)
-            assert array_collectives.broadcast(x, root=comm.size - 1)[0, 0] == comm.size
-            initialize.finalize()
-        finally:
-            sys.excepthook, threading.excepthook = excepthook, threadhook
-
-    together(world, world, body)
+    initialize.init("mpi")
+    assert (initialize.rank(), initialize.world_size()) == (comm.rank, comm.size)
+    assert sorted(comm.all_gather_object(initialize.local_rank())) == list(range(comm.size))
+    x = np.full((2, 3), comm.rank + 1.0)
+    assert np.all(array_collectives.all_reduce(x, "max") == comm.size)
+    assert array_collectives.all_gather(x).shape == (comm.size, 2, 3)
+    own_rows = split_evenly(7, comm.size)[comm.rank]
+    assert array_collectives.reduce_scatter(np.ones((7, 2))).sum() == 2 * comm.size * own_rows
+    initialize.finalize()
+    initialize.init(comm=MPI.COMM_WORLD)
+    assert array_collectives.broadcast(x, root=comm.size - 1)[0, 0] == comm.size
+    initialize.finalize()
 
 
 class Petsc:
@@ -194,30 +188,24 @@ class Petsc:
         return self.comm
 
 
-def test_communicators_that_give_one_of_mpi4py_are_taken(world):
+@on_every_rank
+def test_communicators_that_give_one_of_mpi4py_are_taken(comm):
     from mpi4py import MPI
 
-    def body(comm):
-        petsc = Petsc(MPI.COMM_WORLD)
-        if is_present("fields"):
-            assert fsdpx.Grid(petsc, (4,), offsets=(4 * comm.rank,)).shape == (4 * comm.size,)
-        assert len(DistributedSampler(comm.size, comm=petsc)) == 1
-        assert gather_channel_statistics([np.full((1, 1), comm.rank)], comm=petsc).mean == ((comm.size - 1) / 2,)
-        trainer = nn.Linear(2, 2).as_distributed(comm=petsc)
-        assert trainer.call_runner.world.size == comm.size
-        trainer.close()
-        initialize.init(comm=petsc)
-        assert array_collectives.all_reduce(np.ones(1)).tolist() == [comm.size]
-        initialize.finalize()
-        apart = open_fault_tolerant_communicator(petsc)
-        assert apart.size == comm.size
-        apart.close()
-
-    excepthook, threadhook = sys.excepthook, threading.excepthook
-    try:
-        together(world, world, body)
-    finally:
-        sys.excepthook, threading.excepthook = excepthook, threadhook
+    petsc = Petsc(MPI.COMM_WORLD)
+    if is_present("fields"):
+        assert fsdpx.Grid(petsc, (4,), offsets=(4 * comm.rank,)).shape == (4 * comm.size,)
+    assert len(DistributedSampler(comm.size, comm=petsc)) == 1
+    assert gather_channel_statistics([np.full((1, 1), comm.rank)], comm=petsc).mean == ((comm.size - 1) / 2,)
+    trainer = nn.Linear(2, 2).as_distributed(comm=petsc)
+    assert trainer.call_runner.world.size == comm.size
+    trainer.close()
+    initialize.init(comm=petsc)
+    assert array_collectives.all_reduce(np.ones(1)).tolist() == [comm.size]
+    initialize.finalize()
+    apart = open_fault_tolerant_communicator(petsc)
+    assert apart.size == comm.size
+    apart.close()
 
 
 @pytest.mark.parametrize(
@@ -230,47 +218,44 @@ def test_communicators_that_give_one_of_mpi4py_are_taken(world):
         lambda comm: gather_channel_statistics([np.ones((2, 2))], comm=comm),
     ],
 )
-def test_only_ranks_of_an_intracommunicator_are_taken(world, call):
+@on_every_rank
+def test_only_ranks_of_an_intracommunicator_are_taken(comm, call):
     """Of other communicators collectives mean something else, and a rank that `Split` leaves out has none."""
     from mpi4py import MPI
 
-    def body(comm):
-        if comm.rank == comm.size - 1:
-            with pytest.raises(ConfigError, match=r"^comm is MPI\.COMM_NULL: this rank is not in it, or it was freed"):
-                call(MPI.COMM_NULL)
-        with pytest.raises(ConfigError, match=r"^comm is an MPI\.Group: the ranks of one Intracomm are needed$"):
-            call(MPI.COMM_WORLD.Get_group())
-        if comm.size == 1:
-            return
-        half = MPI.COMM_WORLD.Split(comm.rank % 2, comm.rank)
-        between = half.Create_intercomm(0, MPI.COMM_WORLD, 1 - comm.rank % 2)
-        with pytest.raises(ConfigError, match=r"^comm is an MPI\.Intercomm: the ranks of one Intracomm are needed$"):
-            call(between)
-        between.Free()
-        half.Free()
-
-    together(world, world, body)
+    if comm.rank == comm.size - 1:
+        with pytest.raises(ConfigError, match=r"^comm is MPI\.COMM_NULL: this rank is not in it, or it was freed"):
+            call(MPI.COMM_NULL)
+    with pytest.raises(ConfigError, match=r"^comm is an MPI\.Group: the ranks of one Intracomm are needed$"):
+        call(MPI.COMM_WORLD.Get_group())
+    if comm.size == 1:
+        return
+    half = MPI.COMM_WORLD.Split(comm.rank % 2, comm.rank)
+    between = half.Create_intercomm(0, MPI.COMM_WORLD, 1 - comm.rank % 2)
+    with pytest.raises(ConfigError, match=r"^comm is an MPI\.Intercomm: the ranks of one Intracomm are needed$"):
+        call(between)
+    between.Free()
+    half.Free()
 
 
-def test_other_transfers_go_on_while_a_wait_lasts(world):
+@on_every_rank
+def test_other_transfers_go_on_while_a_wait_lasts(comm):
     """A big reduce ends on rank 0 although rank 1 waits for a message that rank 0 sends afterwards only."""
-
-    def body(comm):
-        big, note = np.ones(300_000, np.float16), np.zeros(1)
-        handle = comm.all_reduce(big)
-        if comm.rank == 0:
-            handle.wait()
-            for other in range(1, comm.size):
-                comm.send(note, other).wait()
-        else:
-            comm.recv(note, 0).wait()
+    big, note = np.ones(300_000, np.float16), np.zeros(1)
+    handle = comm.all_reduce(big)
+    if comm.rank == 0:
         handle.wait()
-        assert np.all(big == comm.size)
-
-    together(world, world, body)
+        for other in range(1, comm.size):
+            comm.send(note, other).wait()
+    else:
+        comm.recv(note, 0).wait()
+    handle.wait()
+    assert np.all(big == comm.size)
 
 
 class TestWithoutDeaths(OnEveryRank):
+    dtypes = "float64", "bfloat16", "int16"
+
     def adapt(self, world: Communicator) -> Communicator:
         return open_fault_tolerant_communicator(world)
 

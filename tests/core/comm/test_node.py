@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from ranks import carrier, together
+from ranks import carrier, on_every_rank, together
 from windows import ROOM, InWindows
 
 from fsdpx.core.base import environment
@@ -55,6 +55,13 @@ def cluster():
 @pytest.fixture(scope="module")
 def rooms(world):
     return world.allocate_shared(ROOM), world.allocate_node_buffer(ROOM)
+
+
+@pytest.fixture
+def room(world):
+    memory = world.allocate_shared(ROOM)
+    yield memory
+    world.free_shared(memory)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +115,7 @@ def test_a_cluster_has_lanes_when_its_machines_are_alike(cluster):
     assert cluster.is_sharing_useful == (size % 2 == 0)
 
 
-@pytest.mark.parametrize("common", [False, True])
-@pytest.mark.parametrize("machines", ["one", "several"])
+@pytest.mark.parametrize(("machines", "common"), [("one", True), ("several", False)])
 def test_many_calls_in_flight_with_ranks_out_of_step(world, cluster, machines, common):
     """More calls than the board has places, waited for at the end, while ranks fall behind each other."""
     world = world if machines == "one" else cluster
@@ -142,94 +148,73 @@ def test_many_calls_in_flight_with_ranks_out_of_step(world, cluster, machines, c
     world.free_shared(room)
 
 
-def test_messages_of_collectives_that_are_under_way_together_do_not_mix(world):
+@on_every_rank
+def test_messages_of_collectives_that_are_under_way_together_do_not_mix(comm):
     """A sum of halves is made by the carrier, a ring above it: on a new communicator both begin to count tags."""
-
-    def body(comm):
-        fresh = comm.split(0, comm.rank)
-        half, ring = np.ones(5, np.float16), np.ones(5)
-        handles = [fresh.all_reduce(half), fresh.all_reduce(ring, ReduceOp.SUM, "ring")]
-        for handle in handles if comm.rank == 0 else handles[::-1]:
-            handle.wait()
-        assert (half == comm.size).all()
-        assert (ring == comm.size).all()
-        fresh.close()
-
-    together(world, world, body)
+    fresh = comm.split(0, comm.rank)
+    half, ring = np.ones(5, np.float16), np.ones(5)
+    handles = [fresh.all_reduce(half), fresh.all_reduce(ring, ReduceOp.SUM, "ring")]
+    for handle in handles if comm.rank == 0 else handles[::-1]:
+        handle.wait()
+    assert (half == comm.size).all()
+    assert (ring == comm.size).all()
+    fresh.close()
 
 
-def test_a_buffer_can_be_written_as_soon_as_the_call_is_complete(world):
-    room = world.allocate_shared(ROOM)
-
-    def body(comm):
-        buf, out = room[:8000].view(np.float64), np.empty(split_evenly(1000, comm.size)[comm.rank])
-        for i in range(300):
-            buf[:] = i + comm.rank
-            if comm.rank == i % comm.size:
-                time.sleep(0.0005)
-            comm.reduce_scatter(buf, out).wait()
-            buf[:] = -1  # the others must have read by now
-            assert (out == i * comm.size + sum(range(comm.size))).all(), i
-
-    together(world, world, body)
-    world.free_shared(room)
+@on_every_rank
+def test_a_buffer_can_be_written_as_soon_as_the_call_is_complete(comm, room):
+    buf, out = room[:8000].view(np.float64), np.empty(split_evenly(1000, comm.size)[comm.rank])
+    for i in range(100):
+        buf[:] = i + comm.rank
+        if comm.rank == i % comm.size:
+            time.sleep(0.0005)
+        comm.reduce_scatter(buf, out).wait()
+        buf[:] = -1  # the others must have read by now
+        assert (out == i * comm.size + sum(range(comm.size))).all(), i
 
 
-def test_sums_are_in_rank_order(world):
-    room = world.allocate_shared(ROOM)
-
-    def body(comm):
-        ours = [np.random.default_rng(r).standard_normal(70_000).astype(np.float32) for r in range(comm.size)]
-        want = ours[0].copy()
-        for other in ours[1:]:
-            want += other
-        buf = room[:280_000].view(np.float32)
-        buf[:] = ours[comm.rank]
-        comm.all_reduce(buf).wait()
-        if comm.is_sharing_useful:
-            assert buf.tobytes() == want.tobytes()
-
-    together(world, world, body)
-    world.free_shared(room)
+@on_every_rank
+def test_sums_are_in_rank_order(comm, room):
+    ours = [np.random.default_rng(r).standard_normal(70_000).astype(np.float32) for r in range(comm.size)]
+    want = ours[0].copy()
+    for other in ours[1:]:
+        want += other
+    buf = room[:280_000].view(np.float32)
+    buf[:] = ours[comm.rank]
+    comm.all_reduce(buf).wait()
+    if comm.is_sharing_useful:
+        assert buf.tobytes() == want.tobytes()
 
 
-def test_a_few_bytes_inside_a_host_travel_on_the_board(world, monkeypatch):
+@on_every_rank
+def test_a_few_bytes_inside_a_host_travel_on_the_board(comm, monkeypatch):
     """Also more of them at one time than the board has places. One byte too many is a message."""
-
-    def body(comm):
-        sent, move = [], comm.carrier.start_call
-        monkeypatch.setattr(comm.carrier, "start_call", lambda call: sent.append(call.what) or move(call))
-        for most, what in ((MAX_PAYLOAD_BYTES, "letter"), (MAX_PAYLOAD_BYTES + 1, "message")):
-            counts = [most - 16 * rank for rank in range(comm.size)]
-            fulls = [np.zeros(sum(counts), np.uint8) for _ in range(BOARD_SLOTS + 6)]
-            handles = []
-            for i, full in enumerate(fulls):
-                handles.append(
-                    comm.all_gather(np.full(counts[comm.rank], i + comm.rank, np.uint8), full, counts, what=what)
-                )
-                if i % 20 == comm.rank:
-                    time.sleep(0.002)
-            for i, (handle, full) in enumerate(zip(handles, fulls, strict=True)):
-                handle.wait()
-                assert (full == np.repeat([i + rank for rank in range(comm.size)], counts)).all()
-        assert set(sent) == ({"message"} if comm.is_single_host else {"letter", "message"} if comm.size > 1 else set())
-
-    together(world, world, body)
+    sent, move = [], comm.carrier.start_call
+    monkeypatch.setattr(comm.carrier, "start_call", lambda call: sent.append(call.what) or move(call))
+    for most, what in ((MAX_PAYLOAD_BYTES, "letter"), (MAX_PAYLOAD_BYTES + 1, "message")):
+        counts = [most - 16 * rank for rank in range(comm.size)]
+        fulls = [np.zeros(sum(counts), np.uint8) for _ in range(BOARD_SLOTS + 6)]
+        handles = []
+        for i, full in enumerate(fulls):
+            handles.append(
+                comm.all_gather(np.full(counts[comm.rank], i + comm.rank, np.uint8), full, counts, what=what)
+            )
+            if i % 20 == comm.rank:
+                time.sleep(0.002)
+        for i, (handle, full) in enumerate(zip(handles, fulls, strict=True)):
+            handle.wait()
+            assert (full == np.repeat([i + rank for rank in range(comm.size)], counts)).all()
+    assert set(sent) == ({"message"} if comm.is_single_host else {"letter", "message"} if comm.size > 1 else set())
 
 
-def test_groups_have_boards_of_their_own(world):
-    room = world.allocate_shared(ROOM)
-
-    def body(comm):
-        group = comm.split(comm.rank % 2, -comm.rank)
-        buf = room[:800].view(np.float64)
-        buf[:] = comm.rank
-        group.all_reduce(buf, ReduceOp.MAX).wait()
-        assert (buf == max(range(comm.rank % 2, comm.size, 2))).all()
-        group.close()
-
-    together(world, world, body)
-    world.free_shared(room)
+@on_every_rank
+def test_groups_have_boards_of_their_own(comm, room):
+    group = comm.split(comm.rank % 2, -comm.rank)
+    buf = room[:800].view(np.float64)
+    buf[:] = comm.rank
+    group.all_reduce(buf, ReduceOp.MAX).wait()
+    assert (buf == max(range(comm.rank % 2, comm.size, 2))).all()
+    group.close()
 
 
 def test_who_does_not_come_is_named():

@@ -7,7 +7,7 @@ import gc
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name from here on
 import numpy as np
 import pytest
-from ranks import carrier, together
+from ranks import carrier, on_every_rank, together
 
 from fsdpx.core.comm import ReduceOp, split_evenly
 from fsdpx.errors import CommTimeout, ShapeError
@@ -57,67 +57,59 @@ def _total(terms, op=ReduceOp.SUM, wire=None):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
-def test_repeated_sums_have_the_bits_of_sums_in_rank_order(world, room, dtype, op):
-    def body(comm):
-        if not comm.is_sharing_useful:
-            return
-        for n in (1, 7, 1000, 4099):
-            buf = room[64 : 64 + n * np.dtype(dtype).itemsize].view(dtype)
-            cut = split_evenly(n, comm.size)
-            piece, start = np.empty(cut[comm.rank], dtype), sum(cut[: comm.rank])
-            for call in range(4):
-                terms = _terms(comm, n, dtype, call)
-                want = _total(terms, op)
-                buf[:] = terms[comm.rank]
-                comm.reduce_scatter(buf, piece, op, cut if call % 2 else None).wait()
-                assert piece.tobytes() == want[start : start + piece.size].tobytes()
-                assert buf.tobytes() == terms[comm.rank].tobytes()
-                comm.all_reduce(buf, op).wait()
-                assert buf.tobytes() == want.tobytes()
-
-    together(world, world, body)
-
-
-def test_repeated_sums_of_rounded_summands_read_them_where_they_lie(world, room):
-    """Nothing travels: the array is as it was. Sums of what is not rounded are others, of the same arrays."""
-    wire = np.dtype("bfloat16")
-
-    def body(comm):
-        if not comm.is_sharing_useful:
-            return
-        buf = room[64 : 64 + 4 * 4099].view(np.float32)
-        piece = np.empty(split_evenly(4099, comm.size)[comm.rank], np.float32)
-        start = sum(split_evenly(4099, comm.size)[: comm.rank])
+@on_every_rank
+def test_repeated_sums_have_the_bits_of_sums_in_rank_order(comm, room, dtype, op):
+    if not comm.is_sharing_useful:
+        return
+    for n in (1, 7, 1000, 4099):
+        buf = room[64 : 64 + n * np.dtype(dtype).itemsize].view(dtype)
+        cut = split_evenly(n, comm.size)
+        piece, start = np.empty(cut[comm.rank], dtype), sum(cut[: comm.rank])
         for call in range(4):
-            terms, through = _terms(comm, 4099, np.float32, call), wire if call % 2 else None
-            want = _total(terms, wire=through)
+            terms = _terms(comm, n, dtype, call)
+            want = _total(terms, op)
             buf[:] = terms[comm.rank]
-            comm.reduce_scatter(buf, piece, wire=through).wait()
+            comm.reduce_scatter(buf, piece, op, cut if call % 2 else None).wait()
             assert piece.tobytes() == want[start : start + piece.size].tobytes()
             assert buf.tobytes() == terms[comm.rank].tobytes()
-            comm.all_reduce(buf, wire=through).wait()
-            assert buf.tobytes() == (want if through is None else want.astype(wire).astype(np.float32)).tobytes()
-
-    together(world, world, body)
+            comm.all_reduce(buf, op).wait()
+            assert buf.tobytes() == want.tobytes()
 
 
-def test_streamed_results_are_the_same(world, room, monkeypatch):
+@on_every_rank
+def test_repeated_sums_of_rounded_summands_read_them_where_they_lie(comm, room):
+    """Nothing travels: the array is as it was. Sums of what is not rounded are others, of the same arrays."""
+    wire = np.dtype("bfloat16")
+    if not comm.is_sharing_useful:
+        return
+    buf = room[64 : 64 + 4 * 4099].view(np.float32)
+    piece = np.empty(split_evenly(4099, comm.size)[comm.rank], np.float32)
+    start = sum(split_evenly(4099, comm.size)[: comm.rank])
+    for call in range(4):
+        terms, through = _terms(comm, 4099, np.float32, call), wire if call % 2 else None
+        want = _total(terms, wire=through)
+        buf[:] = terms[comm.rank]
+        comm.reduce_scatter(buf, piece, wire=through).wait()
+        assert piece.tobytes() == want[start : start + piece.size].tobytes()
+        assert buf.tobytes() == terms[comm.rank].tobytes()
+        comm.all_reduce(buf, wire=through).wait()
+        assert buf.tobytes() == (want if through is None else want.astype(wire).astype(np.float32)).tobytes()
+
+
+@on_every_rank
+def test_streamed_results_are_the_same(comm, room, monkeypatch):
     from fsdpx.core.comm.node import persistent
 
     monkeypatch.setattr(persistent, "MIN_STREAMED_BYTES", 0)
-
-    def body(comm):
-        if not comm.is_sharing_useful:
-            return
-        buf, cut = room[: 4 * 70_001].view(np.float32), split_evenly(70_001, comm.size)
-        terms = _terms(comm, 70_001, np.float32)
-        buf[:] = terms[comm.rank]
-        piece, start = np.empty(cut[comm.rank] + 3, np.float32)[3:], sum(cut[: comm.rank])
-        for _ in range(3):
-            comm.reduce_scatter(buf, piece).wait()
-            assert piece.tobytes() == _total(terms)[start : start + piece.size].tobytes()
-
-    together(world, world, body)
+    if not comm.is_sharing_useful:
+        return
+    buf, cut = room[: 4 * 70_001].view(np.float32), split_evenly(70_001, comm.size)
+    terms = _terms(comm, 70_001, np.float32)
+    buf[:] = terms[comm.rank]
+    piece, start = np.empty(cut[comm.rank] + 3, np.float32)[3:], sum(cut[: comm.rank])
+    for _ in range(3):
+        comm.reduce_scatter(buf, piece).wait()
+        assert piece.tobytes() == _total(terms)[start : start + piece.size].tobytes()
 
 
 def test_ranks_with_plans_meet_ranks_without(world, room, common):
@@ -130,7 +122,7 @@ def test_ranks_with_plans_meet_ranks_without(world, room, common):
             return
         buf, full = room[:40_000].view(np.float32), common[: 8 * comm.size].view(np.int64)
         own, piece = np.empty(1, np.int64), np.empty(split_evenly(10_000, comm.size)[comm.rank], np.float32)
-        for i in range(100):
+        for i in range(40):
             buf[:] = comm.rank + i
             own[0] = i * comm.size + comm.rank
             comm.reduce_scatter(buf, piece).wait()
@@ -146,42 +138,35 @@ def test_ranks_with_plans_meet_ranks_without(world, room, common):
     group.close()
 
 
-def test_arrays_that_move_are_found_again(world, room):
+@on_every_rank
+def test_arrays_that_move_are_found_again(comm, room):
     """Every rank uses its buffers in an order of its own; views are made anew and take the numbers of old ones."""
-
-    def body(comm):
-        if not comm.is_sharing_useful:
-            return
-        fixed = [room[i * 4096 : i * 4096 + 800].view(np.float64) for i in range(3)]
-        for i in range(60):
-            buf = fixed[(i * (comm.rank + 1)) % 3] if i % 2 else room[i * 800 : (i + 1) * 800].view(np.float64)
-            buf[:] = i + comm.rank
-            comm.all_reduce(buf).wait()
-            assert (buf == sum(range(comm.size)) + i * comm.size).all(), i
-            del buf
-            gc.collect(0)
-
-    together(world, world, body)
+    if not comm.is_sharing_useful:
+        return
+    fixed = [room[i * 4096 : i * 4096 + 800].view(np.float64) for i in range(3)]
+    for i in range(60):
+        buf = fixed[(i * (comm.rank + 1)) % 3] if i % 2 else room[i * 800 : (i + 1) * 800].view(np.float64)
+        buf[:] = i + comm.rank
+        comm.all_reduce(buf).wait()
+        assert (buf == sum(range(comm.size)) + i * comm.size).all(), i
+        del buf
+        gc.collect(0)
 
 
-def test_a_plan_is_not_taken_for_another_array_of_the_same_id(world, room):
-    from fsdpx.core.comm.node.node import NodeCommunicator
-
-    def body(comm: NodeCommunicator):
-        if not comm.is_sharing_useful:
-            return
-        buf, piece = room[:800].view(np.float64), np.empty(split_evenly(100, comm.size)[comm.rank])
-        comm.reduce_scatter(buf, piece).wait()
-        key = ("reduce_scatter", id(buf), id(piece), ReduceOp.SUM, (None,), "library", None)
-        assert key in comm._persistent_calls
-        other = np.empty(piece.size + 1)
-        comm._persistent_calls["reduce_scatter", id(buf), id(other), ReduceOp.SUM, (None,), "library", None] = (
-            comm._persistent_calls[key]
-        )
-        with pytest.raises(ShapeError, match=r"reduce_scatter of page 0 on rank \d+: recv has \d+ elements"):
-            comm.reduce_scatter(buf, other, what="page 0")
-
-    together(world, world, body)
+@on_every_rank
+def test_a_plan_is_not_taken_for_another_array_of_the_same_id(comm, room):
+    if not comm.is_sharing_useful:
+        return
+    buf, piece = room[:800].view(np.float64), np.empty(split_evenly(100, comm.size)[comm.rank])
+    comm.reduce_scatter(buf, piece).wait()
+    key = ("reduce_scatter", id(buf), id(piece), ReduceOp.SUM, (None,), "library", None)
+    assert key in comm._persistent_calls
+    other = np.empty(piece.size + 1)
+    comm._persistent_calls["reduce_scatter", id(buf), id(other), ReduceOp.SUM, (None,), "library", None] = (
+        comm._persistent_calls[key]
+    )
+    with pytest.raises(ShapeError, match=r"reduce_scatter of page 0 on rank \d+: recv has \d+ elements"):
+        comm.reduce_scatter(buf, other, what="page 0")
 
 
 def test_who_does_not_come_to_a_planned_call_is_named():
