@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fsdpx import nn, spawn
 from fsdpx.core.array.random import Random
@@ -13,6 +14,11 @@ from fsdpx.nn.init import make_initial_values
 from fsdpx.nn.layer import LayerContext, find_sequence_length
 
 Arrays = dict[str, np.ndarray]
+in_all_ways = pytest.mark.parametrize(
+    ("width", "sequence", "split"), [(2, None, False), (3, None, True), (2, "parallel", True), (3, "parallel", False)]
+)
+"""Numbers of ranks that divide features, heads and positions and that do not, with and without sequence parallelism,
+and both forms of backward."""
 
 
 @dataclass

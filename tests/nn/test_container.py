@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layer_cases import contracts_of, rows
 from setting import env, gradients, normal, parameters
 
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.testing import LayerContract
 
 
 def run(layer, p, *x):
@@ -279,28 +279,15 @@ class Twice(nn.Composite):
         return self.shared(nn.Tanh()(self.shared(x)))
 
 
-class TestGatedMLP(LayerContract):
-    def make(self):
-        return GatedMLP(6, 4)
-
-    def inputs(self):
-        return self.draw_normal(4, 3, 6)
-
-
-class TestHighway(LayerContract):
-    def make(self):
-        return Highway(4)
-
-    def inputs(self):
-        return self.draw_normal(4, 4), self.draw_normal(4, 4) + 1.0
-
-
-class TestTwice(LayerContract):
-    def make(self):
-        return Twice()
-
-    def inputs(self):
-        return self.draw_normal(4, 5)
+globals().update(
+    contracts_of(
+        {
+            "GatedMLP": (lambda: GatedMLP(6, 4), lambda: rows(4, 3, 6)),
+            "Highway": (lambda: Highway(4), lambda: (rows(4, 4), rows(4, 4) + 1.0)),
+            "Twice": (Twice, lambda: rows(4, 5)),
+        }
+    )
+)
 
 
 def test_it_is_what_it_says():

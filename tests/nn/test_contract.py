@@ -86,7 +86,7 @@ CASES = {
         ),
         lambda: (rows(3, 4, 6), ids(2, 3, 4)),
     ),
-    "Llama": (lambda: nn.Llama(11, 8, 2, 2, 6, kv_heads=1, scale_embedding=True), lambda: ids(11, 3, 5)),
+    "Llama": (lambda: nn.Llama(11, 8, 1, 2, 6, kv_heads=1, scale_embedding=True), lambda: ids(11, 3, 5)),
     "LlamaSegments": (lambda: nn.Llama(11, 8, 1, 2, 6, segments=True), lambda: (ids(11, 3, 5), ids(2, 3, 5))),
     "First": (nn.FirstToken, lambda: rows(3, 4, 6)),
     "BertEmbedding": (lambda: nn.BertEmbedding(11, 6, 5), lambda: (ids(11, 3, 4), ids(2, 3, 4))),
@@ -106,7 +106,7 @@ CASES = {
     "ChainAfterGraph": (lambda: nn.Sequential(two_ways(), nn.Add(), nn.Linear(4, 2)), pair),
     "Graph": (two_ways, pair),
     "TokenEmbedding": (lambda: nn.TokenEmbedding(7, 4, 6, init=normal(1.0)), lambda: ids(7, 3, 5)),
-    "GPT": (lambda: nn.GPT(11, 8, 2, 2, 6, dropout=0.1), lambda: ids(11, 3, 5)),
+    "GPT": (lambda: nn.GPT(11, 8, 1, 2, 6, dropout=0.1), lambda: ids(11, 3, 5)),
     # on an axis of one rank, where they move nothing; `test_tensor.py` has more
     "ColumnParallelLinear": (lambda: nn.sharding.ColumnParallelLinear(5, 6, blocks=3, grain=2), lambda: rows(4, 5)),
     "ColumnLinearGathered": (

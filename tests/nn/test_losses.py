@@ -8,7 +8,6 @@ from setting import env, normal
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.core.array import shapes
 from fsdpx.core.array.kernels.memory_order import channels_last
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.losses import match_memory_order
@@ -204,16 +203,6 @@ def test_large_logits_do_not_overflow():
     assert np.isfinite(nn.BCEWithLogitsLoss().backward(env(), saved, 1.0)).all()
 
 
-@pytest.mark.parametrize(("loss", "target"), CASES)
-def test_shape_only(loss, target):
-    y, flat = shapes.ShapeArray((6, 5), np.float32), shapes.ShapeArray(target.shape, target.dtype)
-    total, weight, saved = loss.forward(env(xp=shapes), y, flat)
-    dy = loss.backward(env(xp=shapes), saved, 1.0)
-    assert (dy.shape, dy.dtype) == ((6, 5), np.float32)
-    assert isinstance(total, float)
-    assert isinstance(weight, float)
-
-
 @pytest.mark.parametrize(
     ("loss", "shape", "target", "message"),
     [
@@ -272,9 +261,8 @@ def test_a_loss_may_look_at_whole_samples_unless_it_says_otherwise():
 KINDS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "uint64", ">i4", "bool", "float64"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()], ids=repr)
-def test_targets_of_every_format_are_compared_by_their_values_or_refused(loss, kind):
+def test_targets_of_every_format_are_compared_by_their_values_or_refused(loss):
     x = normal(4, 3).astype("float32")
     labels = np.array([0, 1, 1, 0]) if isinstance(loss, nn.CrossEntropyLoss) else np.arange(8).reshape(4, 2) % 2
 
@@ -282,10 +270,12 @@ def test_targets_of_every_format_are_compared_by_their_values_or_refused(loss, k
         trainer = fsdpx.distribute(nn.Linear(3, 2), loss=loss, optimizer=optim.SGD(lr=0.1), seed=1)
         return trainer.evaluate(x, target), trainer.step(x, target), trainer.parameters()["weight"].tolist()
 
-    if isinstance(loss, nn.CrossEntropyLoss) and kind in ("bool", "float64"):
-        with pytest.raises(DataError, match=r"labels must be whole numbers, got (bool|float32)"):
-            run(labels.astype(kind))
-    else:
-        assert run(labels.astype(kind)) == run(labels)
+    wanted = run(labels)
+    for kind in KINDS:
+        if isinstance(loss, nn.CrossEntropyLoss) and kind in ("bool", "float64"):
+            with pytest.raises(DataError, match=r"labels must be whole numbers, got (bool|float32)"):
+                run(labels.astype(kind))
+        else:
+            assert run(labels.astype(kind)) == wanted, kind
     with pytest.raises(DataError, match=r"wants (labels|a target).* got \(4, (1|2, 1)\)"):
         run(labels[..., None])

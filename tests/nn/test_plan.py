@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tensor_ranks import compare, environment, full, local, on_axis
+from tensor_ranks import compare, environment, full, in_all_ways, local, on_axis
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, DataError, ShapeError
+from fsdpx.nn.sharding import ColumnParallel, LayerDefault, RowParallel, ShardSpec, VocabParallel
 from fsdpx.nn.tensor_plan import parallelize
 
 rng = np.random.default_rng(0)
@@ -18,21 +19,18 @@ def tokens(vocab, *shape):
     return rng.integers(0, vocab, shape), rng.integers(0, vocab, shape)
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("sequence", [None, "parallel"])
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@in_all_ways
 def test_gpt(width, sequence, split):
     """Heads and vocabulary that do not divide evenly, dropout everywhere, positions that do not count, smoothing."""
     x, target = tokens(23, 3, 12)
     target[0, :5] = -100
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)
     planned, runs = compare(nn.GPT(23, 20, 2, 5, 12, dropout=0.2), loss, x, target, width, split, sequence=sequence)
-    if width > 1:
-        assert planned.output_dim == -1
-        assert runs[0].y.shape == (3, 12, 23 // width)
-        assert isinstance(planned.loss, nn.sharding.VocabParallelCrossEntropyLoss)
-        partial = {n for n in planned.model.specs() if "norm" in n or n.endswith(("out.bias", "down.bias", "position"))}
-        assert planned.partial == (partial if sequence else set())
+    assert planned.output_dim == -1
+    assert runs[0].y.shape == (3, 12, 23 // width)
+    assert isinstance(planned.loss, nn.sharding.VocabParallelCrossEntropyLoss)
+    partial = {n for n in planned.model.specs() if "norm" in n or n.endswith(("out.bias", "down.bias", "position"))}
+    assert planned.partial == (partial if sequence else set())
 
 
 @pytest.mark.parametrize(
@@ -55,15 +53,13 @@ def test_heads_stay_whole_and_a_window_stays_in_one_sequence():
         parallelize(model, loss, 3)
     with pytest.raises(ConfigError, match=r"'blocks.0.attn.attend': attention within a window of 3 works on whole"):
         parallelize(model, loss, 2, sequence="ring")
-    plan = {f"*attn.{name}": nn.sharding.ColumnParallel(grain=2) for name in "qkv"} | {
-        "*attn.out": nn.sharding.RowParallel
-    }
+    plan = {f"*attn.{name}": ColumnParallel(grain=2) for name in "qkv"} | {"*attn.out": RowParallel}
     with pytest.raises(
         ConfigError,
         match=r"heads of 4 features that stay together: give the ColumnParallel layers a grain, .*Parallel\(grain=4\)",
     ):
         parallelize(model, loss, 2, plan)
-    plain = {f"*attn.{name}": nn.sharding.ColumnParallel for name in "qkv"} | {"*attn.out": nn.sharding.RowParallel}
+    plain = {f"*attn.{name}": ColumnParallel for name in "qkv"} | {"*attn.out": RowParallel}
     assert parallelize(model, loss, 2, plain).model.specs()["blocks.0.attn.q.weight"].cut.grain == 8
 
 
@@ -91,7 +87,7 @@ def test_another_loss_gets_whole_logits(width, sequence):
     assert planned.output_dim is None
     assert runs[0].y.shape == (2, 6, 11)
     compare(nn.Linear(5, 7), nn.MSELoss(), rng.standard_normal((2, 6, 5)), rng.standard_normal((2, 6, 7)), width,
-            plan={"": nn.sharding.VocabParallel}, sequence=sequence)  # fmt: skip
+            plan={"": VocabParallel}, sequence=sequence)  # fmt: skip
 
 
 def encoder():
@@ -120,18 +116,16 @@ def encoder():
 
 
 PLAN = {
-    "embed": nn.sharding.VocabParallel,
-    "head": nn.sharding.VocabParallel,
-    "*.left": nn.sharding.LayerDefault,
-    "*.up": nn.sharding.ColumnParallel,
-    "*.gate": nn.sharding.ColumnParallel(),
-    "*.right": nn.sharding.RowParallel,
+    "embed": VocabParallel,
+    "head": VocabParallel,
+    "*.left": LayerDefault,
+    "*.up": ColumnParallel,
+    "*.gate": ColumnParallel(),
+    "*.right": RowParallel,
 }
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("sequence", [None, "parallel"])
-@pytest.mark.parametrize("width", [2, 3])
+@in_all_ways
 def test_a_plan_of_the_user(width, sequence, split):
     x, target = tokens(9, 2, 6)
     planned, _ = compare(encoder(), nn.CrossEntropyLoss(), x, target, width, split, plan=PLAN, sequence=sequence)
@@ -145,7 +139,7 @@ def test_a_plan_of_the_user(width, sequence, split):
 @pytest.mark.parametrize("sequence", [None, "parallel"])
 def test_only_what_is_named_is_cut(sequence):
     x, target = tokens(9, 2, 6)
-    plan = {"body.body.left": nn.sharding.LayerDefault}
+    plan = {"body.body.left": LayerDefault}
     planned, runs = compare(encoder(), nn.CrossEntropyLoss(), x, target, 3, plan=plan, sequence=sequence)
     assert {n for n, s in planned.model.specs().items() if s.cut} == {
         f"body.body.left.{n}" for n in ("qkv.weight", "qkv.bias", "out.weight")
@@ -158,12 +152,7 @@ def test_only_what_is_named_is_cut(sequence):
 
 
 def test_parts_named_one_by_one():
-    plan = {
-        "0.attn.qkv": nn.sharding.ColumnParallel,
-        "0.attn.out": nn.sharding.RowParallel,
-        "*.up": nn.sharding.ColumnParallel,
-        "*.down": nn.sharding.RowParallel,
-    }
+    plan = {"0.attn.qkv": ColumnParallel, "0.attn.out": RowParallel, "*.up": ColumnParallel, "*.down": RowParallel}
     x, target = rng.standard_normal((2, 4, 8)), rng.standard_normal((2, 4, 8))
     planned, _ = compare(nn.Sequential(nn.TransformerBlock(8, 2)), nn.MSELoss(), x, target, 2, plan=plan)
     own, _ = compare(nn.Sequential(nn.TransformerBlock(8, 2)), nn.MSELoss(), x, target, 2)
@@ -219,7 +208,7 @@ def test_a_loss_that_looks_across_the_sequence_is_not_given_a_part_of_it(sequenc
     x, target = rng.standard_normal((2, 6, 8)), rng.standard_normal((2, 6, 8))
     compare(nn.TransformerBlock(8, 4), Trend(), x, target, 2)
     ends = nn.Sequential(nn.MLP(8), nn.Linear(8, 5))
-    plan = {"0": nn.sharding.LayerDefault, "1": nn.sharding.ColumnParallel(gather_output=True)}
+    plan = {"0": LayerDefault, "1": ColumnParallel(gather_output=True)}
     if sequence == "parallel":  # the output is put together before the loss
         compare(ends, Trend(), x, rng.standard_normal((2, 6, 5)), 2, plan=plan, sequence=sequence)
 
@@ -272,17 +261,13 @@ def test_parameters_between_a_column_and_its_row_are_refused():
         r"close them before it, with a RowParallel or ColumnParallel\(gather_output=True\)"
     )
     with pytest.raises(ConfigError, match=message):
-        parallelize(model, nn.MSELoss(), 2, {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel})
-    compare(model, nn.MSELoss(), x, target, 2, plan={"0": nn.sharding.ColumnParallel(gather_output=True)})
+        parallelize(model, nn.MSELoss(), 2, {"0": ColumnParallel, "2": RowParallel})
+    compare(model, nn.MSELoss(), x, target, 2, plan={"0": ColumnParallel(gather_output=True)})
     mlp = nn.Sequential(nn.MLP(4, activation=gain), nn.Linear(4, 4))
-    for options in (
-        {},
-        {"plan": {"0.up": nn.sharding.ColumnParallel, "0.down": nn.sharding.RowParallel}},
-        {"sequence": "parallel"},
-    ):
+    for options in ({}, {"plan": {"0.up": ColumnParallel, "0.down": RowParallel}}, {"sequence": "parallel"}):
         with pytest.raises(ConfigError, match=r"'0.activation' Gain.* has parameters \(0\.activation\.gain\).*whole"):
             parallelize(mlp, nn.MSELoss(), 2, **options)
-    compare(mlp, nn.MSELoss(), x, target, 3, plan={"1": nn.sharding.ColumnParallel(gather_output=True)})
+    compare(mlp, nn.MSELoss(), x, target, 3, plan={"1": ColumnParallel(gather_output=True)})
     compare(mlp, nn.MSELoss(), *rng.standard_normal((2, 2, 6, 4)), 3, sequence="ring")
 
 
@@ -310,9 +295,7 @@ class CutGain(Gain):
     def shard_over_ranks(self, request):
         kind = request.kinds[0]
         if request.mark is None and isinstance(kind, nn.sharding.ShardedFeatures):
-            return nn.sharding.ShardedLayer(
-                CutGain(self.features, nn.sharding.ShardSpec(0, kind.blocks, kind.grain)), kind
-            )
+            return nn.sharding.ShardedLayer(CutGain(self.features, ShardSpec(0, kind.blocks, kind.grain)), kind)
         return super().shard_over_ranks(request)
 
 
@@ -323,17 +306,13 @@ def test_a_layer_of_a_user_says_itself_how_it_is_cut(width, sequence):
     by a plan."""
     x, target = rng.standard_normal((2, 6, 4)), rng.standard_normal((2, 6, 4))
     model = nn.Sequential(CutGain(4), nn.Linear(4, 6), CutGain(6), nn.Linear(6, 4), nn.MLP(4, 7, activation=CutGain(7)))
-    plan = {"1": nn.sharding.ColumnParallel(grain=2), "3": nn.sharding.RowParallel, "4": nn.sharding.LayerDefault}
+    plan = {"1": ColumnParallel(grain=2), "3": RowParallel, "4": LayerDefault}
     planned, _ = compare(model, nn.MSELoss(), x, target, width, plan=plan, sequence=sequence)
     cuts = {name: spec.cut for name, spec in planned.model.specs().items() if name.endswith("gain")}
-    assert cuts == {
-        "0.gain": None,
-        "2.gain": nn.sharding.ShardSpec(0, 1, 2),
-        "4.activation.gain": nn.sharding.ShardSpec(0),
-    }
+    assert cuts == {"0.gain": None, "2.gain": ShardSpec(0, 1, 2), "4.activation.gain": ShardSpec(0)}
     assert ("0.gain" in planned.partial) == (sequence is not None)
     with pytest.raises(ConfigError, match=r"'2' CutGain.* cannot be sharded as RowParallel"):
-        parallelize(model, nn.MSELoss(), width, plan | {"2": nn.sharding.RowParallel}, sequence)
+        parallelize(model, nn.MSELoss(), width, plan | {"2": RowParallel}, sequence)
 
 
 def linears(*sizes):
@@ -344,81 +323,81 @@ GPT = nn.GPT(11, 12, 1, 3, 6)
 WRONG = {
     "nothing to cut": (linears(4, 5, 6), {}, r"nothing to cut in Sequential.*tensor_plan=\{\"0\": "
         r"nn.sharding.ColumnParallel"),
-    "no such layer": (linears(4, 5), {"plan": {"7*": nn.sharding.RowParallel}}, r"'7\*' matches no layer; there are "
+    "no such layer": (linears(4, 5), {"plan": {"7*": RowParallel}}, r"'7\*' matches no layer; there are "
         r"'', '0'"),
     "no such mark": (linears(4, 5), {"plan": {"0": "column"}}, r"tensor_plan\['0'\] = 'column': choose "
         r"nn.sharding.ColumnParallel"),
     "a plan that is a list": (linears(4, 5), {"plan": ["0"]}, r"tensor_plan=\['0'\]: give a dict of path patterns"),
-    "a pattern that is a number": (linears(4, 5), {"plan": {0: nn.sharding.RowParallel}}, r"tensor_plan: the pattern "
+    "a pattern that is a number": (linears(4, 5), {"plan": {0: RowParallel}}, r"tensor_plan: the pattern "
         r"0 must be text"),
-    "not closed": (linears(4, 5, 6), {"plan": {"1": nn.sharding.ColumnParallel}}, r"'1' is a ColumnParallel that no "
+    "not closed": (linears(4, 5, 6), {"plan": {"1": ColumnParallel}}, r"'1' is a ColumnParallel that no "
         r"RowParallel closes"),
-    "read whole": (linears(4, 5, 6), {"plan": {"0": nn.sharding.ColumnParallel}}, r"'1' Linear\(5, 6\) reads features "
+    "read whole": (linears(4, 5, 6), {"plan": {"0": ColumnParallel}}, r"'1' Linear\(5, 6\) reads features "
         r"that '0' cut"),
     "read by a ColumnParallel": (
         linears(4, 5, 6),
-        {"plan": {"*[01]": nn.sharding.ColumnParallel}},
+        {"plan": {"*[01]": ColumnParallel}},
         r"'1' Linear\(5, 6\) reads features that '0' cut: close them with a RowParallel",
     ),
     "read by a norm": (
         nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4)),
-        {"plan": {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}},
+        {"plan": {"0": ColumnParallel, "2": RowParallel}},
         r"'1' LayerNorm\(6\) reads features that '0' cut, but acts on each position as a whole",
     ),
     "a RowParallel alone": (
         linears(4, 5, 6),
-        {"plan": {"1": nn.sharding.RowParallel}},
+        {"plan": {"1": RowParallel}},
         r"'1' Linear\(5, 6\) is a RowParallel, but reads a whole input",
     ),
     "a RowParallel of blocks": (
         linears(4, 12, 6),
-        {"plan": {"0": nn.sharding.ColumnParallel(blocks=3), "1": nn.sharding.RowParallel}},
+        {"plan": {"0": ColumnParallel(blocks=3), "1": RowParallel}},
         r"'1' Linear\(12, 6\) cannot close features that '0' cut: they are 12 in 3 blocks",
     ),
     "half of a sum": (
         nn.Residual(nn.Linear(4, 4)),
-        {"plan": {"body": nn.sharding.ColumnParallel}},
+        {"plan": {"body": ColumnParallel}},
         r"'add' Add\(\) reads a whole input, features that 'body' cut together",
     ),
     "uneven blocks": (
         linears(4, 16),
-        {"plan": {"0": nn.sharding.ColumnParallel(blocks=3)}},
+        {"plan": {"0": ColumnParallel(blocks=3)}},
         r"'0' Linear\(4, 16\): its 16 results are not 3 blocks of multiples of 1",
     ),
     "too few features": (
         linears(4, 3, 4),
-        {"plan": {"0": nn.sharding.ColumnParallel, "1": nn.sharding.RowParallel}},
+        {"plan": {"0": ColumnParallel, "1": RowParallel}},
         r"'0' has 3 results, fewer than the 4 ranks of the tensor axis: use Mesh\(tensor=3\) or less",
     ),
     "too few heads": (GPT, {}, r"'blocks.0.attn.qkv' has 3 runs of 4 results, fewer .* use Mesh\(tensor=3\)"),
     "too few heads for ulysses": (GPT, {"sequence": "ulysses"}, r"'blocks.0.attn' has 3 heads.*or sequence=\"ring\""),
     "too few words": (nn.GPT(3, 12, 1, 4, 6), {}, r"'embed' has 3 tokens in its vocabulary, fewer than the 4"),
-    "not a Linear": (nn.Sequential(nn.Tanh()), {"plan": {"0": nn.sharding.ColumnParallel}}, r"'0' Tanh\(\) cannot be "
+    "not a Linear": (nn.Sequential(nn.Tanh()), {"plan": {"0": ColumnParallel}}, r"'0' Tanh\(\) cannot be "
         r"sharded as ColumnParallel"),
-    "Own of a leaf": (linears(4, 5), {"plan": {"0": nn.sharding.LayerDefault}}, r"'0' Linear\(4, 5\) has no plan of "
+    "Own of a leaf": (linears(4, 5), {"plan": {"0": LayerDefault}}, r"'0' Linear\(4, 5\) has no plan of "
         r"its own"),
     "a block as a ColumnParallel": (
         nn.Sequential(nn.TransformerBlock(8, 4)),
-        {"plan": {"0": nn.sharding.ColumnParallel}},
+        {"plan": {"0": ColumnParallel}},
         r"'0' is a TransformerBlock, which cannot be a ColumnParallel: name the Linear layers inside, or give it "
             r"nn.sharding.LayerDefault",
     ),
     "half of attention": (
         nn.Sequential(nn.MultiHeadAttention(8, 4)),
-        {"plan": {"0.qkv": nn.sharding.ColumnParallel}},
+        {"plan": {"0.qkv": ColumnParallel}},
         r"'0.out' Linear\(.*\) reads features that '0.qkv' cut, but acts on each position as a whole",
     ),
     "a tie cut in half": (
         encoder(),
-        {"plan": {"embed": nn.sharding.VocabParallel, "*.left": nn.sharding.LayerDefault}},
+        {"plan": {"embed": VocabParallel, "*.left": LayerDefault}},
         r"'head.weight' is tied to 'embed.weight', but one is sharded as None and the other as ShardSpec\(dim=0",
     ),
-    "a plan with context": (GPT, {"plan": {"*": nn.sharding.LayerDefault}, "sequence": "ring"},
+    "a plan with context": (GPT, {"plan": {"*": LayerDefault}, "sequence": "ring"},
         "whole but for experts: it takes no"),
     "no such sequence": (GPT, {"sequence": "cut"}, r"sequence='cut': choose one of None, 'parallel', 'ul"),
     "attention to a part": (
         nn.Sequential(nn.MultiHeadAttention(8, 4), nn.MLP(8)),
-        {"plan": {"1": nn.sharding.LayerDefault}, "sequence": "parallel"},
+        {"plan": {"1": LayerDefault}, "sequence": "parallel"},
         r"'0': attention needs the whole sequence.*cut it by heads, with nn.sharding.LayerDefault for the layer "
             r"around it",
     ),
@@ -461,7 +440,7 @@ NO_TIME = {
     "tokens alone": (nn.Sequential(nn.Embedding(9, 8), BLOCK), None, np.zeros(6, int), "2 dims or more"),
     "tokens looked up in a part of the rows": (
         nn.Sequential(nn.Embedding(9, 8), nn.MLP(8)),
-        {"0": nn.sharding.VocabParallel, "1": nn.sharding.LayerDefault},
+        {"0": VocabParallel, "1": LayerDefault},
         np.zeros(6, int),
         "2 dims or more",
     ),

@@ -64,7 +64,6 @@ def test_the_same_bits_with_less_kept(name: str, monkeypatch: pytest.MonkeyPatch
 
 def test_nothing_is_left_behind() -> None:
     """No cycle keeps activations alive until the collector comes."""
-    gc.collect()
     gc.disable()
     try:
         saved, _, _ = run(MODELS["block"])
@@ -76,26 +75,24 @@ def test_nothing_is_left_behind() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("split", [False, True])
-def test_attention_made_again_in_backward(dropout: float, split: bool) -> None:
-    """Only queries, keys and values are kept, of everything that attention makes."""
-    layer = nn.MultiHeadAttention(16, 2, dropout=dropout)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.MultiHeadAttention(16, 2),
+        nn.MultiHeadAttention(16, 2, dropout=0.3),
+        nn.GroupedQueryAttention(16, 2, 1, None, qk_norm=1e-6),
+    ],
+)
+def test_attention_made_again_in_backward(layer: Layer, split: bool) -> None:
+    """Only queries, keys and values are kept, of everything that attention makes. Queries and keys may come from a norm
+    of heads, which is a cheap layer: its results are placeholders themselves."""
     kept, recomputed = (attention(layer, names, split) for names in (frozenset[str](), frozenset({"attention"})))
     for got, wanted in zip(recomputed[1:], kept[1:], strict=True):
         assert got.tobytes() == wanted.tobytes()
-    shapes = [a.shape for a in arrays(recomputed[0])]
-    assert shapes == [(3, 5, 16), (3, 5, 48)]
-    assert len(list(arrays(kept[0]))) > len(shapes)
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_heads_that_a_norm_made_are_recomputed_too(split: bool) -> None:
-    """Queries and keys come from a cheap layer, whose results are placeholders themselves."""
-    layer = nn.GroupedQueryAttention(16, 2, 1, None, qk_norm=1e-6)
-    kept, recomputed = (attention(layer, names, split) for names in (frozenset[str](), frozenset({"attention"})))
-    for got, wanted in zip(recomputed[1:], kept[1:], strict=True):
-        assert got.tobytes() == wanted.tobytes()
+    if isinstance(layer, nn.MultiHeadAttention):
+        assert [a.shape for a in arrays(recomputed[0])] == [(3, 5, 16), (3, 5, 48)]
+        assert len(list(arrays(kept[0]))) > 2
 
 
 def attention(layer: Layer, recompute: frozenset[str], split: bool) -> list[Any]:

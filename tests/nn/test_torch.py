@@ -128,31 +128,6 @@ def test_attention(causal):
     compare(nn.MultiHeadAttention(6, 2, causal), module, normal(3, 4, 6), renamed(ATTENTION))
 
 
-class TorchBlock(tnn.Module):
-    def __init__(self):
-        super().__init__()
-        self.core = tnn.TransformerEncoderLayer(
-            6, 2, 24, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-
-    def forward(self, x):
-        mask = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool), 1)
-        return self.core(x, src_mask=mask)
-
-
-BLOCK = {
-    "core.self_attn.in_proj_": "attn.qkv.",
-    "core.self_attn.out_proj.": "attn.out.",
-    "core.linear1": "mlp.up",
-    "core.linear2": "mlp.down",
-    "core.": "",
-}
-
-
-def test_block():
-    compare(nn.TransformerBlock(6, 2), shaken(TorchBlock()), normal(3, 4, 6), renamed(BLOCK))
-
-
 class TorchGPT(tnn.Module):
     def __init__(self, vocab, d_model, n_layers, n_heads, seq_len):
         super().__init__()
