@@ -144,12 +144,15 @@ def make_net() -> nn.Layer:
     return nn.MeshGraphNet(3, 3, 2, 6, 2, activation="silu")
 
 
+def make_trainer(model: nn.Layer, comm: Communicator, domain: Any, **options: Any) -> fsdpx.Trainer:
+    given: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.05, momentum=0.9), **options}
+    return model.as_distributed(comm=comm, domain=domain, **{"precision": "float64", **given})
+
+
 def train(comm: Communicator, graph: Graph, way: str, loss: nn.Loss) -> Any:
-    """Return the losses of five steps, the prediction, and the parameters before and after."""
+    """Return the losses of three steps, the prediction, and the parameters before and after."""
     partition = make_partition(comm, graph, way)
-    trainer = make_net().as_distributed(
-        loss=loss, optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=partition
-    )
+    trainer = make_trainer(make_net(), comm, partition, loss=loss)
     x, t = make_batches(graph)
     before = trainer.parameters()
     losses = [trainer.step(partition.take_local(a), partition.take_local(b)) for a, b in zip(x, t, strict=True)]
@@ -158,4 +161,4 @@ def train(comm: Communicator, graph: Graph, way: str, loss: nn.Loss) -> Any:
 
 def make_batches(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(7)
-    return rng.standard_normal((5, 2, graph.nodes, 3)), rng.standard_normal((5, 2, graph.nodes, 2))
+    return rng.standard_normal((3, 2, graph.nodes, 3)), rng.standard_normal((3, 2, graph.nodes, 2))

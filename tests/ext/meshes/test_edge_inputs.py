@@ -6,18 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesh_graphs import WAYS, Graph, make_partition
-from torch_graphs import mesh_graph_net_in_torch
+from mesh_graphs import WAYS, Graph, make_partition, make_trainer
+from torch_graphs import assert_trained_alike, edge_features_in_torch, mesh_graph_net_in_torch, train_in_torch
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import nn, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError, ShapeError
-from fsdpx.testing import assert_close
 
 torch = pytest.importorskip("torch")
 
-NODES, EDGES, STEPS = 23, 93, 5
+NODES, EDGES, STEPS = 23, 93, 2
 RNG = np.random.default_rng(12)
 X, T, E = (RNG.standard_normal((STEPS, 2, n, k)) for n, k in ((NODES, 3), (NODES, 3), (EDGES, 2)))
 TYPES = RNG.integers(0, 3, (STEPS, 2, NODES, 1))
@@ -40,9 +39,7 @@ def make_net() -> nn.Graph:
 
 def train(comm: Communicator, graph: Graph, way: str) -> Any:
     mesh = make_partition(comm, graph, way)
-    trainer = make_net().as_distributed(
-        loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=mesh
-    )
+    trainer = make_trainer(make_net(), comm, mesh)
     before = trainer.parameters()
     inputs = [
         (mesh.take_local(x), mesh.take_local(kinds), mesh.exchange_edges(e[:, mesh.passed]))
@@ -58,12 +55,9 @@ def train(comm: Communicator, graph: Graph, way: str) -> Any:
 
 
 def run_in_torch(p: Any, x: Any, kinds: Any, e: Any, graph: Graph) -> Any:
-    (s, r), positions = torch.tensor(graph.edges), torch.tensor(graph.positions)
-    apart = positions[s] - positions[r]
-    still = torch.cat([apart, apart.norm(dim=1, keepdim=True)], dim=1)[None].expand(x.shape[0], -1, -1)
     wide = torch.cat([x, torch.nn.functional.one_hot(kinds[..., 0], 3).to(x.dtype)], dim=-1)
     p = {name.removeprefix("net."): value for name, value in p.items()}
-    features = torch.cat([still, e.tanh()], dim=-1)
+    features = torch.cat([edge_features_in_torch(graph, x.shape[0]), e.tanh()], dim=-1)
     y = mesh_graph_net_in_torch(p, wide, features, graph, torch.nn.functional.silu, "edges")
     return torch.where(kinds == 1, x, y)
 
@@ -73,23 +67,17 @@ def test_edges_of_samples_and_types_of_nodes_train_as_in_pytorch(ranks: int) -> 
     graph, way = Graph.random(9, ranks), WAYS[ranks % len(WAYS)]
     graph = graph.in_rank_order()[0] if way == "owned" else graph
     found = spawn(lambda comm: train(comm, graph, way), ranks)
-    p = {name: torch.tensor(value, requires_grad=True) for name, value in found[0][3].items()}
-    step, wanted = torch.optim.SGD(p.values(), lr=0.05, momentum=0.9), []
-    for x, kinds, e, t in zip(*map(torch.tensor, (X, TYPES, E, T)), strict=True):
-        step.zero_grad()
-        loss = torch.nn.functional.mse_loss(run_in_torch(p, x, kinds, e, graph), t)
-        loss.backward()
-        step.step()
-        wanted.append(loss.item())
+
+    def compute_loss(p: Any, x: Any, kinds: Any, e: Any, t: Any) -> Any:
+        return torch.nn.functional.mse_loss(run_in_torch(p, x, kinds, e, graph), t)
+
+    losses, p = train_in_torch(found[0][3], compute_loss, zip(*map(torch.tensor, (X, TYPES, E, T)), strict=True))
     x, e = (torch.tensor(a[0], requires_grad=True) for a in (X, E))
     y = run_in_torch(p, x, torch.tensor(TYPES[0]), e, graph)
     (y * torch.tensor(T[0])).sum().backward()
+    assert_trained_alike(found, losses, {"y": y[0], "dx": x.grad}, p)
     de = np.full(E[0].shape, np.nan)
-    for losses, values, (numbers, part), _, parameters in found:
-        np.testing.assert_allclose(losses, wanted, rtol=1e-12)
-        np.testing.assert_allclose(values["y"], y[0].detach().numpy(), rtol=0, atol=1e-12)
-        np.testing.assert_allclose(values["dx"], x.grad.numpy(), rtol=0, atol=1e-12)
-        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-12)
+    for _, _, (numbers, part), *_ in found:
         de[:, numbers] = part
     np.testing.assert_allclose(de, e.grad.numpy(), rtol=0, atol=1e-12)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,20 @@ from mesh_graphs import (
     make_batches,
     make_net,
     make_partition,
+    make_trainer,
     run_layer,
     slope_of,
     train,
 )
-from torch_graphs import mesh_graph_net_in_torch, mlp_in_torch, reduce_in_torch, softmax_in_torch
+from torch_graphs import (
+    assert_trained_alike,
+    edge_features_in_torch,
+    mesh_graph_net_in_torch,
+    mlp_in_torch,
+    reduce_in_torch,
+    softmax_in_torch,
+    train_in_torch,
+)
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -97,9 +107,7 @@ LAYERS: dict[str, Callable[[], nn.Layer]] = {
 
 def run_in_torch(name: str, p: Any, x: Any, graph: Graph) -> Any:
     s, r = torch.tensor(graph.edges)
-    n, positions = graph.nodes, torch.tensor(graph.positions)
-    apart = positions[s] - positions[r]
-    features = torch.cat([apart, apart.norm(dim=1, keepdim=True)], dim=1)[None].expand(x.shape[0], -1, -1)
+    n, features = graph.nodes, edge_features_in_torch(graph, x.shape[0])
     if name in ("sum", "mean", "max", "softmax"):
         return reduce_in_torch(x[:, s] * x[:, r] + x[:, s], r, n, name, 0.7)
     if name == "shared":
@@ -208,26 +216,13 @@ def test_16_bits_stay_16_bits(format: str, mode: str) -> None:
         assert np.abs(got.y.astype(float) - wanted.y).max() <= 0.1 * np.abs(wanted.y).max(), name
 
 
-def test_plain_code_gives_what_compiled_code_gives() -> None:
-    rng = np.random.default_rng(0)
-    offsets = np.array([0, 0, 3, 4, 4, 9])
-    values, other = rng.integers(0, 4, (2, 2, 9, 3)).astype(float)
-    segments, most = np.array([1, 1, 1, 2, 4, 4, 4, 4, 4]), 5
-    index, order = rng.integers(0, 9, 7), rng.permutation(9)
-    calls: list[Callable[[], Any]] = [
-        lambda: kernels.segment_sum(np, values, offsets, None, most),
-        lambda: kernels.segment_sum(np, values, offsets, order, most),
-        lambda: kernels.segment_max(np, values, offsets, most),
-        lambda: kernels.segment_softmax(np, values, offsets, segments, most),
-        lambda: kernels.segment_softmax_backward(np, values, other, offsets, segments, most),
-        lambda: kernels.add_gathered_row_pairs(np, other[:, :7].copy(), values, index, other, index),
-    ]
-    for call in calls:
-        compiled = call()
-        with choice.use_mode("plain"):
-            plain = call()
-        for a, b in zip(*(f if isinstance(f, tuple) else (f,) for f in (compiled, plain)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-14)
+@pytest.mark.parametrize("mode", ["plain", "numba"])
+def test_of_equal_rows_of_a_segment_the_first_is_the_maximum(mode: str) -> None:
+    offsets, values = np.array([0, 0, 3, 4, 4, 9]), np.random.default_rng(0).integers(0, 4, (2, 9, 3)).astype(float)
+    with choice.use_mode(mode):
+        _, found = kernels.segment_max(np, values, offsets, 5)
+    wanted = [values[:, a:b].argmax(axis=1) + a for a, b in pairwise(offsets) if b > a]
+    np.testing.assert_array_equal(found[:, [1, 2, 4]], np.stack(wanted, axis=1))
 
 
 def test_of_equal_values_the_first_in_the_order_of_senders_is_the_maximum() -> None:
@@ -276,26 +271,19 @@ def test_the_exchange_of_ghosts_is_adjoint_and_moves_ghosts_times_width(ranks: i
 
 
 @pytest.mark.parametrize(("ranks", "way"), list(zip(RANKS, WAYS, strict=True)))
-def test_five_steps_are_those_of_pytorch(ranks: int, way: str) -> None:
+def test_steps_are_those_of_pytorch(ranks: int, way: str) -> None:
     graph = Graph.random(5, ranks)
     if way == "owned":
         graph, _ = graph.in_rank_order()
-    losses, predicted, before, after = spawn(lambda comm: train(comm, graph, way, nn.MSELoss()), ranks)[0]
-    p = {name: torch.tensor(value, requires_grad=True) for name, value in before.items()}
-    step = torch.optim.SGD(p.values(), lr=0.05, momentum=0.9)
+    found = spawn(train, ranks, graph, way, nn.MSELoss())
+
+    def compute_loss(p: Any, x: Any, t: Any) -> Any:
+        return torch.nn.functional.mse_loss(run_in_torch("net", p, x, graph), t)
+
     x, t = map(torch.tensor, make_batches(graph))
-    wanted = []
-    for a, b in zip(x, t, strict=True):
-        step.zero_grad()
-        loss = torch.nn.functional.mse_loss(run_in_torch("net", p, a, graph), b)
-        loss.backward()
-        step.step()
-        wanted.append(loss.item())
-    np.testing.assert_allclose(losses, wanted, rtol=1e-12)
-    for name, value in p.items():
-        np.testing.assert_allclose(after[name], value.detach().numpy(), rtol=0, atol=1e-12, err_msg=name)
-    with torch.no_grad():
-        np.testing.assert_allclose(predicted, run_in_torch("net", p, x[0, :1], graph)[0].numpy(), rtol=0, atol=1e-12)
+    losses, p = train_in_torch(found[0][2], compute_loss, zip(x, t, strict=True))
+    predicted = run_in_torch("net", p, x[0, :1], graph)[0]
+    assert_trained_alike([(a, {"y": y}, after) for a, y, _, after in found], losses, {"y": predicted}, p)
 
 
 LOSSES = {
@@ -366,9 +354,8 @@ def test_ensembles_of_node_values(weighted: bool) -> None:
     def run(comm: Communicator) -> Any:
         partition = make_partition(comm, graph if comm.size == 3 else Graph.random(0, 1), "split")
         own = partition.take_local(weights[:, None])[: partition.row_counts[0], 0] if weighted else None
-        trainer = nn.Sequential(nn.Linear(3, 6), nn.Tanh()).as_distributed(
-            loss=nn.CRPS(2, weights=own), optimizer=optim.SGD(lr=0.5), comm=comm, domain=partition, precision="float64"
-        )
+        model, loss = nn.Sequential(nn.Linear(3, 6), nn.Tanh()), nn.CRPS(2, weights=own)
+        trainer = make_trainer(model, comm, partition, loss=loss, optimizer=optim.SGD(lr=0.5))
         mine, target = partition.take_local(x), partition.take_local(y)
         return [trainer.step(mine, target) for _ in range(5)]
 

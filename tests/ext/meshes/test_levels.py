@@ -6,18 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesh_graphs import WAYS, Graph, env_of, make_partition
+from mesh_graphs import WAYS, Graph, env_of, make_partition, make_trainer
+from threads import on_ranks
+from torch_graphs import assert_trained_alike, train_in_torch
 
 import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.nn.shard_specs import ShardingContext
-from fsdpx.testing import assert_close
 
 torch = pytest.importorskip("torch")
 
-NODES, COARSE, STEPS = 23, 9, 5
+NODES, COARSE, STEPS = 23, 9, 2
 RNG = np.random.default_rng(15)
 X, T = (RNG.standard_normal((STEPS, 2, NODES, k)) for k in (3, 2))
 BELONGS = RNG.integers(0, COARSE - 1, NODES)  # nothing belongs to the last coarse node
@@ -46,28 +47,24 @@ def make_level(comm: Communicator, seed: int, way: str) -> tuple[Graph, Graph, f
 def train(comm: Communicator, seed: int, way: str) -> Any:
     *_, level = make_level(comm, seed, way)
     mesh = level.fine
-    trainer = VCycle(level).as_distributed(
-        loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=mesh
-    )
+    trainer = make_trainer(VCycle(level), comm, mesh)
     before = trainer.parameters()
     losses = [trainer.step(mesh.take_local(x), mesh.take_local(t)) for x, t in zip(X, T, strict=True)]
-    return losses, mesh.all_gather(trainer.predict(mesh.take_local(X[0]))), before, trainer.parameters()
+    return losses, {"y": mesh.all_gather(trainer.predict(mesh.take_local(X[0])))}, before, trainer.parameters()
 
 
 @pytest.mark.parametrize("replaced", ["fine", "coarse"])
-def test_edges_of_no_level_are_replaced_between_forward_and_backward(replaced: str) -> None:
-    def run(comm: Communicator) -> None:
-        *graphs, level = make_level(comm, 3, "anywhere")
-        mesh, graph = getattr(level, replaced), graphs[replaced == "coarse"]
-        trainer = VCycle(level).as_distributed(comm=comm, precision="float64", domain=level.fine)
-        y = trainer.forward(level.fine.take_local(X[0]))
-        mesh.replace_edges(graph.edges)
-        with pytest.raises(ConfigError, match="backward: the edges of the mesh were replaced after forward"):
-            trainer.backward(y)
-        trainer.forward(level.fine.take_local(X[0]))
+@on_ranks(2)
+def test_edges_of_no_level_are_replaced_between_forward_and_backward(comm: Communicator, replaced: str) -> None:
+    *graphs, level = make_level(comm, 3, "anywhere")
+    mesh, graph = getattr(level, replaced), graphs[replaced == "coarse"]
+    trainer = VCycle(level).as_distributed(comm=comm, precision="float64", domain=level.fine)
+    y = trainer.forward(level.fine.take_local(X[0]))
+    mesh.replace_edges(graph.edges)
+    with pytest.raises(ConfigError, match="backward: the edges of the mesh were replaced after forward"):
         trainer.backward(y)
-
-    spawn(run, 2)
+    trainer.forward(level.fine.take_local(X[0]))
+    trainer.backward(y)
 
 
 def run_in_torch(p: Any, x: Any, fine: Graph, coarse: Graph) -> Any:
@@ -88,23 +85,14 @@ def run_in_torch(p: Any, x: Any, fine: Graph, coarse: Graph) -> Any:
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
 def test_a_cycle_of_two_meshes_trains_as_in_pytorch(ranks: int) -> None:
     way = [way for way in WAYS if way != "owned"][ranks % 5]
-    found, graphs = (
-        spawn(train, ranks, ranks, way),
-        (Graph.random(ranks, ranks), Graph.random(ranks + 1, ranks, COARSE, 20)),
-    )
-    p = {name: torch.tensor(value, requires_grad=True) for name, value in found[0][2].items()}
-    step, wanted = torch.optim.SGD(p.values(), lr=0.05, momentum=0.9), []
-    for x, t in zip(*map(torch.tensor, (X, T)), strict=True):
-        step.zero_grad()
-        loss = torch.nn.functional.mse_loss(run_in_torch(p, x, *graphs), t)
-        loss.backward()
-        step.step()
-        wanted.append(loss.item())
-    y = run_in_torch(p, torch.tensor(X[0]), *graphs).detach().numpy()
-    for losses, predicted, _, parameters in found:
-        np.testing.assert_allclose(losses, wanted, rtol=1e-12)
-        np.testing.assert_allclose(predicted, y, rtol=0, atol=1e-12)
-        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-12)
+    found = spawn(train, ranks, ranks, way)
+    graphs = Graph.random(ranks, ranks), Graph.random(ranks + 1, ranks, COARSE, 20)
+
+    def compute_loss(p: Any, x: Any, t: Any) -> Any:
+        return torch.nn.functional.mse_loss(run_in_torch(p, x, *graphs), t)
+
+    losses, p = train_in_torch(found[0][2], compute_loss, zip(*map(torch.tensor, (X, T)), strict=True))
+    assert_trained_alike(found, losses, {"y": run_in_torch(p, torch.tensor(X[0]), *graphs)}, p)
 
 
 @pytest.mark.parametrize("how", ["mean", "sum"])
@@ -127,17 +115,15 @@ def test_each_layer_between_levels_has_the_adjoint_as_its_backward(how: str) -> 
         assert abs(a) > 0.1
 
 
-def test_a_dry_run_knows_levels_of_each_rank() -> None:
-    def run(comm: Communicator) -> None:
-        *_, level = make_level(comm, 2, "split")
-        for rank in range(comm.size):
-            mesh = level.fine.as_rank(rank)
-            x = np.zeros((1, mesh.graph.nodes, 3))
-            options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "ranks": comm.size, "rank": rank}
-            made = fsdpx.dry_run(VCycle(level), x, x[..., :2], domain=mesh, precision="float64", **options)
-            assert made.peak_heap_bytes > x.nbytes
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_a_dry_run_knows_levels_of_each_rank(comm: Communicator) -> None:
+    *_, level = make_level(comm, 2, "split")
+    for rank in range(comm.size):
+        mesh = level.fine.as_rank(rank)
+        x = np.zeros((1, mesh.graph.nodes, 3))
+        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "ranks": comm.size, "rank": rank}
+        made = fsdpx.dry_run(VCycle(level), x, x[..., :2], domain=mesh, precision="float64", **options)
+        assert made.peak_heap_bytes > x.nbytes
 
 
 def use(build: Any, numbers: Any = None) -> Any:

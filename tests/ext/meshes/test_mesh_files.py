@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesh_graphs import Graph, make_partition
+from mesh_graphs import Graph, make_partition, make_trainer
 
 from fsdpx import data, nn, optim, spawn
 from fsdpx.core.comm import Communicator
@@ -69,9 +69,7 @@ def test_a_rollout_trains_on_files_of_a_mesh(tmp_path: Path) -> None:
     def run(comm: Communicator) -> list[float]:
         mesh = make_mesh(comm)
         samples = data.FieldDataset(path, mesh, dims="tic", targets=2)
-        trainer = nn.Rollout(nn.GraphConv(2, 2), 2).as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=mesh, precision="float64"
-        )
+        trainer = make_trainer(nn.Rollout(nn.GraphConv(2, 2), 2), comm, mesh, optimizer=optim.SGD(lr=0.1))
         return [trainer.step(*samples.read_samples(np.array([i, i + 1]))) for i in range(3)]
 
     np.testing.assert_allclose(spawn(run, 3)[0], spawn(run, 1)[0], rtol=1e-6)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from mesh_graphs import Graph, make_partition, train
+from ranks import from_rank_0
 
 import fsdpx
 from fsdpx import nn, spawn
@@ -19,12 +21,15 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world
 PROGRAM = Path(__file__).parents[3] / "docs" / "solvers" / "mesh_heat.py"
 
 
-@pytest.mark.parametrize("way", ["split", "anywhere"])
-def test_ranks_of_mpi_train_as_thread_ranks_do(world: Communicator, way: str) -> None:
+def train_on_threads(way: str, ranks: int) -> Any:
+    return spawn(train, ranks, Graph.random(5, ranks), way, nn.MSELoss())[0]
+
+
+def test_ranks_of_mpi_train_as_thread_ranks_do(world: Communicator) -> None:
     MPI = pytest.importorskip("mpi4py.MPI")
-    graph = Graph.random(5, world.size)
+    graph, way = Graph.random(5, world.size), "anywhere"
     losses, predicted, _, _ = train(MPI.COMM_WORLD, graph, way, nn.MSELoss())
-    wanted = spawn(lambda comm: train(comm, graph, way, nn.MSELoss()), world.size)[0]
+    wanted = from_rank_0(world, train_on_threads, way, world.size)
     assert losses == pytest.approx(wanted[0], rel=1e-12)
     np.testing.assert_allclose(predicted, wanted[1], rtol=0, atol=1e-12)
     made = make_partition(MPI.COMM_WORLD, graph, way)

@@ -6,18 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesh_graphs import Graph
-from torch_graphs import mesh_graph_net_in_torch
+from mesh_graphs import Graph, make_trainer
+from torch_graphs import assert_trained_alike, edge_features_in_torch, mesh_graph_net_in_torch, train_in_torch
 
 import fsdpx
 from fsdpx import data, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.testing import assert_close
 
 torch = pytest.importorskip("torch")
 
-SIZES, STEPS = (9, 4, 13, 6, 2), 5
+SIZES, STEPS = (9, 4, 13, 6, 2), 3
 RNG = np.random.default_rng(14)
 GRAPHS = [Graph(n, RNG.integers(0, n, (2, 3 * n)), RNG.standard_normal((n, 2)), np.zeros(n, np.int64)) for n in SIZES]
 X, T = ([RNG.standard_normal((STEPS, 2, n, k)) for n in SIZES] for k in (3, 2))
@@ -34,40 +33,31 @@ def train(comm: Communicator) -> Any:
         positions=packed.pack([graph.positions for graph in GRAPHS]),
     )  # fmt: skip
     assert mesh.graph.ghosts == 0
-    trainer = nn.MeshGraphNet(3, 3, 2, 6, 2, activation="silu").as_distributed(
-        loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=mesh
-    )
+    trainer = make_trainer(nn.MeshGraphNet(3, 3, 2, 6, 2, activation="silu"), comm, mesh)
     before, losses = trainer.parameters(), []
     for step in range(STEPS):
         x, t = (mesh.take_local(packed.pack([a[step] for a in arrays])) for arrays in (X, T))
         losses.append(trainer.step(x, t))
-    return losses, packed.unpack(mesh.all_gather(trainer.predict(x))), before, trainer.parameters()
+    outputs = {str(i): y for i, y in enumerate(packed.unpack(mesh.all_gather(trainer.predict(x))))}
+    return losses, outputs, before, trainer.parameters()
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
 def test_packed_graphs_train_as_each_by_itself_in_pytorch(ranks: int) -> None:
     found = spawn(train, ranks)
-    p = {name: torch.tensor(value, requires_grad=True) for name, value in found[0][2].items()}
-    step, wanted, total = torch.optim.SGD(p.values(), lr=0.05, momentum=0.9), [], 2 * 2 * sum(SIZES)
+    total = 2 * 2 * sum(SIZES)
 
-    def run(graph: Graph, x: np.ndarray) -> Any:
-        s, r = torch.tensor(graph.edges)
-        apart = torch.tensor(graph.positions)[s] - torch.tensor(graph.positions)[r]
-        features = torch.cat([apart, apart.norm(dim=1, keepdim=True)], dim=1)[None].expand(x.shape[0], -1, -1)
+    def run(p: Any, graph: Graph, x: np.ndarray) -> Any:
+        features = edge_features_in_torch(graph, x.shape[0])
         return mesh_graph_net_in_torch(p, torch.tensor(x), features, graph, torch.nn.functional.silu)
 
-    for i in range(STEPS):
-        step.zero_grad()
-        errors = [(run(g, x[i]) - torch.tensor(t[i])) ** 2 for g, x, t in zip(GRAPHS, X, T, strict=True)]
-        loss = sum(error.sum() for error in errors) / total
-        loss.backward()
-        step.step()
-        wanted.append(loss.item())
-    outputs = {str(i): run(g, x[-1]).detach().numpy() for i, (g, x) in enumerate(zip(GRAPHS, X, strict=True))}
-    for losses, predicted, _, parameters in found:
-        np.testing.assert_allclose(losses, wanted, rtol=1e-12)
-        assert_close({str(i): y for i, y in enumerate(predicted)}, outputs, 1e-12)
-        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-12)
+    def compute_loss(p: Any, i: int) -> Any:
+        errors = [(run(p, g, x[i]) - torch.tensor(t[i])) ** 2 for g, x, t in zip(GRAPHS, X, T, strict=True)]
+        return sum(error.sum() for error in errors) / total
+
+    losses, p = train_in_torch(found[0][2], compute_loss, [(i,) for i in range(STEPS)])
+    outputs = {str(i): run(p, g, x[-1]) for i, (g, x) in enumerate(zip(GRAPHS, X, strict=True))}
+    assert_trained_alike(found, losses, outputs, p)
 
 
 class Readout(nn.Composite):
@@ -93,10 +83,9 @@ def train_readouts(comm: Communicator) -> Any:
         comm, np.zeros((2, 0), int), len(SIZES), parts=np.arange(len(SIZES))[::-1] % comm.size
     )
     level = fsdpx.MeshLevel(mesh, graphs, packed.graph_numbers[mesh.numbers])
-    trainer = Readout(level).as_distributed(
-        loss=nn.MultiOutputLoss(*[nn.MSELoss()] * 3), optimizer=optim.SGD(lr=0.05), comm=comm, precision="float64",
-        domain=mesh,
-    )  # fmt: skip
+    trainer = make_trainer(
+        Readout(level), comm, mesh, loss=nn.MultiOutputLoss(*[nn.MSELoss()] * 3), optimizer=optim.SGD(lr=0.05)
+    )
     before, losses = trainer.parameters(), []
     for step in range(STEPS):
         x = mesh.take_local(packed.pack([a[step] for a in X]))
@@ -114,23 +103,19 @@ def train_readouts(comm: Communicator) -> Any:
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
 def test_values_of_each_graph_train_as_in_pytorch(ranks: int) -> None:
     found, packed = spawn(train_readouts, ranks), pack()
-    p = {name: torch.tensor(value, requires_grad=True) for name, value in found[0][2].items()}
-    step, wanted, (s, r) = torch.optim.SGD(p.values(), lr=0.05), [], torch.tensor(packed.edges)
-    numbers, sizes = torch.tensor(packed.graph_numbers), torch.tensor(SIZES)[:, None]
-    for i in range(STEPS):
+    (s, r), numbers = torch.tensor(packed.edges), torch.tensor(packed.graph_numbers)
+    sizes = torch.tensor(SIZES)[:, None]
+
+    def compute_loss(p: Any, i: int) -> Any:
         x, targets = torch.tensor(packed.pack([a[i] for a in X])), [torch.tensor(a[i]) for a in TARGETS]
-        step.zero_grad()
         got = torch.zeros_like(x).index_add(1, r, x[:, s])
         h = torch.tanh(got @ p["conv.lin_rel.weight"].T + p["conv.lin_rel.bias"] + x @ p["conv.lin_root.weight"].T)
         total = torch.zeros(2, len(SIZES), 4, dtype=h.dtype).index_add(1, numbers, h)
         y = h, total / sizes @ p["head.weight"].T + p["head.bias"], total
-        loss = sum(torch.nn.functional.mse_loss(*pair) for pair in zip(y, targets, strict=True))
-        loss.backward()
-        step.step()
-        wanted.append(loss.item())
-    for losses, _, _, parameters in found:
-        np.testing.assert_allclose(losses, wanted, rtol=1e-12)
-        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-12)
+        return sum(torch.nn.functional.mse_loss(*pair) for pair in zip(y, targets, strict=True))
+
+    losses, p = train_in_torch(found[0][2], compute_loss, [(i,) for i in range(STEPS)], momentum=0.0)
+    assert_trained_alike(found, losses, {}, p)
     assert [one.shape for one in found[0][1]] == [(2, sum(SIZES), 4), (2, len(SIZES), 2), (2, len(SIZES), 4)]
 
 
@@ -177,10 +162,8 @@ def train_on_changing_graphs(comm: Communicator, precision: str) -> Any:
     parts = np.random.default_rng(comm.size).integers(0, comm.size, 30)
     given = {"parts": parts, "positions": positions, "undirected": False}
     mesh = fsdpx.Partition.from_replicated_graph(comm, packed.edges, 30, **given)
-    trainer = nn.MeshGraphNet(3, 3, 2, 6, 2, edge_inputs=1, activation="silu").as_distributed(
-        loss=nn.MSELoss(skipna=True), optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, domain=mesh,
-        precision=precision,
-    )  # fmt: skip
+    model = nn.MeshGraphNet(3, 3, 2, 6, 2, edge_inputs=1, activation="silu")
+    trainer = make_trainer(model, comm, mesh, loss=nn.MSELoss(skipna=True), precision=precision)
     before, losses = trainer.parameters(), []
     for step in range(STEPS):
         packed, values, positions, x, t = draw_batch(step)
@@ -202,21 +185,14 @@ def train_on_changing_graphs(comm: Communicator, precision: str) -> Any:
 
 @pytest.mark.parametrize(("ranks", "precision"), [(1, "float64"), (2, "float32"), *((n, "float64") for n in (3, 5, 8))])
 def test_graphs_that_change_from_step_to_step_train_as_in_pytorch(ranks: int, precision: str) -> None:
-    found, tolerance = spawn(train_on_changing_graphs, ranks, precision), 1e-12 if precision == "float64" else 1e-5
-    p = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True) for name, value in found[0][1].items()}
-    step, wanted = torch.optim.SGD(p.values(), lr=0.05, momentum=0.9), []
-    for i in range(STEPS):
+    found = spawn(train_on_changing_graphs, ranks, precision)
+
+    def compute_loss(p: Any, i: int) -> Any:
         packed, values, positions, x, t = draw_batch(i)
-        (s, r), where, known = torch.tensor(packed.edges), torch.tensor(positions), torch.tensor(~np.isnan(t[:, 0]))
-        apart = where[s] - where[r]
-        features = torch.cat([apart, apart.norm(dim=1, keepdim=True), torch.tensor(values)], dim=1)[None]
-        graph = Graph(30, packed.edges, positions, np.zeros(30, np.int64))
-        step.zero_grad()
+        graph, known = Graph(30, packed.edges, positions, np.zeros(30, np.int64)), torch.tensor(~np.isnan(t[:, 0]))
+        features = torch.cat([edge_features_in_torch(graph), torch.tensor(values)[None]], dim=2)
         y = mesh_graph_net_in_torch(p, torch.tensor(x)[None], features, graph, torch.nn.functional.silu)
-        loss = torch.nn.functional.mse_loss(y[0, known], torch.tensor(t)[known])
-        loss.backward()
-        step.step()
-        wanted.append(loss.item())
-    for losses, _, parameters in found:
-        np.testing.assert_allclose(losses, wanted, rtol=tolerance)
-        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, tolerance)
+        return torch.nn.functional.mse_loss(y[0, known], torch.tensor(t)[known])
+
+    losses, p = train_in_torch(found[0][1], compute_loss, [(i,) for i in range(STEPS)])
+    assert_trained_alike(found, losses, {}, p, 1e-12 if precision == "float64" else 1e-5)

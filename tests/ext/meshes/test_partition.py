@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesh_graphs import WAYS, Graph, make_partition
+from mesh_graphs import WAYS, Graph, make_partition, make_trainer
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import data, nn, optim, spawn
@@ -294,9 +295,7 @@ def test_arrays_have_the_rows_of_owned_nodes_or_of_all_nodes_of_a_rank() -> None
         made = make_partition(comm, graph, "owned")
         rows = np.concatenate([made.numbers, np.full(made.row_counts[1] - made.row_counts[0], -1)])
         wide = np.where(rows[:, None] < 0, np.nan, values[rows])  # values of ghosts are not read
-        trainer = nn.GraphConv(3, 2).as_distributed(
-            loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", domain=made
-        )
+        trainer = make_trainer(nn.GraphConv(3, 2), comm, made, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1))
         labels = made.numbers % 2
         losses = [
             trainer.step(wide, labels), trainer.step(wide[None], labels[None]),
@@ -365,9 +364,7 @@ def test_labels_of_any_number_of_samples_are_labels() -> None:
     def one(comm: Communicator) -> list[float]:
         parts = np.array([0, 1, 1]) % comm.size
         made = fsdpx.Partition.from_replicated_graph(comm, [[0, 1, 2], [1, 2, 0]], 3, parts=parts)
-        trainer = nn.GraphConv(2, 2).as_distributed(
-            loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", domain=made
-        )
+        trainer = make_trainer(nn.GraphConv(2, 2), comm, made, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1))
         x, labels = np.ones((3, 3, 2)) * np.arange(3)[:, None], np.arange(9).reshape(3, 3) % 2
         return [trainer.step(made.take_local(x[:n]), labels[:n, made.numbers]) for n in (1, 2, 3)]
 
@@ -399,9 +396,7 @@ def test_a_training_goes_on_with_another_partition_of_the_mesh(tmp_path: Path) -
     def one(comm: Communicator, steps: slice, saves: bool) -> Any:
         cut = Graph(graph.nodes, graph.edges, graph.positions, graph.parts % comm.size)
         made = make_partition(comm, cut, "anywhere")
-        trainer = nn.GATConv(3, 3).as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.AdamW(lr=0.1), comm=comm, precision="float64", domain=made
-        )
+        trainer = make_trainer(nn.GATConv(3, 3), comm, made, optimizer=optim.AdamW(lr=0.1))
         if steps.start:
             trainer.load(tmp_path / "state")
         losses = [trainer.step(made.take_local(a), made.take_local(b)) for a, b in zip(x[steps], t[steps], strict=True)]
@@ -423,9 +418,7 @@ def test_members_of_an_ensemble_have_a_partition_each() -> None:
         own = comm.subgroup([comm.size // members * member + r for r in range(comm.size // members)])
         made = make_partition(own, graph, "split")
         mesh = fsdpx.Mesh(replica=members, shard=None) if members > 1 else None
-        trainer = nn.GraphConv(3, 3).as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.AdamW(lr=0.1), comm=comm, precision="float64", domain=made, mesh=mesh
-        )
+        trainer = make_trainer(nn.GraphConv(3, 3), comm, made, optimizer=optim.AdamW(lr=0.1), mesh=mesh)
         some = slice(member, None, members)
         return [trainer.step(made.take_local(a[some]), made.take_local(b[some])) for a, b in zip(x, t, strict=True)]
 
@@ -434,18 +427,14 @@ def test_members_of_an_ensemble_have_a_partition_each() -> None:
         np.testing.assert_allclose(losses, wanted, rtol=1e-12)
 
 
-def test_loaders_that_give_the_ranks_of_a_mesh_different_samples_are_refused() -> None:
-    def run(comm: Communicator) -> None:
-        mesh = make_partition(comm, Graph.random(1, comm.size), "anywhere")
-        trainer = nn.GraphConv(3, 2).as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=mesh
-        )
-        fields = np.zeros((8, mesh.local_shape[0], 5), np.float32)
-        samples = data.ArrayDataset(fields[..., :3], fields[..., 3:])
-        for x, y in data.DataLoader(samples, 4, comm=comm):
-            with pytest.raises(DataError, match="the DataLoader of rank 1 gives other samples than that of rank 0"):
-                trainer.step(x, y)
-        for x, y in data.DataLoader(samples, 4, comm=trainer.data_group):
+@on_ranks(2)
+def test_loaders_that_give_the_ranks_of_a_mesh_different_samples_are_refused(comm: Communicator) -> None:
+    mesh = make_partition(comm, Graph.random(1, comm.size), "anywhere")
+    trainer = nn.GraphConv(3, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=mesh)
+    fields = np.zeros((8, mesh.local_shape[0], 5), np.float32)
+    samples = data.ArrayDataset(fields[..., :3], fields[..., 3:])
+    for x, y in data.DataLoader(samples, 4, comm=comm):
+        with pytest.raises(DataError, match="the DataLoader of rank 1 gives other samples than that of rank 0"):
             trainer.step(x, y)
-
-    spawn(run, 2)
+    for x, y in data.DataLoader(samples, 4, comm=trainer.data_group):
+        trainer.step(x, y)

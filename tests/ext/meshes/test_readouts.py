@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesh_graphs import WAYS, Graph, make_partition
+from mesh_graphs import WAYS, Graph, make_partition, make_trainer
+from torch_graphs import assert_trained_alike, train_in_torch
 
 import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.testing import assert_close
 
 torch = pytest.importorskip("torch")
 
-NODES, STEPS = 23, 5
+NODES, STEPS = 23, 2
 RNG = np.random.default_rng(11)
 X, T = RNG.standard_normal((STEPS, 2, NODES, 3)), RNG.standard_normal((STEPS, 2, NODES, 4))
 S, DRAG, VOLUMES = RNG.random((STEPS, 2, 2)), RNG.standard_normal((STEPS, 2, 2)), RNG.random(NODES)
@@ -48,9 +48,7 @@ LOSS = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss(), loss_weights=(1.0, 0.5))
 def train(comm: Communicator, graph: Graph, way: str) -> Any:
     """Return the losses of five steps, predictions, gradients of the inputs, and the parameters before and after."""
     mesh = make_partition(comm, graph, way)
-    trainer = make_net(mesh.take_local(VOLUMES)).as_distributed(
-        loss=LOSS, optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=mesh
-    )
+    trainer = make_trainer(make_net(mesh.take_local(VOLUMES)), comm, mesh, loss=LOSS)
     before = trainer.parameters()
     losses = [
         trainer.step((mesh.take_local(x), s), (mesh.take_local(t), d)) for x, s, t, d in zip(X, S, T, DRAG, strict=True)
@@ -76,33 +74,21 @@ def run_in_torch(p: Any, x: Any, s: Any, edges: Any) -> tuple[Any, Any]:
     return act, torch.nn.functional.linear(h, p["drag.3.weight"], p["drag.3.bias"])
 
 
-def train_in_torch(before: dict[str, np.ndarray], graph: Graph) -> Any:
-    p = {name: torch.tensor(value, requires_grad=True) for name, value in before.items()}
-    step, edges, losses = torch.optim.SGD(p.values(), lr=0.05, momentum=0.9), torch.tensor(graph.edges), []
-    for x, s, t, d in zip(*map(torch.tensor, (X, S, T, DRAG)), strict=True):
-        step.zero_grad()
-        u, drag = run_in_torch(p, x, s, edges)
-        loss = torch.nn.functional.mse_loss(u, t) + 0.5 * torch.nn.functional.mse_loss(drag, d)
-        loss.backward()
-        step.step()
-        losses.append(loss.item())
-    x, s = (torch.tensor(a, requires_grad=True) for a in (X[0], S[0]))
-    u, drag = run_in_torch(p, x, s, edges)
-    ((u * torch.tensor(T[0])).sum() + (drag * torch.tensor(DRAG[0])).sum()).backward()
-    found = {"u": u[0], "drag": drag[0], "dx": x.grad, "ds": s.grad}
-    return losses, {k: a.detach().numpy() for k, a in found.items()}, {k: a.detach().numpy() for k, a in p.items()}
-
-
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
 def test_readouts_and_scalars_train_as_in_pytorch(ranks: int) -> None:
     graph, way = Graph.random(7, ranks), [way for way in WAYS if way != "owned"][ranks % 5]
     found = spawn(lambda comm: train(comm, graph, way), ranks)
-    wanted_losses, wanted, after = train_in_torch(found[0][2], graph)
-    for losses, values, _, parameters in found:
-        np.testing.assert_allclose(losses, wanted_losses, rtol=1e-12)
-        for name, value in wanted.items():
-            np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-12, err_msg=name)
-        assert_close(parameters, after, 1e-12)
+    edges = torch.tensor(graph.edges)
+
+    def compute_loss(p: Any, x: Any, s: Any, t: Any, d: Any) -> Any:
+        u, drag = run_in_torch(p, x, s, edges)
+        return torch.nn.functional.mse_loss(u, t) + 0.5 * torch.nn.functional.mse_loss(drag, d)
+
+    losses, p = train_in_torch(found[0][2], compute_loss, zip(*map(torch.tensor, (X, S, T, DRAG)), strict=True))
+    x, s = (torch.tensor(a[0], requires_grad=True) for a in (X, S))
+    u, drag = run_in_torch(p, x, s, edges)
+    ((u * torch.tensor(T[0])).sum() + (drag * torch.tensor(DRAG[0])).sum()).backward()
+    assert_trained_alike(found, losses, {"u": u[0], "drag": drag[0], "dx": x.grad, "ds": s.grad}, p)
 
 
 def test_equal_maxima_share_their_gradient_also_between_ranks() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 from mesh_graphs import Graph
+
+from fsdpx.testing import assert_close
 
 torch = pytest.importorskip("torch")
 
@@ -56,3 +60,36 @@ def mesh_graph_net_in_torch(
         got = reduce_in_torch(m if residual == "messages" else e, r, n, how)
         h = h + mlp_in_torch(p, f"node_{i}", torch.cat([got, h], dim=-1), activation)
     return mlp_in_torch(p, "decoder", h, activation, norm=False)
+
+
+def edge_features_in_torch(graph: Graph, samples: int = 1) -> Any:
+    """Return differences of positions and their norms (samples, edges, features)."""
+    (s, r), positions = torch.tensor(graph.edges), torch.tensor(graph.positions)
+    apart = positions[s] - positions[r]
+    return torch.cat([apart, apart.norm(dim=1, keepdim=True)], dim=1)[None].expand(samples, -1, -1)
+
+
+def train_in_torch(
+    before: Any, compute_loss: Callable[..., Any], batches: Iterable[Any], momentum: float = 0.9
+) -> tuple[list[float], dict[str, Any]]:
+    """Train parameters with SGD, in a step for each batch, on `compute_loss(parameters, *batch)`. Return the losses and
+    the parameters."""
+    p = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True) for name, value in before.items()}
+    sgd, losses = torch.optim.SGD(p.values(), lr=0.05, momentum=momentum), []
+    for batch in batches:
+        sgd.zero_grad()
+        loss = compute_loss(p, *batch)
+        loss.backward()
+        sgd.step()
+        losses.append(loss.item())
+    return losses, p
+
+
+def assert_trained_alike(found: Any, losses: list[float], values: Any, p: Any, tolerance: float = 1e-12) -> None:
+    """Compare (losses, values, ..., parameters) of each rank with those of PyTorch."""
+    values, wanted = ({name: t.detach().numpy() for name, t in one.items()} for one in (values, p))
+    for of_rank in found:
+        np.testing.assert_allclose(of_rank[0], losses, rtol=tolerance)
+        assert_close(of_rank[-1], wanted, tolerance)
+        if values:
+            assert_close(of_rank[1], values, tolerance)
