@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch_training import train_in_torch, train_on_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -84,35 +85,15 @@ def text() -> tuple[Any, Any]:
     return x, r.integers(0, VOCAB, (SAMPLES, TIME))
 
 
-def plain(net: Any, x: Any, y: Any, steps: int = 4) -> tuple[list[float], dict[str, Any]]:
+def plain(net: Any, x: Any, y: Any) -> tuple[list[float], dict[str, Any]]:
     """Plain PyTorch: losses, and parameters and buffers after the last step."""
-    net = copy.deepcopy(net)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.01)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        out = net(*(torch.tensor(a) for a in (x if isinstance(x, tuple) else (x,))))
-        loss = tnn.functional.cross_entropy(out.flatten(0, -2), torch.tensor(y).flatten())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses, net = train_in_torch(net, x, y, 3, lr=1e-2, weight_decay=0.01)
     return losses, {name: t.detach().numpy() for name, t in net.state_dict().items()}
 
 
-def train(model: Any, x: Any, y: Any, ranks: int = 1, steps: int = 4, data: int | None = None, **options: Any) -> Any:
+def train(model: Any, x: Any, y: Any, ranks: int = 1, steps: int = 3, **options: Any) -> Any:
     """(losses, parameters, predictions) of thread ranks that share the batch."""
-
-    def run(comm: Communicator) -> Any:
-        adamw = optim.AdamW(lr=1e-2, weight_decay=0.01)
-        given = {"loss": nn.CrossEntropyLoss(), "optimizer": adamw, "precision": "float64"}
-        trainer = fsdpx.distribute(model, comm=comm, **(given | options))
-        many = data or comm.size
-        part = slice(comm.rank % many * SAMPLES // many, (comm.rank % many + 1) * SAMPLES // many)
-        mine = tuple(a[part] for a in x) if isinstance(x, tuple) else x[part]
-        losses = [trainer.step(mine, y[part]) for _ in range(steps)]
-        return losses, trainer.parameters(), trainer.predict(mine)
-
-    return spawn(run, ranks)[0]
+    return train_on_ranks(model, x, y, optim.AdamW(lr=1e-2, weight_decay=0.01), ranks, steps, **options)
 
 
 class Residual(tnn.Module):
@@ -296,9 +277,13 @@ def _without_dropout(net: Any) -> Any:
 
 def test_chunks_give_the_same_bits_on_any_number_of_ranks() -> None:
     (_, model), (x, y) = dropping(), text()
-    first, other = (train(model, x, y, ranks, reproducible_chunks=6) for ranks in (1, 3))
-    assert first[0] == other[0]
-    assert all(np.array_equal(value, other[1][name]) for name, value in first[1].items())
+    first, *others = (
+        train(model, x, y, ranks, reproducible_chunks=6, **options)
+        for ranks, options in ((1, {}), (3, {"strategy": "ddp"}), (2, {}), (2, {"mesh": fsdpx.Mesh(pipe=2), "data": 1}))
+    )
+    for other in others:
+        assert first[0] == other[0]
+        assert all(np.array_equal(value, other[1][name]) for name, value in first[1].items())
 
 
 def test_first_values_are_those_of_rank_0() -> None:
@@ -395,19 +380,14 @@ def test_targets_that_do_not_fit_a_loss_are_refused(name: str) -> None:
         TorchLoss(loss).validate(shape, target)
 
 
-def test_labels_of_any_whole_numbers_are_those_of_int64() -> None:
+def test_targets_of_any_whole_numbers_are_those_of_int64_or_floats() -> None:
     net, (x, y) = image_net().double(), images()
     kinds = [np.int64, np.int32, np.uint8, np.uint16]
     wanted, *found = (train(net, x, y.astype(kind), 2, steps=1, loss=tnn.CrossEntropyLoss())[0] for kind in kinds)
     assert found == [wanted] * 3
-
-
-def test_squares_take_whole_numbers_as_targets() -> None:
-    x = np.arange(12, dtype=np.float64).reshape(3, 4) / 7
-    net = tnn.Linear(4, 4).double()
-    wanted = tnn.functional.mse_loss(net(torch.tensor(x)), torch.ones(3, 4).double()).item()
-    found, _, _ = train(net, x, np.ones((3, 4), np.int64), 1, steps=1, loss=tnn.MSELoss())
-    np.testing.assert_allclose(found, [wanted], rtol=1e-12)
+    squares = [np.eye(5)[y].astype(kind) for kind in (np.float64, np.int64)]
+    wanted, found = (train(net, x, target, 1, steps=1, loss=tnn.MSELoss())[0] for target in squares)
+    assert found == wanted
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
@@ -475,14 +455,9 @@ def test_what_is_in_evaluation_stays_so_in_training_as_in_pytorch(which: str, wa
         given = Modes(net)
         given.training = net.training  # of itself alone
     trainer = fsdpx.distribute(given, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), precision="float64")
-    there, losses, found = copy.deepcopy(net), [], []
-    sgd = torch.optim.SGD(there.parameters(), lr=0.1)
+    losses, there = train_in_torch(net, x, y, 3, "SGD", lr=0.1)
+    found = []
     for _ in range(3):
-        loss = tnn.functional.cross_entropy(there(torch.tensor(x)), torch.tensor(y))
-        sgd.zero_grad()
-        loss.backward()
-        sgd.step()
-        losses.append(loss.item())
         found.append(trainer.step(x, y))
         trainer.evaluate(x, y)  # goes back to the modes that were given
     np.testing.assert_allclose(found, losses, rtol=1e-9)

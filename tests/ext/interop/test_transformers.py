@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from torch_training import train_in_torch, train_on_ranks
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import fsdpx  # noqa: E402
-from fsdpx import nn, optim  # noqa: E402
-from fsdpx.core.comm import Communicator, spawn  # noqa: E402
+from fsdpx import optim  # noqa: E402
 from fsdpx.errors import ConfigError  # noqa: E402
 from fsdpx.ext.interop.torch import from_torch  # noqa: E402
 
@@ -98,25 +97,6 @@ def test_steps_are_those_of_plain_pytorch(make: Any, way: str) -> None:
         np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
 
 
-CHUNKED: dict[str, tuple[int, dict[str, Any]]] = {
-    "ddp": (3, {"strategy": "ddp"}),
-    "fsdp": (2, {}),
-    "pipe": (2, {"mesh": fsdpx.Mesh(pipe=2)}),
-}
-
-
-@pytest.mark.parametrize("make", [gpt2, llama])
-def test_chunks_give_the_bits_of_one_process(make: Any) -> None:
-    model, x, y, *_ = in_float64(make)
-    chunks: dict[str, Any] = {"reproducible_chunks": 6, "precision": "float64"}
-    losses, end = trained(model, x, y, 1, **chunks)
-    for ranks, options in CHUNKED.values():
-        found, parameters = trained(model, x, y, ranks, **chunks, **options)
-        assert found == losses
-        for name, value in parameters.items():
-            np.testing.assert_array_equal(value, end[name], err_msg=name)
-
-
 def test_chunks_of_a_model_with_batch_norms_are_refused() -> None:
     model, x, y, *_ = in_float64(resnet18)
     first = "resnet.embedder.embedder.normalization"
@@ -128,27 +108,11 @@ def test_chunks_of_a_model_with_batch_norms_are_refused() -> None:
 
 def trained(model: Any, x: Any, y: Any, ranks: int, **options: Any) -> tuple[list[float], dict[str, Any]]:
     """Losses and last parameters of thread ranks that share the batch; ranks of a pipe read all of it."""
-
-    def run(comm: Communicator) -> Any:
-        optimizer = optim.AdamW(lr=1e-3, weight_decay=0.01)
-        trainer = fsdpx.distribute(model, loss=nn.CrossEntropyLoss(), optimizer=optimizer, comm=comm, **options)
-        many = 1 if "mesh" in options else comm.size
-        part = slice(comm.rank % many * SAMPLES // many, (comm.rank % many + 1) * SAMPLES // many)
-        return [trainer.step(x[part], y[part]) for _ in range(STEPS)], trainer.parameters()
-
-    return spawn(run, ranks)[0]
+    data = 1 if "mesh" in options else None
+    return train_on_ranks(model, x, y, optim.AdamW(lr=1e-3, weight_decay=0.01), ranks, STEPS, data, **options)[:2]
 
 
 def plain(net: Any, x: Any, y: Any) -> tuple[list[float], dict[str, Any]]:
-    net = copy.deepcopy(net)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        logits = net(torch.tensor(x)).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), torch.tensor(y).flatten())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses, net = train_in_torch(net, x, y, STEPS, lr=1e-3, weight_decay=0.01)
     own = dict(net.named_parameters()) | {n: b for n, b in net.named_buffers() if "running" in n}
     return losses, {name: p.detach().numpy() for name, p in own.items()}
