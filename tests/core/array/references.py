@@ -99,21 +99,24 @@ def changed(kernel, *rest):
     return run
 
 
+def recomputed(approximate):
+    def run(xp, a, b):
+        b = b.copy()
+        return np.stack([kernels.recompute_gelu_and_backward(xp, a, b, approximate), b])
+
+    return run
+
+
 def gelu(x, dy, dtype) -> Cases:
     y, dx = x * below(x), dy * (below(x) + x * bell(x))
     size = np.abs(dy) * (below(x) + np.abs(x) * bell(x))
     bias = dy[0] if len(dy) else np.ones(x.shape[1])
     h = of(x + bias, dtype)
-    biased = np.stack([h * below(h), h])
-
-    def again(xp, a, b):
-        b = b.copy()
-        return np.stack([kernels.recompute_gelu_and_backward(xp, a, b), b])
-
+    biased, both = np.stack([h * below(h), h]), np.stack([np.abs(y), size])
     return {
         "gelu": [Case(kernels.gelu, (x,), y, np.abs(y))],
         "gelu_backward": [Case(kernels.gelu_backward, (x, dy), dx, size)],
-        "recompute_gelu_and_backward": [Case(again, (x, dy), np.stack([y, dx]), np.stack([np.abs(y), size]))],
+        "recompute_gelu_and_backward": [Case(recomputed("none"), (x, dy), np.stack([y, dx]), both)],
         "bias_gelu": [Case(changed(kernels.bias_gelu), (x, bias), biased, np.abs(biased))],
     }
 
@@ -124,21 +127,10 @@ def gelu_tanh(x, dy, dtype) -> Cases:
     spread = 1.0 + np.abs(u) * (1.0 - s)
     y, dx = x * s, dy * (s + x * s * (1.0 - s) * slope)
     sizes = np.abs(x) * s * spread, np.abs(dy) * s * (spread + np.abs(x) * slope * (1.0 + np.abs(u)))
-
-    def forward(xp, a):
-        return kernels.gelu(xp, a, "tanh")
-
-    def backward(xp, a, b):
-        return kernels.gelu_backward(xp, a, b, "tanh")
-
-    def again(xp, a, b):
-        b = b.copy()
-        return np.stack([kernels.recompute_gelu_and_backward(xp, a, b, "tanh"), b])
-
     return {
-        "gelu": [Case(forward, (x,), y, sizes[0])],
-        "gelu_backward": [Case(backward, (x, dy), dx, sizes[1])],
-        "recompute_gelu_and_backward": [Case(again, (x, dy), np.stack([y, dx]), np.stack(sizes))],
+        "gelu": [Case(partial(kernels.gelu, approximate="tanh"), (x,), y, sizes[0])],
+        "gelu_backward": [Case(partial(kernels.gelu_backward, approximate="tanh"), (x, dy), dx, sizes[1])],
+        "recompute_gelu_and_backward": [Case(recomputed("tanh"), (x, dy), np.stack([y, dx]), np.stack(sizes))],
     }
 
 
@@ -392,9 +384,6 @@ def sums(x, dy, dtype) -> Cases:
 
         return run
 
-    def square_sum(xp, a):
-        return np.float64(kernels.square_sum(xp, a))
-
     line, flat = x.reshape(-1), np.square(x.reshape(-1))
     blocks = np.array([flat[at : at + 16].sum() for at in range(0, flat.size, 16)])
     total, size = x.sum(axis=0), np.abs(x).sum(axis=0)
@@ -403,7 +392,7 @@ def sums(x, dy, dtype) -> Cases:
             Case(rows(True), (x, start.astype(wide(dtype))), total + start, size + np.abs(start)),
             Case(rows(False), (x, start.astype(wide(dtype))), total, size),
         ],
-        "square_sum": [Case(square_sum, (line,), flat.sum(), flat.sum())],
+        "square_sum": [Case(lambda xp, a: np.float64(kernels.square_sum(xp, a)), (line,), flat.sum(), flat.sum())],
         "sum_squares_of_blocks": [
             Case(lambda xp, a: kernels.sum_squares_of_blocks(xp, a, 16), (line,), blocks, blocks)
         ],

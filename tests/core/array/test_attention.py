@@ -15,17 +15,25 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def reference(q, k, v, do, causal: bool, scale: float) -> list[np.ndarray]:
-    """o, dq, dk, dv in float64."""
+def reference(q, k, v, do, seen: Any = True, scale: float = 0.3) -> list[np.ndarray]:
+    """o, dq, dk, dv in float64, of heads repeated and masks written out. seen: which keys each query sees."""
     q, k, v, do = (a.astype("f8") for a in (q, k, v, do))
-    s = scale * q @ k.swapaxes(-1, -2)
-    if causal:
-        s = np.where(np.tri(s.shape[-1], dtype=bool), s, -np.inf)
+    (b, g, t, d), groups = k.shape, q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, groups, 1), np.repeat(v, groups, 1)
+    s = np.where(seen, scale * q @ k.swapaxes(-1, -2), -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True, initial=-np.inf))
     p /= p.sum(-1, keepdims=True)
     o = p @ v
     ds = p * (do @ v.swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True)) * scale
-    return [o, ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do]
+    dk, dv = (a.reshape(b, g, groups, t, d).sum(2) for a in (ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do))
+    return [o, ds @ k, dk, dv]
+
+
+def agree(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    """Relative to the largest element of a result: its elements are sums of terms of about that size."""
+    for got, want in zip(found, wanted, strict=True):
+        assert got.shape == want.shape
+        assert np.abs(got - want).max() <= 2e-6 * max(1.0, np.abs(want).max())
 
 
 def heads(seed: int, *shape: int) -> list[np.ndarray]:
@@ -36,10 +44,10 @@ def heads(seed: int, *shape: int) -> list[np.ndarray]:
     return [*qkv, rng.standard_normal((b, t, h, d)).astype("f4").swapaxes(1, 2)]
 
 
-def run(q, k, v, do, causal: bool, scale: float) -> list[np.ndarray]:
-    with kernels.use_mode("numba"):
-        o, lse = kernels.attention(np, q, k, v, causal, scale)
-        return [o, *kernels.attention_backward(np, q, k, v, o, lse, do, causal, scale)]
+def run(q, k, v, do, causal: bool, scale: float, *more: Any, mode: Any = "numba") -> list[np.ndarray]:
+    with kernels.use_mode(mode):
+        o, lse = kernels.attention(np, q, k, v, causal, scale, *more)
+        return [o, *kernels.attention_backward(np, q, k, v, o, lse, do, causal, scale, *more)]
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -52,10 +60,8 @@ def run(q, k, v, do, causal: bool, scale: float) -> list[np.ndarray]:
     st.integers(0, 99),
 )
 def test_random_shapes(b, h, t, d, causal, seed) -> None:
-    """Relative to the largest element of a result: its elements are sums of terms of about that size."""
-    q, k, v, do = heads(seed, b, h, t, d)
-    for got, want in zip(run(q, k, v, do, causal, 0.3), reference(q, k, v, do, causal, 0.3), strict=True):
-        assert np.abs(got - want).max() <= 2e-6 * max(1.0, np.abs(want).max())
+    arrays = heads(seed, b, h, t, d)
+    agree(run(*arrays, causal, 0.3), reference(*arrays, np.tri(t, dtype=bool) if causal else True))
 
 
 @pytest.mark.parametrize("mode", ["numba", "plain"])
@@ -63,20 +69,15 @@ def test_random_shapes(b, h, t, d, causal, seed) -> None:
 def test_keys_of_another_length(t, s, mode) -> None:
     q, do = heads(0, 2, 3, t, 7)[::3]
     _, k, v, _ = heads(1, 2, 3, s, 7)
-    want = reference(q, k, v, do, False, 0.3)
-    with kernels.use_mode(mode):
-        o, lse = kernels.attention(np, q, k, v, False, 0.3)
-        found = [o, *kernels.attention_backward(np, q, k, v, o, lse, do, False, 0.3)]
-    for got, one in zip(found, want, strict=True):
-        assert got.shape == one.shape
-        assert np.abs(got - one).max() <= 2e-6 * max(1.0, np.abs(one).max())
+    agree(run(q, k, v, do, False, 0.3, mode=mode), reference(q, k, v, do))
 
 
 def test_large_scores_do_not_overflow() -> None:
     q, k, v, do = heads(1, 1, 2, 70, 8)
-    results = run(q * 1e3, k * 1e3, v, do, True, 1.0)
+    arrays = q * 1e3, k * 1e3, v, do
+    results = run(*arrays, True, 1.0)
     assert all(np.isfinite(r).all() for r in results)
-    np.testing.assert_allclose(results[0], reference(q * 1e3, k * 1e3, v, do, True, 1.0)[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(results[0], reference(*arrays, np.tri(70, dtype=bool), 1.0)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_nan_stays_in_its_rows() -> None:
@@ -127,14 +128,7 @@ def everything(b: int, h: int, g: int, t: int, d: int, window: int, apart: bool)
     seen = (
         seen & (segments[:, :, None] == segments[:, None, :])[:, None] if apart else np.broadcast_to(seen, (b, 1, t, t))
     )
-    q8, k8, v8, do8 = (a.astype("f8") for a in (q, np.repeat(k, h // g, 1), np.repeat(v, h // g, 1), do))
-    s = np.where(seen, 0.3 * q8 @ k8.swapaxes(-1, -2), -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    o = p @ v8
-    ds = p * (do8 @ v8.swapaxes(-1, -2) - (do8 * o).sum(-1, keepdims=True)) * 0.3
-    dk, dv = (a.reshape(b, g, h // g, t, d).sum(2) for a in (ds.swapaxes(-1, -2) @ q8, p.swapaxes(-1, -2) @ do8))
-    return [q, k, v, do], [segments, o, ds @ k8, dk, dv]
+    return [q, k, v, do], [segments, *reference(q, k, v, do, seen)]
 
 
 @pytest.mark.parametrize("mode", ["numba", "plain"])
@@ -143,13 +137,8 @@ def everything(b: int, h: int, g: int, t: int, d: int, window: int, apart: bool)
     [(4, 2, 65, 0, False), (2, 2, 130, 7, False), (3, 1, 130, 70, True), (2, 1, 64, 0, True), (1, 1, 1, 1, True)],
 )
 def test_shared_keys_windows_and_segments(h, g, t, window, apart, mode) -> None:
-    (q, k, v, do), (segments, *want) = everything(2, h, g, t, 5, window, apart)
-    with kernels.use_mode(mode):
-        o, lse = kernels.attention(np, q, k, v, True, 0.3, window, segments)
-        found = [o, *kernels.attention_backward(np, q, k, v, o, lse, do, True, 0.3, window, segments)]
-    for got, one in zip(found, want, strict=True):
-        assert got.shape == one.shape
-        assert np.abs(got - one).max() <= 2e-6 * max(1.0, np.abs(one).max())
+    arrays, (segments, *want) = everything(2, h, g, t, 5, window, apart)
+    agree(run(*arrays, True, 0.3, window, segments, mode=mode), want)
 
 
 @pytest.mark.parametrize("library", ["numpy", None])

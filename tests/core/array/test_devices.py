@@ -6,7 +6,6 @@ import pytest
 from fsdpx.core.array import shapes
 from fsdpx.core.array.devices import CPU, get_device_of_array, get_device_of_namespace, load_device
 from fsdpx.core.array.shapes.device import SHAPES
-from fsdpx.errors import ConfigError
 
 
 def test_a_device_is_found_by_name_namespace_and_array() -> None:
@@ -17,11 +16,6 @@ def test_a_device_is_found_by_name_namespace_and_array() -> None:
 @pytest.mark.parametrize("value", [None, 1.0, [1.0], np.float32(1), np.ma.zeros(2), np.zeros(2).view(np.recarray)])
 def test_what_is_of_no_other_device_is_of_the_processor(value: object) -> None:
     assert get_device_of_array(value) is CPU
-
-
-def test_an_unknown_device_names_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"unknown device 'tpu': choose one of cpu, cuda, shape"):
-        load_device("tpu")
 
 
 def test_what_depends_on_values_goes_well_without_them() -> None:

@@ -95,14 +95,6 @@ def test_bad_range(function):
         function(0, "w", 5, 3)
 
 
-def test_layer_numbers_do_not_see_the_batch_cut():
-    whole = Random(3, "blocks.0", step=2).uniform(np, (6, 5, 2))
-    parts = [Random(3, "blocks.0", step=2, row=r).uniform(np, (2, 5, 2)) for r in (0, 2, 4)]
-    np.testing.assert_array_equal(np.concatenate(parts), whole, strict=True)
-    assert whole.dtype == np.float32
-    assert whole.max() < 1.0
-
-
 def test_layer_numbers_differ_by_path_and_step():
     first = Random(3).child("a").child("b")
     assert first.path == "a.b"
