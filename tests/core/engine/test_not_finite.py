@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import alike
+from models import alike, part
 from present import needs
 
 import fsdpx
@@ -33,8 +33,7 @@ def make(comm: Communicator, norm: bool = True, **options: Any) -> fsdpx.Trainer
 
 
 def batch(trainer: fsdpx.Trainer, x: Any = X, y: Any = Y) -> tuple[Any, Any]:
-    size, rank = trainer.data_group.size, trainer.data_group.rank
-    mine = slice(8 * rank // size, 8 * (rank + 1) // size)
+    mine = part(trainer.data_group, 8)
     return x[mine], y[mine]
 
 
@@ -58,10 +57,17 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+SPOILT = ("input", np.nan), ("target", np.nan), ("target", np.inf)
+
+
 @pytest.mark.parametrize(
-    "place", [pytest.param(one, marks=needs("compression") if one == "compressed" else ()) for one in PLACES]
-)
-@pytest.mark.parametrize(("what", "value"), [("input", np.nan), ("target", np.nan), ("target", np.inf)])
+    ("place", "what", "value"),
+    [
+        *(("pipe", *bad) for bad in SPOILT), *(("fsdp", *bad) for bad in SPOILT),
+        *((place, *SPOILT[n % 3]) for n, place in enumerate(PLACES) if place not in ("pipe", "fsdp", "compressed")),
+        pytest.param("compressed", *SPOILT[0], marks=needs("compression")),
+    ],
+)  # fmt: skip
 def test_a_step_of_a_bad_batch_changes_nothing(place: str, what: str, value: float) -> None:
     """All ranks hear which one has it; training goes on as if it had not been."""
     ranks, options = PLACES[place]

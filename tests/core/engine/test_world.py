@@ -7,7 +7,7 @@ import pytest
 from bits import Bits, bits
 from meshes import reference
 from meshes import train as train_on_mesh
-from models import CASES, HYBRID, STRATEGIES, make, part, train
+from models import HYBRID, STRATEGIES, make, own_part, train
 from present import needs
 from ranks import from_rank_0
 
@@ -57,8 +57,8 @@ def equals_one_process(world: Communicator, case: str, strategy: str) -> None:
 
 
 def by_themselves(comm: Communicator) -> Any:
-    local = fsdpx.LocalSGD(sync_every=3, fragments=2, delay=2, mix=0.5)
-    losses, parameters, trainer = train(comm, "mlp", local, sizes=(11,) * 8, check=True)
+    local = fsdpx.LocalSGD(sync_every=2, fragments=2, delay=1, mix=0.5)
+    losses, parameters, trainer = train(comm, "mlp", local, sizes=(11,) * 5, check=True)
     trainer.close()
     return losses, parameters
 
@@ -79,7 +79,7 @@ def test_replicas_by_themselves(world: Communicator) -> None:
 
 def in_chunks(comm: Communicator, how: str) -> tuple[list[float], Bits]:
     losses, _, trainer = train(
-        comm, "gpt", how, sizes=(16,) * 2, reproducible_chunks=8, clip_norm=0.2, precision="float32"
+        comm, "gpt", how, sizes=(8,) * 2, reproducible_chunks=8, clip_norm=0.2, precision="float32"
     )
     digest = bits(trainer)
     trainer.close()
@@ -99,11 +99,10 @@ def test_one_hash(world: Communicator, strategy: str) -> None:
 @EACH
 def test_counted_equals_predicted(world: Communicator, strategy: str) -> None:
     trainer = make(world, "mlp", strategy, microbatches=2)
-    x, y = CASES["mlp"].batch(np.random.default_rng(0), 10)
-    mine = part(world, 10)
-    trainer.step(x[mine], y[mine])
+    batch = own_part(world, "mlp", 10)
+    trainer.step(*batch)
     trainer.inspect.reset_counters()
-    trainer.step(x[mine], y[mine])
+    trainer.step(*batch)
     report = trainer.report()
     assert {k: c for k, c in report.traffic.items() if k[0] != "world"} == report.predicted
     trainer.close()
@@ -146,19 +145,12 @@ def test_ranks_that_call_different_things_are_named(world: Communicator) -> None
 
 
 MESHES = [
-    *(Mesh(shard=1, pipe=n) for n in (2, 3, 4, 5)),
+    Mesh(shard=1, pipe=5),  # fewer: test_every_schedule_equals_one_process
     *(Mesh(shard=1, tensor=n) for n in (2, 3, 4, 5)),
     Mesh(shard=1, pipe=2, tensor=2),
     Mesh(shard=2, pipe=2),
     Mesh(shard=2, tensor=2),
-    Mesh(shard=2, pipe=2, tensor=2),
-    Mesh(replica=2, shard=1, pipe=2, tensor=2),
 ]
-
-
-def fits(world: Communicator, mesh: Mesh) -> None:
-    if mesh.size != world.size:
-        pytest.skip(f"{mesh} needs {mesh.size} ranks")
 
 
 def on_one_rank(case: str) -> Any:
@@ -175,17 +167,17 @@ def check(world: Communicator, mesh: Mesh, strategy: str, case: str = "wide", **
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_mesh_equals_one_process(world: Communicator, mesh: Mesh) -> None:
-    fits(world, mesh)
-    for strategy in ("ddp",) if mesh.shard == 1 else ("zero1", "fsdp"):
-        check(world, mesh, strategy, microbatches=3)
+    if mesh.size != world.size:
+        pytest.skip(f"{mesh} needs {mesh.size} ranks")
+    check(world, mesh, "ddp" if mesh.shard == 1 else "zero1" if mesh.pipe > 1 else "fsdp", microbatches=3)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv"])
 def test_every_schedule_equals_one_process(world: Communicator, schedule: str) -> None:
-    if world.size == 1 or (world.size > 2 and schedule in ("interleaved", "zbv")):
+    if world.size not in (2, 3, 4) or (world.size > 2 and schedule in ("interleaved", "zbv")):
         pytest.skip("the model has four layers")
-    if world.size > 4:
-        pytest.skip("the model has four layers")
+    if world.size == 4 and schedule in ("gpipe", "zb-h1"):
+        pytest.skip("two and three ranks show it")
     check(world, Mesh(shard=1, pipe=world.size), "zero1", schedule=schedule)
 
 
@@ -193,8 +185,7 @@ def test_every_schedule_equals_one_process(world: Communicator, schedule: str) -
 def test_sequences_equal_one_process(world: Communicator, sequence: str) -> None:
     if world.size not in (2, 3, 4):
         pytest.skip("five heads")
-    for case in ("wide", "uneven") if world.size == 4 else ("uneven",):
-        check(world, Mesh(shard=1, tensor=world.size), "ddp", case, sequence=sequence, recompute="all")
+    check(world, Mesh(shard=1, tensor=world.size), "ddp", "uneven", sequence=sequence, recompute="all")
     if world.size == 4:  # a pipe's messages of no bytes
         check(world, Mesh(shard=1, pipe=2, tensor=2), "ddp", "uneven", sequence=sequence, microbatches=3)
 

@@ -40,15 +40,8 @@ def test_overlap_covers_every_element_once(data: st.DataObject, size: int) -> No
 
 
 def test_overlap_skips_gaps() -> None:
-    assert intersect_ranges([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)]) == intersect_ranges(
-        [ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)]
-    )
-    assert [
-        (p.start, p.stop) for p in intersect_ranges([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)])
-    ] == [
-        (2, 3),
-        (6, 7),
-    ]
+    found = intersect_ranges([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)])
+    assert [(piece.start, piece.stop) for piece in found] == [(2, 3), (6, 7)]
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.integers(1, 9), st.booleans())

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from amount import in_full
+from models import part
 from present import needs
 from threads import on_ranks
 
@@ -40,9 +41,8 @@ def make(comm: Communicator, strategy: str = "fsdp", **options: Any) -> Any:
 
 
 def step(trainer: Any, seed: int = 0) -> float:
-    rng, size = np.random.default_rng(seed), trainer.data_group.size
+    rng, mine = np.random.default_rng(seed), part(trainer.data_group, 12)
     x, y = rng.standard_normal((12, 6), np.float32), rng.standard_normal((12, 3), np.float32)
-    mine = slice(12 * trainer.data_group.rank // size, 12 * (trainer.data_group.rank + 1) // size)
     return float(trainer.step(x[mine], y[mine]))
 
 
@@ -155,10 +155,10 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
     def save(comm: Communicator) -> int:
         trainer = make(comm, average=fsdpx.EMA())
         step(trainer)
-        for part in iterate_local_state_shards(trainer.inspect.engine.state):
-            if part.name.startswith("average/"):
-                part.array[...] = np.arange(part.start, part.start + part.array.size)
-        assert {part.name for part in iterate_shards_to_write(trainer.inspect.engine.state)} >= {"average/0.weight"}
+        for one in iterate_local_state_shards(trainer.inspect.engine.state):
+            if one.name.startswith("average/"):
+                one.array[...] = np.arange(one.start, one.start + one.array.size)
+        assert {one.name for one in iterate_shards_to_write(trainer.inspect.engine.state)} >= {"average/0.weight"}
         trainer.save(tmp_path / "a")
         return int(trainer.report().memory["averages"])
 
@@ -167,14 +167,11 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
     def load(comm: Communicator) -> None:
         trainer = make(comm, mesh=Mesh(shard=2), average=fsdpx.EMA())
         trainer.load(tmp_path / "a")
-        found = [
-            part
-            for part in iterate_local_state_shards(trainer.inspect.engine.state)
-            if part.name.startswith("average/")
-        ]
+        shards = iterate_local_state_shards(trainer.inspect.engine.state)
+        found = [one for one in shards if one.name.startswith("average/")]
         assert found
-        for part in found:
-            np.testing.assert_array_equal(part.array, np.arange(part.start, part.start + part.array.size))
+        for one in found:
+            np.testing.assert_array_equal(one.array, np.arange(one.start, one.start + one.array.size))
 
     spawn(load, 2)
 
@@ -287,7 +284,7 @@ def test_memory_is_read_when_somebody_asks_in_the_process_that_the_report_is_abo
 @in_full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
-    large = np.ones(60 * MIB)
+    large = np.ones(192 * MIB, np.uint8)
     code = "from fsdpx.core.state.footprint import get_peak_rss; print(get_peak_rss())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < large.nbytes

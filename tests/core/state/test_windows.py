@@ -3,14 +3,13 @@
 import time
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
 from bits import Bits, bits
 from models import CASES, HYBRID, STRATEGIES, make, part, train
-from ranks import OVER_GLOO, carrier
+from ranks import OVER_GLOO, carrier, from_rank_0
 
 import fsdpx
 from fsdpx import spawn
@@ -53,14 +52,19 @@ def strategy(request: Any, cluster: Communicator) -> str:
     return str(request.param)
 
 
-@lru_cache
-def _alone(case: str, **options: Any) -> tuple[list[float], dict[str, np.ndarray], Bits]:
-    losses, got, trainer = spawn(lambda comm: train(comm, case, "ddp", **options), 1)[0]
-    return losses, got, bits(trainer)
+CHUNKS = {"sizes": (8,) * 2, "reproducible_chunks": 8, "clip_norm": 0.2, "precision": "float32"}
+
+
+def alone(case: str) -> tuple[list[float], dict[str, np.ndarray]]:
+    return spawn(lambda comm: train(comm, case, "ddp", clip_norm=0.3)[:2], 1)[0]
+
+
+def bits_alone() -> Bits:
+    return spawn(lambda comm: bits(train(comm, "mlp", "ddp", **CHUNKS)[2]), 1)[0]
 
 
 def test_several_machines_equal_one_process(cluster: Communicator, strategy: str) -> None:
-    losses, want, _ = _alone("gpt", clip_norm=0.3)
+    losses, want = from_rank_0(cluster, alone, "gpt")
     got_losses, got, trainer = train(cluster, "gpt", strategy, clip_norm=0.3, check=True)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
     assert_close(got, want, 1e-12)
@@ -68,9 +72,8 @@ def test_several_machines_equal_one_process(cluster: Communicator, strategy: str
 
 
 def test_one_hash_over_machines(cluster: Communicator, strategy: str) -> None:
-    options = {"sizes": (16,) * 2, "reproducible_chunks": 8, "clip_norm": 0.2, "precision": "float32"}
-    _, _, want = _alone("mlp", **options)
-    _, _, trainer = train(cluster, "mlp", strategy, **options)
+    want = from_rank_0(cluster, bits_alone)
+    _, _, trainer = train(cluster, "mlp", strategy, **CHUNKS)
     assert bits(trainer) == want
     trainer.close()
 
@@ -78,7 +81,7 @@ def test_one_hash_over_machines(cluster: Communicator, strategy: str) -> None:
 def test_hybrid_shards_inside_machines_and_joins_between_them(cluster: Communicator) -> None:
     if cluster.size != 4:
         pytest.skip("four ranks make two machines of two")
-    _, want, _ = _alone("mlp", clip_norm=0.3)
+    _, want = from_rank_0(cluster, alone, "mlp")
     for mesh in (Mesh(replica=2, shard=2), Mesh(replica=4, shard=1), Mesh(replica=1, shard=4)):
         _, got, trainer = train(cluster, "mlp", fsdpx.Sharding(replica=mesh.replica, shard=mesh.shard), clip_norm=0.3)
         assert_close(got, want, 1e-12)
@@ -151,18 +154,6 @@ def test_messages_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     other.close()
 
 
-def test_tuning_is_agreed_on(world: Communicator, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from fsdpx.core.state.tuning import agree_on_tuning, load_blas_measurement
-
-    monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
-    found = agree_on_tuning(world, True, np)
-    assert len(set(map(str, world.all_gather_object(found)))) == 1
-    world.barrier().wait()
-    assert load_blas_measurement().value["library"] == found.blas
-    assert found.group_bytes == (1 << 20 if world.size == 1 else 4 << 20)
-    world.barrier().wait()
-
-
 def test_ranks_that_measure_differently_choose_the_same(
     world: Communicator, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -178,7 +169,9 @@ def test_ranks_that_measure_differently_choose_the_same(
     found = tuning.agree_on_tuning(world, True, np)
     assert len(set(map(str, world.all_gather_object(found)))) == 1
     world.barrier().wait()
-    assert set(tuning.load_blas_measurement().value["rates"].values()) == {50.0}
+    kept = tuning.load_blas_measurement().value
+    assert (kept["library"], set(kept["rates"].values())) == (found.blas, {50.0})
+    assert found.group_bytes == (1 << 20 if world.size == 1 else 4 << 20)
     world.barrier().wait()
 
 
