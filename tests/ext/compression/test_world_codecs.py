@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import pairs
 from bits import Bits, bits
-from models import CASES, make, part
+from models import make, own_part
 from ranks import from_rank_0
 
 import fsdpx
@@ -29,9 +30,8 @@ CODECS: dict[str, Callable[[], dict[str, Any]]] = {
 def trained(comm: Communicator, name: str, strategy: str) -> tuple[list[float], Bits, dict[str, np.ndarray]]:
     options = {"optimizer": optim.SGD(lr=1e-2), "precision": "float32", **CODECS[name]()}
     trainer = make(comm, "mlp", strategy, **options)
-    x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
-    mine = part(comm, 12)
-    losses = [float(trainer.step(x[mine], y[mine])) for _ in range(2)]
+    batch = own_part(comm, "mlp", 12)
+    losses = [float(trainer.step(*batch)) for _ in range(2)]
     found = losses, bits(trainer), trainer.parameters()
     trainer.close()
     return found
@@ -41,8 +41,9 @@ def trained_on_threads(size: int, name: str, strategy: str) -> Any:
     return spawn(trained, size, name, strategy)[0]
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("name", "strategy"), [*pairs(CODECS, ["ddp", "fsdp"]), ("int8", "ddp"), ("powersgd", "fsdp")]
+)
 def test_bits_are_those_of_thread_ranks(world: Communicator, name: str, strategy: str) -> None:
     """Codecs add by themselves, in rank order; PowerSGD sums by the library, whose order is its own."""
     if strategy == "ddp" and world.size == 1:
