@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from models import norms, untied
+from models import norms
 from stand_in import Cublas, Cupy, Device, ndarray
 
 from fsdpx import LocalSGD, Mesh, Precision, nn, optim, spawn
@@ -65,6 +65,10 @@ def mlp() -> nn.Layer:
     return nn.Sequential(
         nn.Linear(12, 8), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 5)
     )
+
+
+def gpt() -> nn.Layer:
+    return nn.GPT(31, 8, 1, 2, 8, tie=False)
 
 
 def unet() -> nn.Layer:
@@ -123,7 +127,7 @@ CASES: dict[str, tuple[int, Any, Any, dict[str, Any]]] = {
     "fourier": (1, fourier, fields, {}),
     "volumes": (1, volumes, lambda random: (random.standard_normal((2, 2, 8, 4)), random.standard_normal((2, 5))), {}),
     "norms": (1, norms, rows, {"group_bytes": 1 << 20, "microbatches": 2}),
-    "gpt": (1, untied, text, {"optimizer": optim.SGD(lr=optim.schedules.Linear(0.1, 4))}),
+    "gpt": (1, gpt, text, {"optimizer": optim.SGD(lr=optim.schedules.Linear(0.1, 4))}),
     "scaled": (1, mlp, rows, {"precision": Precision(loss_scale="dynamic", growth_interval=1, initial_scale=4.0)}),
     "ddp": (2, mlp, rows, {"strategy": "ddp", "clip_norm": 0.1}),
     "zero2": (2, mlp, rows, {"strategy": "zero2", "microbatches": 2}),
@@ -188,31 +192,33 @@ def between(layer: type[nn.Layer]) -> Any:
     )
 
 
+CUTS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "units": ({}, [40]),
+    "one unit": ({"group_bytes": 1 << 20}, [24]),
+    "pipe": ({"mesh": Mesh(pipe=2), "schedule": "zb-h1"}, [80, 120]),
+}
+"""How layers are put into units, and how many graphs each rank then launches."""
+
+
 @pytest.mark.parametrize(
-    ("layer", "why"),
+    ("layer", "why", "cuts"),
     [
-        (Reading, "float: the stream is capturing"),
-        (Drawing, "an array is copied from the host"),
-        (Rolling, "its random numbers are made on the host"),
-        (Failing, "bool: the stream is capturing"),
+        (Reading, "float: the stream is capturing", ["units", "one unit"]),
+        (Drawing, "an array is copied from the host", ["units", "pipe"]),
+        (Rolling, "its random numbers are made on the host", ["units"]),
+        (Failing, "bool: the stream is capturing", ["units", "one unit", "pipe"]),
     ],
 )
-@pytest.mark.parametrize(
-    ("options", "launches"),
-    [({}, [40]), ({"group_bytes": 1 << 20}, [24]), ({"mesh": Mesh(pipe=2), "schedule": "zb-h1"}, [80, 120])],
-    ids=["units", "one unit", "pipe"],
-)
-def test_layers_that_read_values_compute_as_usual(
-    layer: type[nn.Layer], why: str, options: dict[str, Any], launches: list[int]
-) -> None:
+def test_layers_that_read_values_compute_as_usual(layer: type[nn.Layer], why: str, cuts: list[str]) -> None:
     """The layers before and behind are replayed: the second step finds that there is such a layer, the third which one,
     the fourth records what is before and behind it, and the last two launch that."""
-    found = both(len(launches), between(layer), rows, steps=6, **options)
-    reasons = [one for rank in found for one in rank.reasons]
-    assert [why in one for one in reasons] == [True]
-    assert reasons[0].startswith("unit '3'")
-    more = 2 * len(launches) * (layer is Failing)  # forward passes that were recorded before the backward failed
-    assert sum(rank.launches for rank in found) == sum(launches) + more
+    for cut in cuts:
+        options, launches = CUTS[cut]
+        found = both(len(launches), between(layer), rows, steps=6, **options)
+        reasons = [one for rank in found for one in rank.reasons]
+        assert [why in one and one.startswith("unit '3'") for one in reasons] == [True], cut
+        more = 2 * len(launches) * (layer is Failing)  # forward passes that were recorded before the backward failed
+        assert sum(rank.launches for rank in found) == sum(launches) + more, cut
 
 
 def growing(random: np.random.Generator) -> Any:
@@ -276,11 +282,17 @@ def test_other_programs_between_steps() -> None:
     assert got.launches >= 8 * 4
 
 
+BY_COLUMNS: dict[str, Any] = {
+    "model": lambda: nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 5)),
+    "tensor_plan": {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel},
+}
+
+
 @pytest.mark.parametrize(
     ("size", "options", "why"),
     [
         (1, {"check_finite": True}, "check_finite reads the output of every layer"),
-        (2, {"mesh": Mesh(tensor=2), "model": untied, "batch": text}, "its layers communicate over the tensor axis"),
+        (2, {"mesh": Mesh(tensor=2), **BY_COLUMNS}, "its layers communicate over the tensor axis"),
         (2, {"strategy": LocalSGD(sync_every=1)}, "its program has "),
     ],
 )
