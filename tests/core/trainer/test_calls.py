@@ -263,9 +263,9 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), maps.count("/dev/shm/fsdpx-")
 
 
-def dropped(comm: Communicator, kinds: tuple[dict[str, Any], ...] = KINDS, times: int = 20) -> None:
-    """Make trainers and drop them, on all ranks."""
-    before = None
+def dropped(comm: Communicator, kinds: tuple[dict[str, Any], ...] = KINDS) -> None:
+    """Make trainers and drop them, on all ranks: after two of each kind, one more of each leaves nothing."""
+    before, times = None, 3 * len(kinds) + 1
     for i in range(times):
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
         trainer: Any = model.as_distributed(
@@ -309,7 +309,7 @@ def test_among_threads() -> None:
 @needs("offload")
 @pytest.mark.usefixtures("settled")
 def test_a_folder_of_offloaded_state_is_free_again(tmp_path: Path) -> None:
-    spawn(dropped, 1, ({"offload": fsdpx.OffloadConfig(tmp_path)},), 6)
+    spawn(dropped, 1, ({"offload": fsdpx.OffloadConfig(tmp_path)},))
 
 
 @pytest.mark.jobs
