@@ -163,7 +163,7 @@ def test_mutated_files_are_refused_or_the_same(fuzz: Fuzz, seed: int) -> None:
 
 @in_full
 def test_some_are_refused(fuzz: Fuzz) -> None:
-    assert sum(fuzz.refused(seed) for seed in range(50)) > 40
+    assert sum(fuzz.refused(seed) for seed in range(10)) > 7
 
 
 JSON = st.recursive(
@@ -206,18 +206,18 @@ FILES = ("manifest.json", "model.safetensors", "state.safetensors")
 
 
 def small(comm: Communicator, seed: int = 0) -> Trainer:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    model = nn.Sequential(nn.Linear(2, 3))
     return model.as_distributed(loss=nn.MSELoss(), optimizer=optim.Adam(), comm=comm, seed=seed, strategy="fsdp")
 
 
 def loader(trainer: Trainer) -> data.DataLoader:
-    dataset = data.ArrayDataset(np.ones((8, 2), np.float32), np.ones((8, 1), np.float32))
+    dataset = data.ArrayDataset(np.ones((8, 2), np.float32), np.ones((8, 3), np.float32))
     return data.DataLoader(dataset, 4, comm=trainer.data_group)
 
 
 def saved(comm: Communicator, path: Path) -> None:
     trainer = small(comm)
-    trainer.step(np.ones((2, 2)), np.ones((2, 1)))
+    trainer.step(np.ones((2, 2)), np.ones((2, 3)))
     trainer.save(path, loader=loader(trainer))
 
 
