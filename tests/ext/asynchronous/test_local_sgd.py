@@ -70,9 +70,8 @@ def test_outer_gradients_go_through_a_codec(delay: int) -> None:
         trainer = make(comm, "mlp", local, optimizer=optim.SGD(lr=0.1), precision="float32")
         before = trainer.parameters()
         steps(trainer, "mlp", (8,) * 22)
-        sent = sum(
-            n.bytes for (axis, call), n in trainer.report().traffic.items() if call in ("reduce_scatter", "all_to_all")
-        )
+        traffic = trainer.report().traffic
+        sent = sum(n.bytes for (_, call), n in traffic.items() if call in ("reduce_scatter", "all_to_all"))
         return before, trainer.parameters(), sent
 
     (start, want, plain), (_, got, packed) = (spawn(run, 2, codec)[0] for codec in (None, "int8"))
@@ -181,7 +180,7 @@ def test_fragments_travel_at_times_of_their_own(delay: int) -> None:
         flying: list[set[str]] = []
         trainer.inspect.engine.add_observer(lambda action: seen.append(f"{trainer.global_step + 1}{action}"))
         rng = np.random.default_rng(5)
-        for _ in range(14):
+        for _ in range(11):
             x, y = (a[part(trainer.data_group, 8)] for a in KNOWN["mlp"].batch(rng, 8))
             losses.append(trainer.step(x, y))
             store = trainer.inspect.engine.state.store
@@ -201,7 +200,7 @@ def test_fragments_travel_at_times_of_their_own(delay: int) -> None:
     (seen, _, want), *_ = ranks
     late = [2 + delay, 4 + delay, 6 + delay]
     assert [text for text in seen if "DELTA" in text] == [
-        f"{s}DELTA{p}" for s, p in ((2, 0), (4, 1), (6, 2), (8, 0), (10, 1), (12, 2), (14, 0))
+        f"{s}DELTA{p}" for s, p in ((2, 0), (4, 1), (6, 2), (8, 0), (10, 1))
     ]
     assert [text for text in seen if "ADOPT" in text][:3] == [f"{s}ADOPT{p}" for p, s in enumerate(late)]
     for (_, losses, _), (_, same, got) in zip(ranks, spawn(run, 2, True), strict=True):
@@ -222,34 +221,30 @@ def test_a_run_goes_on_as_if_nobody_had_stopped_it(tmp_path: Path, local: LocalS
     """In the midst of a round and of a transfer, with the inner state of each replica; on other numbers of replicas the
     outer parameters and their momentum are the same, cut anew."""
 
-    def save(comm: Communicator) -> Bits:
-        trainer = make(comm, "mlp", local, mesh=Mesh(replica=2, shard=2), group_bytes=0, optimizer=inner)
-        steps(trainer, "mlp", (8, 8, 6, 8, 8, 7))
-        trainer.save(tmp_path / "a")
-        steps(trainer, "mlp", (8, 7, 8), seed=6)
-        return bits(trainer)
-
-    def load(comm: Communicator, mesh: Mesh, more: bool = True) -> Any:
+    def run(comm: Communicator, mesh: Mesh, saves: bool = False) -> tuple[Bits, Bits]:
+        """Of the checkpoint and of some steps after it."""
         trainer = make(comm, "mlp", local, mesh=mesh, group_bytes=0, optimizer=inner)
-        trainer.load(tmp_path / "a")
-        if not more:
-            return {name: array.tobytes() for name, array in trainer.parameters().items()}
+        if saves:
+            steps(trainer, "mlp", (8, 8, 6, 8, 8, 7))
+            trainer.save(tmp_path / "a")
+        else:
+            trainer.load(tmp_path / "a")
+        between = bits(trainer)
         steps(trainer, "mlp", (8, 7, 8), seed=6)
-        return bits(trainer)
+        return between, bits(trainer)
 
-    (want, *_) = spawn(save, 4)
-    assert set(spawn(load, 4, Mesh(replica=2, shard=2))) == {want}
-    (saved, *_) = spawn(load, 4, Mesh(replica=2, shard=2), False)
+    (saved, want), *_ = spawn(run, 4, Mesh(replica=2, shard=2), True)
+    assert set(spawn(run, 4, Mesh(replica=2, shard=2))) == {(saved, want)}
     for mesh in (Mesh(replica=3, shard=1), Mesh(replica=1, shard=1)):
-        assert all(found == saved for found in spawn(load, mesh.size, mesh, False))
-        assert len(set(spawn(load, mesh.size, mesh))) == 1
+        ((again, _),) = set(spawn(run, mesh.size, mesh))
+        assert again == saved
 
     def other(comm: Communicator) -> None:
         with pytest.raises(CheckpointError, match="it was saved in local training, and this trainer is not one of it"):
             make(comm, "mlp", "ddp").load(tmp_path / "a")
         trainer = make(comm, "mlp", "ddp")
         trainer.load_parameters(tmp_path / "a")
-        assert {name: array.tobytes() for name, array in trainer.parameters().items()} == saved
+        assert bits(trainer) == saved
         wrong = make(comm, "mlp", LocalSGD(sync_every=5, fragments=2, delay=1), group_bytes=0, optimizer=inner)
         with pytest.raises(CheckpointError, match="the rounds of local training differ: every is 4 there and 5 here"):
             wrong.load(tmp_path / "a")
