@@ -3,20 +3,18 @@
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any
+
+from trials import MPIEXEC, ROOT
 
 from fsdpx import spawn
 
 __all__ = ["ROOT", "run_several", "run_threads", "start"]
 
-ROOT = Path(__file__).parents[2]
-MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 BETWEEN = "=" * 40 + "\n"
 SEVERAL = f"""
 import json, runpy, sys

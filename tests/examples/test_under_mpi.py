@@ -16,8 +16,8 @@ PAGE = (PICTURES / "surrogate.md").read_text()
 SOURCE = str(ROOT / "fsdpx" / "core" / "comm")
 LEARNS = ["--runs", "1", "--steps", "1"]
 UNTRAINED = "from fsdpx.examples import surrogate as s; s.run_solver_and_train = lambda *_: 0; s.main({})"
-SMALL_SOLVER = "from fsdpx.examples import solver as s; s.SIDE, s.STEPS = 17, 24; "
-WITHOUT_WEIGHTS = "s.fsdpx.Trainer.load_parameters = lambda *_: None; s.main(['--rounds=18'])"
+SMALL_SOLVER = "from fsdpx.examples import solver as s; s.SIDE, s.STEPS, s.GOOD = 11, 16, 1e-3; "
+WITHOUT_WEIGHTS = "s.fsdpx.Trainer.load_parameters = lambda *_: None; s.main(['--rounds=20'])"
 
 
 def test_examples_of_four_ranks(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_examples_of_four_ranks(tmp_path: Path) -> None:
         4,
         ["-m", "fsdpx.examples.channel"],
         ["-c", UNTRAINED.format(drawn)],
-        ["-c", SMALL_SOLVER + "s.main(['--trainers=2', '--rounds=18'])"],
+        ["-c", SMALL_SOLVER + "s.main(['--trainers=2', '--rounds=20'])"],
         ["-m", "fsdpx.examples.sweep", *sweep],
     )
     assert channel == "after 20 states: mean height 1.0200, highest 1.1465\n"
