@@ -430,7 +430,7 @@ def connect_axes(
     communicators: list[Communicator] = []
 
     def open_subgroup(ranks: Sequence[int]) -> Communicator:
-        everyone = ranks == range(comm.size) or list(ranks) == list(range(comm.size))
+        everyone = ranks == range(comm.size) or (len(ranks) == comm.size and list(ranks) == [*range(comm.size)])
         part = comm if everyone else comm.subgroup(ranks)
         part = CheckedCommunicator(part) if check else part
         communicators.extend([] if part is comm else [part])
