@@ -1,13 +1,15 @@
 """`LayerContract` and `LossContract`, base classes with tests that every layer and every loss must pass."""
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array import shapes
 from fsdpx.core.array.kernels.choice import use_mode
 from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.nn.container import unwrap_single
 from fsdpx.nn.init import make_initial_values
 from fsdpx.nn.layer import Layer, LayerContext
@@ -18,6 +20,7 @@ from fsdpx.testing.threads import run_interleaved
 __all__ = ["LayerContract", "LossContract"]
 
 Arrays = tuple[np.ndarray, ...]
+_make_axes = cache(make_single_rank_axes)
 
 
 class GradientContract:
@@ -54,9 +57,8 @@ class GradientContract:
 
     def _make_layer_context(self, xp: Any, row: int = 0) -> LayerContext:
         from fsdpx.core.array.random import Random
-        from fsdpx.core.comm.mesh import make_single_rank_axes
 
-        return LayerContext(xp, make_single_rank_axes(), Random(seed=5, path="layer", step=3, row=row), self.training)
+        return LayerContext(xp, _make_axes(), Random(seed=5, path="layer", step=3, row=row), self.training)
 
     def _compute_central_difference(self, near: list[float]) -> float:
         return (near[0] - near[1]) / (2 * self.step)
@@ -233,18 +235,16 @@ class LayerContract(GradientContract):
             assert array is None or array.dtype == dtype, f"bfloat16 became {array.dtype}"
 
     def test_shape_only_arrays_give_the_same_shapes_and_dtypes(self) -> None:
-        from fsdpx.core.array import shapes as xp
-
         for dtype in (np.float64, np.float32):
             layer, x, p = self._make_test_case()
             x = x if dtype is np.float64 else _as_floats(x, np.float32)
             p = {name: array.astype(dtype) for name, array in p.items()}
             y, _, dx, g = self._run_forward_backward(layer, p, x)
-            flat_p = {name: xp.ShapeArray(array.shape, array.dtype) for name, array in p.items()}
-            flat_g = {name: xp.ShapeArray(array.shape, array.dtype) for name, array in g.items()}
-            env = self._make_layer_context(xp)
-            y_flat, saved = layer.forward(env, flat_p, unwrap_single([xp.ShapeArray(a.shape, a.dtype) for a in x]))
-            dy_flat = unwrap_single([xp.ShapeArray(a.shape, a.dtype) for a in _as_tuple(y_flat)])
+            flat_p = {name: shapes.ShapeArray(array.shape, array.dtype) for name, array in p.items()}
+            flat_g = {name: shapes.ShapeArray(array.shape, array.dtype) for name, array in g.items()}
+            env = self._make_layer_context(shapes)
+            y_flat, saved = layer.forward(env, flat_p, unwrap_single([shapes.ShapeArray(a.shape, a.dtype) for a in x]))
+            dy_flat = unwrap_single([shapes.ShapeArray(a.shape, a.dtype) for a in _as_tuple(y_flat)])
             dx_flat = _as_tuple(layer.backward(env, flat_p, flat_g, saved, dy_flat))
             assert [_get_shape_and_dtype(a) for a in _as_tuple(y_flat)] == [_get_shape_and_dtype(a) for a in y]
             assert [_get_shape_and_dtype(a) for a in dx_flat] == [_get_shape_and_dtype(a) for a in dx]
@@ -448,11 +448,9 @@ class LossContract(GradientContract):
             np.testing.assert_array_equal(theirs, mine)
 
     def test_shape_only_arrays_give_the_same_shapes_and_dtypes(self) -> None:
-        from fsdpx.core.array import shapes as xp
-
         y, target = self._make_test_case()
-        flat = [xp.ShapeArray(part.shape, part.dtype) for part in (*y, target)]
-        env, loss = self._make_layer_context(xp), self.make()
+        flat = [shapes.ShapeArray(part.shape, part.dtype) for part in (*y, target)]
+        env, loss = self._make_layer_context(shapes), self.make()
         total, weight, saved = loss.forward(env, unwrap_single(flat[:-1]), flat[-1])
         assert all(isinstance(float(number), float) for number in (total, weight))
         dy = _as_tuple(loss.backward(env, saved, 1.0))
