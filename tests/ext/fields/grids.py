@@ -18,10 +18,16 @@ from fsdpx.ext.fields.over_parts import partition_model
 from fsdpx.ext.fields.sample_groups import group_ranks_sharing_samples
 from fsdpx.nn import Container, Layer, LayerContext, Loss
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
+from fsdpx.testing import assert_close
 
 Cuts = Sequence[Sequence[int]]
-GRIDS = [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (4, 1, 1), (2, 2, 2)]
-"""Ranks along each dim of cells."""
+PARTITIONS = [((1, 1), 0), ((2, 2), 0), ((2, 2), 2), ((1, 5), 3), ((2, 2, 2), 1)]
+"""Ranks along each dim of cells, and the seed of `cuts_of`: one rank, even parts, uneven ones, some that are empty
+between others, and parts of volumes."""
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
 
 
 def cuts_of(shape: Sequence[int], dims: Sequence[int], seed: int) -> FieldPartition:
@@ -151,20 +157,35 @@ def loss_over(
         made = loss if isinstance(loss, Loss) else loss(parts, place)
         mine, t = part(y, parts.cuts, place), part(target, parts.cuts, place)
         made.validate(mine.shape, t)
-        total, weight, saved = made.bind_partition(parts).forward(env_of(comm, dims), mine, t)
-        return total, weight, made.bind_partition(parts).backward(env_of(comm, dims), saved, 0.5)
+        env, bound = env_of(comm, dims), made.bind_partition(parts)
+        total, weight, saved = bound.forward(env, mine, t)
+        return total, weight, bound.backward(env, saved, 0.5)
 
     found = spawn(one, int(np.prod(dims)))
     return sum(f[0] for f in found), sum(f[1] for f in found), whole([f[2] for f in found], parts, dims)
 
 
 def demand_loss_of_whole(
-    loss: Loss, y: np.ndarray, target: np.ndarray, dims: Any, seeds: int, rtol: float, atol: float
+    loss: Loss, y: np.ndarray, target: np.ndarray, dims: Any, seed: int, rtol: float = 1e-10, atol: float = 1e-14
 ) -> None:
     """A loss over parts of any sizes has the values of the whole to 1e-12, and its gradient to `rtol` and `atol`."""
     total, weight, saved = loss.forward(env_of(None), y, target)
     dy = loss.backward(env_of(None), saved, 0.5)
-    for seed in range(seeds):
-        found = loss_over(loss, y, target, dims, cuts_of(y.shape[2:], dims, seed))
-        assert found[:2] == pytest.approx((total, weight), rel=1e-12)
-        np.testing.assert_allclose(found[2], dy, rtol=rtol, atol=atol)
+    found = loss_over(loss, y, target, dims, cuts_of(y.shape[2:], dims, seed))
+    assert found[:2] == pytest.approx((total, weight), rel=1e-12)
+    np.testing.assert_allclose(found[2], dy, rtol=rtol, atol=atol)
+
+
+def demand_layer_of_whole(layer: Layer, p: dict[str, np.ndarray], x: Any, dims: Any, seed: int) -> tuple[Ran, Ran]:
+    """A layer over parts of any sizes gives what it gives alone: results and gradients. Returns both, alone first."""
+    alone = run_alone(layer, p, x, lambda y: noise(*y.shape, seed=1))
+    cells = (x[0] if isinstance(x, tuple) else x).shape[2:]
+    found = run_over(layer, p, x, noise(*alone.y.shape, seed=1), dims, cuts_of(cells, dims, seed))
+    assert_close({"y": found.y, "dx": found.dx, **found.g}, {"y": alone.y, "dx": alone.dx, **alone.g}, 1e-12)
+    return alone, found
+
+
+def demand_adjoint(ran: Ran, x: np.ndarray, zero: np.ndarray | float = 0.0) -> None:
+    """<F x, dy> = <x, F* dy> to 1e-13 of |F x| |dy|, for the dy of `demand_layer_of_whole`. zero: the result for 0."""
+    y, dy = ran.y - zero, noise(*ran.y.shape, seed=1)
+    assert abs((y * dy).sum() - (x * ran.dx).sum()) <= 1e-13 * np.linalg.norm(y) * np.linalg.norm(dy)

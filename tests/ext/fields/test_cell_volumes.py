@@ -7,16 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import cuts_of, env_of, grid_at, part, place_of, random_cuts, run_alone, whole
+from grids import cuts_of, env_of, grid_at, noise, part, place_of, random_cuts, run_alone, whole
 
 from fsdpx import Grid, data, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.shard_specs import ShardingContext
-
-
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def test_latitude_weights_are_those_of_weatherbench() -> None:
@@ -59,7 +55,7 @@ def test_weighted_losses_are_those_of_the_whole_field() -> None:
         return [trainer.step(x, x + 1) for _ in range(2)], trainer.parameters()["weight"]
 
     losses, weight = spawn(lambda comm: trained(comm, (1, 1), ((0, 7), (0, 6))), 1)[0]
-    for dims in ((2, 1), (1, 3), (2, 2), (1, 5)):
+    for dims in ((2, 2), (1, 5)):
         for got, found in spawn(lambda comm, d=dims: trained(comm, d, random_cuts((7, 6), d)), dims[0] * dims[1]):
             np.testing.assert_allclose(got, losses, rtol=1e-12)
             np.testing.assert_allclose(found, weight, rtol=1e-12, atol=1e-13)
@@ -98,8 +94,8 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
 
 @pytest.mark.parametrize("make", [partial(nn.GroupNorm, 2, 6), partial(nn.InstanceNorm, 6, affine=True)])
 @pytest.mark.parametrize("channels", [(), (6,)], ids=["cells", "channels"])
-@pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2)], ids=str)
-def test_norms_weighted_by_volumes(make: Any, channels: tuple[int, ...], dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("dims", "seed"), [((1, 3), 1), ((2, 2), 2)], ids=str)
+def test_norms_weighted_by_volumes(make: Any, channels: tuple[int, ...], dims: tuple[int, int], seed: int) -> None:
     """Values and gradients are those of the formula on the whole field, on any parts."""
     shape = (7, 9)
     x, dy = noise(3, 6, *shape) + 1.0, noise(3, 6, *shape, seed=1)
@@ -121,23 +117,22 @@ def test_norms_weighted_by_volumes(make: Any, channels: tuple[int, ...], dims: t
     found = run_alone(layer, p, x, lambda y: dy)
     np.testing.assert_allclose(found.y, normal * scale + shift, rtol=1e-11, atol=1e-11)
     np.testing.assert_allclose(found.g["weight"], (dy * normal).sum((0, 2, 3)), rtol=1e-11)
-    for seed in range(3):
-        parts = cuts_of(shape, dims, seed)
+    parts = cuts_of(shape, dims, seed)
 
-        def bound(comm: Communicator, parts: Any = parts) -> Any:
-            place = place_of(comm.rank, dims)
-            own = make(weights=part(volumes, parts.cuts, place, volumes.ndim - 2))
-            mine = own.shard_over_ranks(ShardingContext("norm", [parts], 1)).layer
-            assert mine.parts == parts
-            env, g = env_of(comm, dims), {name: np.zeros_like(a) for name, a in p.items()}
-            y, saved = mine.forward(env, p, part(x, parts.cuts, place))
-            return y, mine.backward(env, p, g, saved, part(dy, parts.cuts, place)), g
+    def bound(comm: Communicator) -> Any:
+        place = place_of(comm.rank, dims)
+        own = make(weights=part(volumes, parts.cuts, place, volumes.ndim - 2))
+        mine = own.shard_over_ranks(ShardingContext("norm", [parts], 1)).layer
+        assert mine.parts == parts
+        env, g = env_of(comm, dims), {name: np.zeros_like(a) for name, a in p.items()}
+        y, saved = mine.forward(env, p, part(x, parts.cuts, place))
+        return y, mine.backward(env, p, g, saved, part(dy, parts.cuts, place)), g
 
-        ranks = spawn(bound, int(np.prod(dims)))
-        for i, want in enumerate((found.y, found.dx)):
-            np.testing.assert_allclose(whole([r[i] for r in ranks], parts, dims), want, rtol=1e-12, atol=1e-12)
-        for name, want in found.g.items():
-            np.testing.assert_allclose(sum(r[2][name] for r in ranks), want, rtol=1e-12, atol=1e-12)
+    ranks = spawn(bound, int(np.prod(dims)))
+    for i, want in enumerate((found.y, found.dx)):
+        np.testing.assert_allclose(whole([r[i] for r in ranks], parts, dims), want, rtol=1e-12, atol=1e-12)
+    for name, want in found.g.items():
+        np.testing.assert_allclose(sum(r[2][name] for r in ranks), want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("unit", [1e6, 1e-6])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from grids import GRIDS, cuts_of, env_of, run_alone, run_over
+from grids import PARTITIONS, cuts_of, demand_adjoint, demand_layer_of_whole, env_of, noise, run_alone, run_over
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, ShapeError
@@ -18,10 +19,6 @@ KINDS: list[tuple[str, Any]] = [
     ("all", "zeros"), ("all", ("replicate", 2.0)), ("low", "circular"), ("high", "circular"), ("low", "zeros"),
     ("high", (1.5, "replicate")),
 ]  # fmt: skip
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape)
 
 
 def bounds_of(n: int) -> np.ndarray:
@@ -59,32 +56,35 @@ def to_cells(x: np.ndarray, dim: int, widths: np.ndarray, derivative: int, faces
     return (b - a) / widths.reshape([-1 if i == dim else 1 for i in range(x.ndim)]) if derivative else (a + b) / 2
 
 
-@pytest.mark.parametrize("dims", [*GRIDS, (1, 4)], ids=str)
-def test_moves_are_their_formulas_over_any_parts(dims: tuple[int, ...]) -> None:
-    """Compare values and gradients, also on ranks without cells. Forward and backward of each layer are adjoint."""
-    for number, (faces, mode) in enumerate(KINDS):
-        for derivative, stretched in itertools.product((0, 1), (False, True)):
-            dim = (number + derivative) % len(dims)
-            sizes = SIZES[len(dims)]
-            n = sizes[dim]
-            bounds = bounds_of(n) if stretched else 0.5 * np.arange(n + 1)
-            given = {"derivative": derivative, "spacing": bounds if stretched else 0.5, "faces": faces}
-            many = (*sizes[:dim], n + 1, *sizes[dim + 1 :]) if faces == "all" else sizes
-            for layer, formula, shape in (
-                (nn.CellsToFaces(dim, padding_mode=mode, **given), to_faces, sizes),
-                (nn.FacesToCells(dim, padding_mode=mode, **given), to_cells, many),
-            ):
-                x = normal(2, 3, *shape)
-                want = run_alone(layer, {}, x, lambda y: normal(*y.shape, seed=1))
-                exact = formula(x, dim + 2, np.diff(bounds), derivative, faces, mode)
-                np.testing.assert_allclose(want.y, exact, rtol=1e-13, atol=1e-13)
-                dy, fixed = normal(*exact.shape, seed=1), layer.forward(env_of(None), {}, np.zeros_like(x))[0]
-                for seed in range(2):
-                    ran = run_over(layer, {}, x, dy, dims, cuts_of(shape, dims, seed))
-                    assert_close({"y": ran.y, "dx": ran.dx}, {"y": want.y, "dx": want.dx}, 1e-12)
-                    y = ran.y - fixed
-                    apart = (y * dy).sum() - (x * ran.dx).sum()
-                    assert abs(apart) <= 1e-13 * np.linalg.norm(y) * np.linalg.norm(dy)
+def moves(number: int, derivative: int, stretched: bool, dims: int) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
+    """Both layers of a kind along one of the dims: the layer, its input, and the arguments of its formula."""
+    faces, mode = KINDS[number]
+    sizes, dim = SIZES[dims], (number + derivative) % dims
+    n = sizes[dim]
+    bounds = bounds_of(n) if stretched else 0.5 * np.arange(n + 1)
+    given = {"derivative": derivative, "spacing": bounds if stretched else 0.5, "faces": faces}
+    many = (*sizes[:dim], n + 1, *sizes[dim + 1 :]) if faces == "all" else sizes
+    arguments = dim + 2, np.diff(bounds), derivative, faces, mode
+    yield nn.CellsToFaces(dim, padding_mode=mode, **given), noise(2, 3, *sizes), (to_faces, *arguments)
+    yield nn.FacesToCells(dim, padding_mode=mode, **given), noise(2, 3, *many), (to_cells, *arguments)
+
+
+@pytest.mark.parametrize("dims", SIZES)
+def test_moves_are_their_formulas(dims: int) -> None:
+    for given in itertools.product(range(len(KINDS)), (0, 1), (False, True)):
+        for layer, x, (formula, *arguments) in moves(*given, dims):
+            y, _ = layer.forward(env_of(None), {}, x)
+            np.testing.assert_allclose(y, formula(x, *arguments), rtol=1e-13, atol=1e-13, err_msg=repr(layer))
+
+
+@pytest.mark.parametrize(("dims", "seed"), PARTITIONS, ids=str)
+def test_moves_over_any_parts_are_those_of_the_whole(dims: tuple[int, ...], seed: int) -> None:
+    """Values and gradients, also on ranks without cells. Forward and backward of each layer are adjoint. Each part has
+    other weights where widths differ."""
+    for number, derivative in itertools.product(range(len(KINDS)), (0, 1)):
+        for layer, x, _ in moves(number, derivative, True, len(dims)):
+            _, ran = demand_layer_of_whole(layer, {}, x, dims, seed)
+            demand_adjoint(ran, x, layer.forward(env_of(None), {}, np.zeros_like(x))[0])
 
 
 @pytest.mark.parametrize(("faces", "mode"), [KINDS[i] for i in (0, 2, 3, 4)] + [("high", "zeros")])
@@ -93,7 +93,7 @@ def test_they_are_adjoint_under_the_widths(faces: str, mode: str) -> None:
     bounds, n = bounds_of(9), 9
     h = np.pad(np.diff(bounds), 1, "wrap" if mode == "circular" else "edge")
     between = ((h[1:] + h[:-1]) / 2)[{"all": slice(None), "low": slice(n), "high": slice(1, None)}[faces]]
-    cells, flux = normal(1, 1, n), normal(1, 1, len(between), seed=1)
+    cells, flux = noise(1, 1, n), noise(1, 1, len(between), seed=1)
     for derivative in (0, 1):
         on_faces = nn.CellsToFaces(0, derivative, bounds, faces, mode).forward(env_of(None), {}, cells)[0]
         on_cells = nn.FacesToCells(0, derivative, bounds, faces, mode).forward(env_of(None), {}, flux)[0]
@@ -105,14 +105,14 @@ def test_they_are_adjoint_under_the_widths(faces: str, mode: str) -> None:
 def test_divergence_of_fluxes(dims: tuple[int, int]) -> None:
     """Several vectors in one array and, with walls, one array per dim. In a closed box, the total is conserved."""
     y, x = bounds_of(7), bounds_of(5)
-    flux = normal(2, 4, 7, 5)
+    flux = noise(2, 4, 7, 5)
     layer = nn.FaceDivergence(2, (y, x), "low", ("zeros", "circular"), along=(1, 0))
     want = to_cells(flux[:, ::2], 3, np.diff(x), 1, "low", "circular")
     want = want + to_cells(flux[:, 1::2], 2, np.diff(y), 1, "low", "zeros")
-    dy = normal(*want.shape, seed=1)
+    dy = noise(*want.shape, seed=1)
     alone = run_alone(layer, {}, flux, lambda _: dy)
     np.testing.assert_allclose(alone.y, want, rtol=1e-12, atol=1e-13)
-    u, v = normal(2, 3, 7, 6, seed=2), normal(2, 3, 8, 5, seed=3)
+    u, v = noise(2, 3, 7, 6, seed=2), noise(2, 3, 8, 5, seed=3)
     u[..., [0, -1]] = v[:, :, [0, -1]] = 0
     box = nn.FaceDivergence(2, [y, x], along=(1, 0))
     out = box.forward(env_of(None), {}, (u, v))[0]  # type: ignore[arg-type]
@@ -180,5 +180,5 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
 )
 def test_inputs_that_do_not_fit(layer: nn.Layer, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ShapeError) as error:
-        layer.forward(env_of(None), {}, normal(*shape))
+        layer.forward(env_of(None), {}, noise(*shape))
     assert message in str(error.value)

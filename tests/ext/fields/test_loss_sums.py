@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import GRIDS, demand_loss_of_whole, env_of, grid_at, part, place_of, random_cuts
+from grids import PARTITIONS, demand_loss_of_whole, env_of, grid_at, noise, part, place_of, random_cuts
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -24,10 +24,6 @@ SUMS: dict[str, nn.Loss] = {
     "surrogates": nn.RelativeH1(0.5) + 0.1 * nn.SpectrumRMSE(1) + 0.5 * nn.CRPS(1, False),
     "missing": nn.RMSE(skipna=True) + 0.5 * nn.L1Loss(skipna=True),
 }
-
-
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape)
 
 
 def fields(name: str, samples: int = 4) -> tuple[np.ndarray, np.ndarray]:
@@ -59,8 +55,8 @@ def mean(loss: nn.Loss, y: np.ndarray, target: np.ndarray) -> float:
 def test_a_sum_is_the_sum_of_the_means_on_any_parts(name: str) -> None:
     y, target = fields(name)
     assert mean(SUMS[name], y, target) == pytest.approx(by_hand(name, y, target), rel=1e-12)
-    for dims in [dims for dims in GRIDS if len(dims) == 2]:
-        demand_loss_of_whole(SUMS[name], y, target, dims, 3, 1e-10, 1e-14)
+    for dims, seed in [one for one in PARTITIONS if len(one[0]) == 2]:
+        demand_loss_of_whole(SUMS[name], y, target, dims, seed)
 
 
 class TestContract(LossContract):
@@ -115,7 +111,7 @@ def test_losses_around_others_say_whether_targets_may_be_nan() -> None:
 
 
 def losses(comm: Communicator, name: str, dims: Any = None, **options: Any) -> Any:
-    """Return losses, parameters and two metrics of three steps on four samples."""
+    """Return the losses of two steps on four samples, the validation loss and two metrics."""
     x, target = fields(name)
     if dims is not None:
         cuts, place = random_cuts(CELLS, dims), place_of(comm.rank, dims)
@@ -127,29 +123,39 @@ def losses(comm: Communicator, name: str, dims: Any = None, **options: Any) -> A
     trainer = net.as_distributed(
         loss=SUMS[name], optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", **options
     )
-    found = [trainer.step(x, target) for _ in range(3)]
+    first = trainer.step(x, target)
     metrics = {"sum": SUMS[name], "twice": 2 * SUMS[name]}
     history = trainer.fit([(x, target)], validation=[(x, target)], metrics=metrics, progress=False)
-    return found, history.validation[-1][1], {n: values[-1][1] for n, values in history.metrics.items()}
+    last = {n: values[-1][1] for n, values in history.metrics.items()}
+    return [first, *history.losses], history.validation[-1][1], last
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_a_sum_does_not_depend_on_how_samples_are_split(name: str) -> None:
+SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
+    "microbatches": (1, {"microbatches": 4}),
+    "ranks": (2, {}),
+    "stages": (2, {"mesh": fsdpx.Mesh(pipe=2), "microbatches": 2}),
+    "parts": (4, {"dims": (2, 2), "microbatches": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        ("elements", ("microbatches", "ranks", "stages")), ("fields", ("ranks", "parts")),
+        ("nested", ("ranks", "stages")), ("surrogates", ("microbatches", "parts")), ("missing", tuple(SPLITS)),
+    ],
+)  # fmt: skip
+def test_a_sum_does_not_depend_on_how_samples_are_split(name: str, splits: tuple[str, ...]) -> None:
     """Split over ranks, microbatches, pipeline stages and parts of fields. As a metric, the sum equals the validation
     loss."""
     ((want, last, metrics),) = spawn(lambda comm: losses(comm, name), 1)
     assert metrics == pytest.approx({"sum": last, "twice": 2 * last}, rel=1e-12)
-    runs = [
-        spawn(lambda comm: losses(comm, name, microbatches=4), 1),
-        spawn(lambda comm: losses(comm, name), 2),
-        spawn(lambda comm: losses(comm, name, mesh=fsdpx.Mesh(pipe=2), microbatches=2), 2),
-        spawn(lambda comm: losses(comm, name, dims=(2, 2), microbatches=2), 4),
-    ]
-    for found in runs:
-        for got, validation, values in found:
-            np.testing.assert_allclose(got, want, rtol=1e-12)
-            assert validation == pytest.approx(last, rel=1e-12)
-            assert values == pytest.approx(metrics, rel=1e-12)
+    for split in splits:
+        ranks, options = SPLITS[split]
+        for got, validation, values in spawn(lambda comm, given=options: losses(comm, name, **given), ranks):
+            np.testing.assert_allclose(got, want, rtol=1e-12, err_msg=split)
+            assert validation == pytest.approx(last, rel=1e-12), split
+            assert values == pytest.approx(metrics, rel=1e-12), split
 
 
 def test_labels_that_are_ignored_leave_each_sample_its_share() -> None:
