@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,23 @@ def whole(found: Sequence[np.ndarray], parts: FieldPartition, dims: Sequence[int
     for rank, a in enumerate(found):
         out[(slice(None),) * first + tuple(slice(*ends) for ends in bounds(parts.cuts, place_of(rank, dims)))] = a
     return out
+
+
+THEIRS = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
+"""NumPy's names of padding modes."""
+
+
+def padded(x: np.ndarray, dim: int, widths: tuple[int, int], mode: Any) -> np.ndarray:
+    """Pad a dim with NumPy, one end after the other; mode: of both ends, or a pair of modes or values. Reflections and
+    periods use the width of the field."""
+    ends = []
+    for number, side in enumerate(mode if isinstance(mode, tuple) else (mode, mode)):
+        cells = [(0, 0)] * x.ndim
+        cells[dim] = (widths[0], 0) if number == 0 else (0, widths[1])
+        more: dict[str, Any] = {} if isinstance(side, str) else {"constant_values": side}
+        full = np.pad(x, cells, THEIRS[side] if isinstance(side, str) else "constant", **more)  # type: ignore[call-overload]
+        ends.append(np.take(full, range(widths[0]) if number == 0 else range(x.shape[dim], full.shape[dim]), dim))
+    return np.concatenate([ends[0], x, ends[1]], dim)
 
 
 class OfLine:
@@ -189,3 +206,10 @@ def demand_adjoint(ran: Ran, x: np.ndarray, zero: np.ndarray | float = 0.0) -> N
     """<F x, dy> = <x, F* dy> to 1e-13 of |F x| |dy|, for the dy of `demand_layer_of_whole`. zero: the result for 0."""
     y, dy = ran.y - zero, noise(*ran.y.shape, seed=1)
     assert abs((y * dy).sum() - (x * ran.dx).sum()) <= 1e-13 * np.linalg.norm(y) * np.linalg.norm(dy)
+
+
+def demand_error(kind: Any, call: Callable[[], Any], message: str) -> None:
+    """The call raises an error of this class, or of one of several, whose text contains the message."""
+    with pytest.raises(kind) as error:
+        call()
+    assert message in str(error.value)

@@ -7,45 +7,43 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import cuts_of, env_of, grid_at, noise, part, place_of, random_cuts, run_alone, whole
+from grids import cuts_of, demand_error, env_of, grid_at, noise, part, place_of, random_cuts, run_alone, whole
 
 from fsdpx import Grid, data, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.shard_specs import ShardingContext
 
+volumes_of, latitudes_of = data.compute_cell_volumes, data.compute_latitude_weights
+
 
 def test_latitude_weights_are_those_of_weatherbench() -> None:
     """Equiangular with poles, Gaussian, from north to south, and a region with bounds; cells fill the sphere."""
-    for at in (
-        np.linspace(-90.0, 90.0, 33),
-        np.linspace(85.0, -85.0, 18),
-        np.rad2deg(np.arcsin([-0.9, -0.2, 0.5, 0.95])),
-    ):
-        got = data.compute_latitude_weights(at)
+    for at in (np.linspace(-90, 90, 33), np.linspace(85, -85, 18), np.rad2deg(np.arcsin([-0.9, -0.2, 0.5, 0.95]))):
+        got = latitudes_of(at)
         rad = np.deg2rad(at if at[0] < at[-1] else at[::-1])
         edges = np.concatenate([[-np.pi / 2], (rad[:-1] + rad[1:]) / 2, [np.pi / 2]])
         want = np.sin(edges[1:]) - np.sin(edges[:-1])
         assert want.sum() == pytest.approx(2.0, rel=1e-15)
         want = want if at[0] < at[-1] else want[::-1]
         np.testing.assert_allclose(got, want / want.mean(), rtol=1e-12, atol=1e-15)
-    region = data.compute_latitude_weights([15.0, 45.0], bounds=[0.0, 30.0, 60.0])
+    region = latitudes_of([15.0, 45.0], bounds=[0.0, 30.0, 60.0])
     np.testing.assert_allclose(region / region[0], [1.0, np.sqrt(3.0) - 1.0], rtol=1e-14)
-    np.testing.assert_allclose(data.compute_latitude_weights([0.0]), [1.0])
+    np.testing.assert_allclose(latitudes_of([0.0]), [1.0])
 
 
 def test_weighted_losses_are_those_of_the_whole_field() -> None:
     """Two steps on any partition, including empty parts, with the volumes of each part."""
-    widths = np.random.default_rng(0).uniform(0.1, 3.0, 7), data.compute_latitude_weights(np.linspace(-75, 75, 6))
+    widths = np.random.default_rng(0).uniform(0.1, 3.0, 7), latitudes_of(np.linspace(-75, 75, 6))
     u = np.random.default_rng(1).standard_normal((7, 6, 1))
-    whole = data.compute_cell_volumes(widths)
+    whole = volumes_of(widths)
     np.testing.assert_allclose(whole, np.outer(*widths), rtol=1e-15)
 
     def trained(comm: Communicator, dims: tuple[int, int], cuts: Any) -> Any:
         grid = grid_at(comm, dims, cuts)
-        mine = data.compute_cell_volumes(widths, grid)
+        mine = volumes_of(widths, grid)
         np.testing.assert_array_equal(mine, grid.take_local(whole))
-        np.testing.assert_array_equal(data.compute_cell_volumes((widths[0], 0.5), grid)[:, :0], mine[:, :0])
+        np.testing.assert_array_equal(volumes_of((widths[0], 0.5), grid)[:, :0], mine[:, :0])
         net = nn.Conv2d(1, 1, 3, padding=1)
         loss = nn.RelativeL2(weights=mine)
         trainer = net.as_distributed(
@@ -64,32 +62,24 @@ def test_weighted_losses_are_those_of_the_whole_field() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda g: data.compute_cell_volumes((1.0, np.ones(3))),
-            "widths[0] has shape (): give an array with the width",
-        ),
-        (lambda g: data.compute_cell_volumes((np.ones(5), 1.0), g), "widths[0] has shape (5,): give one width, or one"),
-        (lambda g: data.compute_cell_volumes((1.0,), g), "1 widths, and a grid of 2 dims"),
-        (lambda g: data.compute_cell_volumes((1.0, -np.ones(3)), g), "widths[1] has numbers below 0"),
-        (lambda g: data.compute_cell_volumes((np.nan, 1.0), g), "widths must be finite numbers"),
-        (lambda g: data.compute_cell_volumes(0.1, g), "widths=0.1: give a tuple with the widths along each dim"),
-        (lambda g: data.compute_cell_volumes([]), "widths=[]: give a tuple with the widths along each dim"),
-        (lambda g: data.compute_latitude_weights([0, 5], [-90, -50, 90]), "latitude 0 does not lie between its bounds"),
-        (lambda g: data.compute_latitude_weights([0, 5], [9, 3, -2]), "bounds must have the order of the latitudes"),
-        (lambda g: data.compute_cell_volumes(("a", 1.0), g), "widths: could not convert"),
-        (
-            lambda g: data.compute_latitude_weights([0.0, 95.0]),
-            "latitudes must increase or decrease between -90 and 90",
-        ),
-        (lambda g: data.compute_latitude_weights([0.0, 5.0], [0.0, 3.0]), "bounds of shape (2,): 2 latitudes have 3"),
-        (lambda g: data.compute_latitude_weights([0.0, 5.0], [0.0, 3.0, 2.0]), "bounds must increase or decrease"),
-        (lambda g: data.compute_latitude_weights(np.ones((2, 2))), "latitudes of shape (2, 2): give one number"),
+        (lambda g: volumes_of((1.0, np.ones(3))), "widths[0] has shape (): give an array with the width"),
+        (lambda g: volumes_of((np.ones(5), 1.0), g), "widths[0] has shape (5,): give one width, or one"),
+        (lambda g: volumes_of((1.0,), g), "1 widths, and a grid of 2 dims"),
+        (lambda g: volumes_of((1.0, -np.ones(3)), g), "widths[1] has numbers below 0"),
+        (lambda g: volumes_of((np.nan, 1.0), g), "widths must be finite numbers"),
+        (lambda g: volumes_of(0.1, g), "widths=0.1: give a tuple with the widths along each dim"),
+        (lambda g: volumes_of([]), "widths=[]: give a tuple with the widths along each dim"),
+        (lambda g: latitudes_of([0, 5], [-90, -50, 90]), "latitude 0 does not lie between its bounds"),
+        (lambda g: latitudes_of([0, 5], [9, 3, -2]), "bounds must have the order of the latitudes"),
+        (lambda g: volumes_of(("a", 1.0), g), "widths: could not convert"),
+        (lambda g: latitudes_of([0.0, 95.0]), "latitudes must increase or decrease between -90 and 90"),
+        (lambda g: latitudes_of([0.0, 5.0], [0.0, 3.0]), "bounds of shape (2,): 2 latitudes have 3"),
+        (lambda g: latitudes_of([0.0, 5.0], [0.0, 3.0, 2.0]), "bounds must increase or decrease"),
+        (lambda g: latitudes_of(np.ones((2, 2))), "latitudes of shape (2, 2): give one number"),
     ],
 )
 def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        make(Grid.from_shape((4, 3), (2, 1)))
-    assert message in str(error.value)
+    demand_error(ConfigError, lambda: make(Grid.from_shape((4, 3), (2, 1))), message)
 
 
 @pytest.mark.parametrize("make", [partial(nn.GroupNorm, 2, 6), partial(nn.InstanceNorm, 6, affine=True)])

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, demand_adjoint, demand_layer_of_whole, demand_loss_of_whole, env_of, noise, run_alone
+from grids import (
+    PARTITIONS,
+    demand_adjoint,
+    demand_error,
+    demand_layer_of_whole,
+    demand_loss_of_whole,
+    env_of,
+    noise,
+    run_alone,
+)
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -232,9 +241,7 @@ def test_training_with_physics_over_a_grid() -> None:
     ],
 )
 def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        make()
-    assert message in str(error.value)
+    demand_error(ConfigError, make, message)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +259,4 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
     ],
 )
 def test_inputs_that_do_not_fit(layer: nn.Layer, shape: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ShapeError) as error:
-        layer.forward(env_of(None), {}, noise(*shape))
-    assert message in str(error.value)
+    demand_error(ShapeError, lambda: layer.forward(env_of(None), {}, noise(*shape)), message)

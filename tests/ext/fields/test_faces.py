@@ -8,11 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, cuts_of, demand_adjoint, demand_layer_of_whole, env_of, noise, run_alone, run_over
+from grids import (
+    PARTITIONS,
+    cuts_of,
+    demand_adjoint,
+    demand_error,
+    demand_layer_of_whole,
+    env_of,
+    noise,
+    padded,
+)
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.testing import assert_close
 
 SIZES = {2: (7, 5), 3: (4, 5, 6)}
 KINDS: list[tuple[str, Any]] = [
@@ -25,22 +33,11 @@ def bounds_of(n: int) -> np.ndarray:
     return np.cumsum([1.0, *np.random.default_rng(n).uniform(0.2, 2.0, n)])
 
 
-def padded(x: np.ndarray, dim: int, mode: Any) -> np.ndarray:
-    """Return x padded with one value at each end."""
-    if mode == "circular":
-        return np.concatenate([x.take([-1], dim), x, x.take([0], dim)], dim)
-    ends = []
-    for cell, side in zip((0, -1), mode if isinstance(mode, tuple) else (mode, mode), strict=True):
-        end = x.take([cell], dim)
-        ends.append(end if side == "replicate" else np.full_like(end, 0.0 if side == "zeros" else side))
-    return np.concatenate([ends[0], x, ends[1]], dim)
-
-
 def to_faces(x: np.ndarray, dim: int, widths: np.ndarray, derivative: int, faces: str, mode: Any) -> np.ndarray:
     """The formulas in NumPy. Beyond a wall, the adjacent cell is repeated."""
     shape = [-1 if i == dim else 1 for i in range(x.ndim)]
     h = np.pad(widths, 1, "wrap" if mode == "circular" else "edge").reshape(shape)
-    wide, n = padded(x, dim, mode), x.shape[dim]
+    wide, n = padded(x, dim, (1, 1), mode), x.shape[dim]
     lower, upper = (range(n + 1), range(1, n + 2))
     a, b, ha, hb = wide.take(lower, dim), wide.take(upper, dim), h.take(lower, dim), h.take(upper, dim)
     found = (b - a) / ((ha + hb) / 2) if derivative else (ha * a + hb * b) / (ha + hb)
@@ -48,7 +45,7 @@ def to_faces(x: np.ndarray, dim: int, widths: np.ndarray, derivative: int, faces
 
 
 def to_cells(x: np.ndarray, dim: int, widths: np.ndarray, derivative: int, faces: str, mode: Any) -> np.ndarray:
-    wide = padded(x, dim, mode)
+    wide = padded(x, dim, (1, 1), mode)
     many = x.shape[dim]
     wide = wide.take({"all": range(1, many + 1), "low": range(1, many + 2), "high": range(many + 1)}[faces], dim)
     n = wide.shape[dim] - 1
@@ -101,17 +98,17 @@ def test_they_are_adjoint_under_the_widths(faces: str, mode: str) -> None:
         assert one == pytest.approx(-other if derivative else other, rel=1e-13, abs=1e-13)
 
 
-@pytest.mark.parametrize("dims", [(1, 1), (2, 2), (1, 5)], ids=str)
-def test_divergence_of_fluxes(dims: tuple[int, int]) -> None:
+def test_divergence_of_fluxes() -> None:
     """Several vectors in one array and, with walls, one array per dim. In a closed box, the total is conserved."""
     y, x = bounds_of(7), bounds_of(5)
     flux = noise(2, 4, 7, 5)
     layer = nn.FaceDivergence(2, (y, x), "low", ("zeros", "circular"), along=(1, 0))
     want = to_cells(flux[:, ::2], 3, np.diff(x), 1, "low", "circular")
     want = want + to_cells(flux[:, 1::2], 2, np.diff(y), 1, "low", "zeros")
-    dy = noise(*want.shape, seed=1)
-    alone = run_alone(layer, {}, flux, lambda _: dy)
-    np.testing.assert_allclose(alone.y, want, rtol=1e-12, atol=1e-13)
+    for dims, seed in [one for one in PARTITIONS if len(one[0]) == 2]:
+        alone, found = demand_layer_of_whole(layer, {}, flux, dims, seed)
+        np.testing.assert_allclose(alone.y, want, rtol=1e-12, atol=1e-13)
+        assert found.outputs == cuts_of((7, 5), dims, seed)
     u, v = noise(2, 3, 7, 6, seed=2), noise(2, 3, 8, 5, seed=3)
     u[..., [0, -1]] = v[:, :, [0, -1]] = 0
     box = nn.FaceDivergence(2, [y, x], along=(1, 0))
@@ -119,31 +116,6 @@ def test_divergence_of_fluxes(dims: tuple[int, int]) -> None:
     both = to_cells(u, 3, np.diff(x), 1, "all", 0.0) + to_cells(v, 2, np.diff(y), 1, "all", 0.0)
     np.testing.assert_allclose(out, both, rtol=1e-12, atol=1e-13)
     assert abs((out * np.multiply.outer(np.diff(y), np.diff(x))).sum((2, 3))).max() < 1e-13
-    from fsdpx.ext.fields.over_parts import partition_model
-
-    for seed in range(2):
-        parts = cuts_of((7, 5), dims, seed)
-        made, outputs = partition_model(layer, parts)
-        assert outputs == parts
-        found = run_over(_AsLayer(layer), {}, flux, dy, dims, parts)
-        assert_close({"y": found.y, "dx": found.dx}, {"y": alone.y, "dx": alone.dx}, 1e-12)
-        assert made.n_inputs == 1
-
-
-class _AsLayer:
-    """A container, converted by the function that converts a model."""
-
-    def __init__(self, model: nn.Layer) -> None:
-        self.model = model
-
-    def specs(self) -> dict[str, Any]:
-        return {}
-
-    def shard_over_ranks(self, request: Any) -> Any:
-        from fsdpx.ext.fields.over_parts import partition_model
-        from fsdpx.nn.layer import ShardedLayer
-
-        return ShardedLayer(*partition_model(self.model, request.kinds[0]))
 
 
 @pytest.mark.parametrize(
@@ -164,9 +136,7 @@ class _AsLayer:
     ],
 )
 def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        make()
-    assert message in str(error.value)
+    demand_error(ConfigError, make, message)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +149,4 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
     ],
 )
 def test_inputs_that_do_not_fit(layer: nn.Layer, shape: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ShapeError) as error:
-        layer.forward(env_of(None), {}, noise(*shape))
-    assert message in str(error.value)
+    demand_error(ShapeError, lambda: layer.forward(env_of(None), {}, noise(*shape)), message)

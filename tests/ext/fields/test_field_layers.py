@@ -61,6 +61,8 @@ def test_max_pool_shows_nan_and_takes_the_first_of_equals():
     np.testing.assert_array_equal(y, [[[[0.0, np.nan]]]])
     dx, _ = nn.MaxPool2d(2).backward_input(env(), {}, saved, np.ones_like(y))
     np.testing.assert_array_equal(dx, [[[[1, 0, 0, 1], [0, 0, 0, 0]]]])
+    y, _ = nn.MaxPool1d(2).forward(env(), {}, np.array([[[1.0, 2.0, np.nan, 3.0, 4.0, 5.0]]]))
+    np.testing.assert_array_equal(y, [[[2.0, np.nan, 5.0]]])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, cuts_of, demand_loss_of_whole, env_of, grid_at, loss_over, noise, part
+from grids import PARTITIONS, cuts_of, demand_error, demand_loss_of_whole, env_of, grid_at, loss_over, noise, part
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -315,9 +315,7 @@ def test_a_band_without_any_wave_has_no_gradient() -> None:
     ],
 )
 def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        make()
-    assert message in str(error.value)
+    demand_error(ConfigError, make, message)
 
 
 def test_weights_of_another_shape_are_refused_on_all_ranks() -> None:

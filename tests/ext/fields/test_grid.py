@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from grids import demand_error
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,4 @@ def test_an_index_of_the_field_is_one_of_each_part(data: st.DataObject) -> None:
 )
 def test_indices_that_no_field_has(index: tuple[object, ...], message: str) -> None:
     grid = fsdpx.Grid.from_shape((4, 6), (1, 1))
-    with pytest.raises(DataError) as error:
-        grid.take_local(index)
-    assert message in str(error.value)
+    demand_error(DataError, lambda: grid.take_local(index), message)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, cuts_of, demand_layer_of_whole, env_of, run_alone, run_over
+from grids import PARTITIONS, THEIRS, cuts_of, demand_error, demand_layer_of_whole, env_of, run_alone, run_over
 from setting import normal, parameters
 
 from fsdpx import nn
@@ -49,8 +49,7 @@ def test_parts_give_what_the_whole_gives(name: str, dims: tuple[int, ...], seed:
 
 def test_padding_is_that_of_numpy() -> None:
     x = normal(2, 3, 5, 6)
-    modes = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
-    for mode, theirs in modes.items():
+    for mode, theirs in THEIRS.items():
         y, _ = nn.Pad(((2, 1), (0, 3)), mode).forward(env_of(None), {}, x)
         np.testing.assert_array_equal(y, np.pad(x, ((0, 0), (0, 0), (2, 1), (0, 3)), theirs))  # type: ignore[call-overload]
     y, _ = nn.Pad(((-2, -1), (1, -3))).forward(env_of(None), {}, x)
@@ -70,9 +69,9 @@ def test_padding_is_that_of_numpy() -> None:
     ],
 )
 def test_padding_that_cannot_be(padding: Any, mode: str, message: str) -> None:
-    with pytest.raises((ConfigError, ShapeError)) as error:
-        nn.Pad(padding, mode).forward(env_of(None), {}, normal(1, 1, 5))
-    assert message in str(error.value)
+    demand_error(
+        (ConfigError, ShapeError), lambda: nn.Pad(padding, mode).forward(env_of(None), {}, normal(1, 1, 5)), message
+    )
 
 
 @pytest.mark.parametrize("dims", [(1, 5), (2, 2, 2)], ids=str)

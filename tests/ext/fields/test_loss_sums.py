@@ -141,10 +141,13 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "splits"),
     [
-        ("elements", ("microbatches", "ranks", "stages")), ("fields", ("ranks", "parts")),
-        ("nested", ("ranks", "stages")), ("surrogates", ("microbatches", "parts")), ("missing", tuple(SPLITS)),
+        ("elements", ("microbatches", "ranks", "stages")),
+        ("fields", ("ranks", "parts")),
+        ("nested", ("ranks", "stages")),
+        ("surrogates", ("microbatches", "parts")),
+        ("missing", tuple(SPLITS)),
     ],
-)  # fmt: skip
+)
 def test_a_sum_does_not_depend_on_how_samples_are_split(name: str, splits: tuple[str, ...]) -> None:
     """Split over ranks, microbatches, pipeline stages and parts of fields. As a metric, the sum equals the validation
     loss."""
