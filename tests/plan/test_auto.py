@@ -33,9 +33,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def auto(comm: Any, **options: Any) -> fsdpx.Trainer:
+def auto(comm: Any, blocks: int = 2, **options: Any) -> fsdpx.Trainer:
     chosen = {"strategy": "auto", "batch": (X, X), "memory": "1GiB"} | options
-    return nn.GPT(64, 32, 4, 2, 8).as_distributed(
+    return nn.GPT(64, 32, blocks, 2, 8).as_distributed(
         loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, tune=False, **chosen
     )
 
@@ -43,7 +43,7 @@ def auto(comm: Any, **options: Any) -> fsdpx.Trainer:
 def stepped(trainer: fsdpx.Trainer) -> list[float]:
     size, rank = trainer.data_group.size, trainer.data_group.rank
     mine = slice(16 * rank // size, 16 * (rank + 1) // size)
-    return [trainer.step(TOKENS[mine], TOKENS[mine]) for _ in range(3)]
+    return [trainer.step(TOKENS[mine], TOKENS[mine]) for _ in range(2)]
 
 
 def errors(size: int, **options: Any) -> set[str]:
@@ -59,11 +59,15 @@ def errors(size: int, **options: Any) -> set[str]:
 
 def test_ranks_take_what_the_plan_finds_and_train(capsys: pytest.CaptureFixture[str]) -> None:
     found = fsdpx.plan(
-        nn.GPT(64, 32, 4, 2, 8), batch=(X, X), ranks=3, machine="ethernet-10g", memory="1GiB", precision=None
-    )
+        nn.GPT(64, 32, 2, 2, 8), batch=(X, X), ranks=3, machine="ethernet-10g", memory="1GiB", precision=None,
+        recompute="all",
+    )  # fmt: skip
+
+    best = found.best_candidate
 
     def body(comm: Communicator) -> Any:
-        with auto(comm, machine="ethernet-10g") as trainer, auto(comm, **PLAIN, **found.best_candidate.options) as same:
+        options = {"machine": "ethernet-10g", "recompute": "all"}
+        with auto(comm, **options) as trainer, auto(comm, **PLAIN, **best.options) as same:
             placed, asked = trainer.inspect.placement, same.inspect.placement
             assert (placed.sharding, placed.axes.mesh) == (asked.sharding, asked.axes.mesh)
             return trainer.report().planned, stepped(trainer)
@@ -71,7 +75,6 @@ def test_ranks_take_what_the_plan_finds_and_train(capsys: pytest.CaptureFixture[
     reports = spawn(body, 3)
     assert len({words for words, _ in reports}) == 1
     words, losses = reports[0]
-    best = found.best_candidate
     assert words.startswith(f"{best.python_text}; predicted: {best.prediction.seconds:.4g} s per step and ")
     assert f"on 3 ranks of ethernet-10g; the fastest of {len(found.candidates)} configurations within 1.00 GiB" in words
     assert capsys.readouterr().err.count(f"fsdpx: strategy='auto': {words}\n") == 1
@@ -81,8 +84,9 @@ def test_ranks_take_what_the_plan_finds_and_train(capsys: pytest.CaptureFixture[
 
 def test_what_fits_is_chosen_and_what_is_fixed_stays() -> None:
     def body(comm: Communicator) -> Any:
-        wide = auto(comm, recompute="all").inspect.placement
-        tight = auto(comm, recompute="all", memory="600KiB").inspect.placement
+        options: dict[str, Any] = {"recompute": "all", "blocks": 4}
+        wide = auto(comm, **options).inspect.placement
+        tight = auto(comm, **options, memory="600KiB").inspect.placement
         mesh = fsdpx.Mesh(pipe=2)
         fixed = auto(comm, mesh=mesh, schedule="gpipe", precision="float64", recompute="all").inspect.placement
         return wide, tight, fixed
@@ -171,7 +175,7 @@ def test_ranks_that_ask_for_different_plans() -> None:
 
 def test_arrays_are_a_batch_and_run_files_can_say_all_of_it() -> None:
     plan = {
-        "model": nn.GPT(64, 32, 4, 2, 8), "loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(),
+        "model": nn.GPT(64, 32, 2, 2, 8), "loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(),
         "distribute": {"strategy": "auto", "memory": "1GiB", "batch": [[[16, 8], "int64"]] * 2, **NARROW},
     }  # fmt: skip
     loaded = {
@@ -203,7 +207,7 @@ def test_elastic_ranks_begin_by_the_plan() -> None:
 
 def test_reports_and_dry_runs_state_the_choice() -> None:
     run = fsdpx.dry_run(
-        nn.GPT(64, 32, 4, 2, 8), ((8, 8), "int64"), ((8, 8), "int64"), ranks=2, rank=1, loss=nn.CrossEntropyLoss(),
+        nn.GPT(64, 32, 2, 2, 8), ((8, 8), "int64"), ((8, 8), "int64"), ranks=2, rank=1, loss=nn.CrossEntropyLoss(),
         optimizer=optim.AdamW(), strategy="auto", memory="1GiB", batch=(X, X), **NARROW,
     )  # fmt: skip
     assert f"\nplanned: {run.report.planned}\n" in str(run.report)

@@ -34,7 +34,7 @@ FLAT = Machine("flat", (NetworkLevel("host", 0.0, 1e9),), Compute({"float32": 1e
 """A TFLOP/s, a GB/s between any two ranks, and nothing else takes time."""
 
 
-def gpt(layers: int = 4) -> nn.Layer:
+def gpt(layers: int = 2) -> nn.Layer:
     return nn.GPT(32, 16, layers, 2, 8)
 
 
@@ -419,7 +419,7 @@ def test_a_million_ranks() -> None:
     """As many classes as the pipe has ranks, whatever the other axes have."""
     mesh = fsdpx.Mesh(pipe=2, tensor=2, shard=128, replica=2048)
     options: dict[str, Any] = {"mesh": mesh, "strategy": "fsdp", "microbatches": 2}
-    found = predict(gpt(4), batch(262144 * 2), ranks=1 << 20, machine="a100-dgx-200g", **options)
+    found = predict(gpt(), batch(262144 * 2), ranks=1 << 20, machine="a100-dgx-200g", **options)
     assert [one.rank for one in found.classes] == [(1 << 19) - 2, (1 << 20) - 2]
     assert found.bytes_sent["replica"] > 0
 
@@ -446,7 +446,7 @@ def test_few_microbatches_of_a_pipe_show_all(schedule: str, strategy: str) -> No
 def test_a_pipe_that_is_too_wide_is_refused_before_its_schedule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is long, of hundreds of ranks."""
     monkeypatch.setattr("fsdpx.core.state.placement.make_schedule", None)
-    with pytest.raises(ConfigError, match=r"^512 stages, but the model has only 7 layers to cut between"):
+    with pytest.raises(ConfigError, match=r"^512 stages, but the model has only 5 layers to cut between"):
         predict(gpt(), batch(512), ranks=512, machine=FLAT, mesh=fsdpx.Mesh(pipe=512), schedule="zb-h1")
 
 
@@ -529,7 +529,7 @@ def test_a_larger_field_takes_no_more_calls(loss: Any, options: dict[str, Any]) 
 
         sys.setprofile(see)
         try:
-            predict(nn.UNet(3, 3, 2, 4, 2), (field, field), ranks=4, machine=FLAT, loss=loss, microbatches=1, **options)
+            predict(nn.UNet(3, 3, 2, 4, 1), (field, field), ranks=4, machine=FLAT, loss=loss, microbatches=1, **options)
         finally:
             sys.setprofile(None)
         return count
