@@ -39,6 +39,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     several = size > 1 or config.option.markexpr == "world"  # a rank alone has one transport under two names
     if found.launcher is not None and found.launcher.rank is not None and several:
         config.pluginmanager.register(Ranks(found.launcher.rank, size, found.launcher.mpi), "ranks")
+    else:  # ranks of jobs that tests start: those that wait leave the cores to those that work
+        os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
 
 
 WANTING = "fsdpx/wanting/{}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdpx.core.base.dataclass import dataclass, field
-from fsdpx.core.base.messages import format_ranks
+from fsdpx.core.base.messages import format_count, format_ranks
 from fsdpx.core.comm.mpi.start import find_waiting_ranks
 from fsdpx.ext.watch.flight_recorder import FlightRecord
 from fsdpx.ext.watch.preempt import PREEMPTED_STATUS
@@ -380,7 +380,7 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
     if restart == NEVER:
         return ending.kind, None
     if restart == AT_ONCE:
-        return f"{plan.ranks} ranks", 0.0
+        return format_count(plan.ranks, "rank"), 0.0
     repeated = before is not None and (before.kind, before.step) == (ending.kind, ending.step)
     if restart == UNLESS_REPEATED and repeated:
         return "the same error at the same step again: another start would not help", None
@@ -391,7 +391,7 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
     if twice and ending.first is not None and plan.ranks > plan.min_ranks:
         plan.ranks -= 1
         reason = f"rank {ending.first[0]} on {ending.first[1]} died twice: one rank fewer, "
-    return f"{reason}{plan.ranks} ranks", min(
+    return reason + format_count(plan.ranks, "rank"), min(
         plan.backoff * 2 ** _count_attempts_without_progress(plan.endings), _MAX_RESTART_DELAY_SECONDS
     )
 

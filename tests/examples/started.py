@@ -2,14 +2,13 @@
 
 import io
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-from trials import MPIEXEC, ROOT
+from trials import MPIEXEC, ROOT, environment
 
 from fsdpx import spawn
 
@@ -38,10 +37,7 @@ for command in json.loads(sys.argv[1]):
 
 def start(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Python with these arguments on so many ranks, to its end."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
-    environ["FSDPX_TUNE"] = "0"
-    environ["OPENBLAS_NUM_THREADS"] = "1"  # small products on a busy machine: threads would only wait for each other
-    environ["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"  # MPICH's ranks that wait leave the cores to those that work
+    environ = environment(OPENBLAS_NUM_THREADS="1")  # small products on a busy machine: threads would only wait
     command = [*([str(MPIEXEC), "-n", str(ranks)] if ranks > 1 else []), sys.executable, *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL

@@ -28,8 +28,9 @@ if rank == 1:
     time.sleep(float(after)); exec(what)
 else:
     open(f"began-{rank}", "w").close()
-    import fsdpx.core.trainer.array_collectives  # the others come together, however busy the machine is
-    meet("ready", int(size) - 1)
+    if int(size) > 2:
+        import fsdpx.core.trainer.array_collectives  # the others come together, however busy the machine is
+        meet("ready", int(size) - 1)
 """
 INIT = "import fsdpx\ncomm = fsdpx.init()\nif comm.rank == 0: print('through', comm.size, flush=True)\n"
 IMPORT = "from mpi4py import MPI\n"

@@ -69,6 +69,9 @@ def test_the_same_rank_twice_makes_one_rank_fewer() -> None:
     assert record_and_decide_restart(plan, died(1, 4)) == ("3 ranks", 1.0)
     assert record_and_decide_restart(plan, died(1, 8)) == ("rank 1 on n1 died twice: one rank fewer, 2 ranks", 1.0)
     assert record_and_decide_restart(plan, died(1, 9)) == ("2 ranks", 1.0)  # no fewer than min_ranks
+    plan = RestartPlan(2, 1, 9, endings=[died(1, 4)])
+    assert record_and_decide_restart(plan, died(1, 8)) == ("rank 1 on n1 died twice: one rank fewer, 1 rank", 1.0)
+    assert record_and_decide_restart(RestartPlan(1, 1, 9), JobEnding("joined", 85)) == ("1 rank", 0.0)
 
 
 def test_seconds_double_while_nothing_is_gained() -> None:
