@@ -552,19 +552,16 @@ def broken(comm: Communicator, path: Path, name: str = "fsdp 3", **options: Any)
 
 
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
-    def fresh() -> Path:
-        spawn(saved, 2, tmp_path / "a")
-        return tmp_path / "a"
-
-    path = fresh()
+    spawn(saved, 2, tmp_path / "good")
+    path = tmp_path / "bad" / "a"
+    shutil.copytree(tmp_path / "good", path)
     size = (path / "model.safetensors").stat().st_size
     start = int.from_bytes((path / "model.safetensors").read_bytes()[:8], "little") + 8
 
-    def in_words(text: str, ranks: int = 3) -> None:
-        nonlocal path
-        found = refused(ranks, broken, path)
+    def in_words(text: str) -> None:
+        found = refused(3, broken, path)
         assert text in found, found
-        path = fresh()
+        shutil.copytree(tmp_path / "good", path, dirs_exist_ok=True)
 
     damage(path / "model.safetensors", start)
     in_words(f"{path}: damaged: the digest of blocks.0.attn")
@@ -584,7 +581,8 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     in_words("model.safetensors: the file is missing")
     (path / "manifest.json").unlink()
     assert "is no checkpoint: it has no manifest.json" in refused(2, broken, path)
-    assert f"{tmp_path}/b: there is no checkpoint; in {tmp_path} there is a" in refused(2, broken, tmp_path / "b")
+    other = path.parent / "b"
+    assert f"{other}: there is no checkpoint; in {path.parent} there is a" in refused(2, broken, other)
 
 
 def test_a_checkpoint_that_is_not_there_names_the_newest_one(tmp_path: Path) -> None:

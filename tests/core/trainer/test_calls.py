@@ -264,8 +264,8 @@ def held() -> tuple[int, int]:
 
 
 def dropped(comm: Communicator, kinds: tuple[dict[str, Any], ...] = KINDS) -> None:
-    """Make trainers and drop them, on all ranks: after two of each kind, one more of each leaves nothing."""
-    before, times = None, 3 * len(kinds) + 1
+    """Make trainers and drop them, on all ranks: after one of each kind, one more of each leaves nothing."""
+    before, times = None, 2 * len(kinds) + 1
     for i in range(times):
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
         trainer: Any = model.as_distributed(
@@ -275,7 +275,7 @@ def dropped(comm: Communicator, kinds: tuple[dict[str, Any], ...] = KINDS) -> No
         del trainer
         gc.collect()
         comm.barrier().wait()  # thread ranks have the files of the process in common: one of them counts
-        if i == 2 * len(kinds) and comm.rank == 0:
+        if i == len(kinds) and comm.rank == 0:
             before = held()
         if i == times - 1 and comm.rank == 0:
             assert held() == before

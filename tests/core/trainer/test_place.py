@@ -31,10 +31,20 @@ from fsdpx.core.trainer.distribute import distribute
 from fsdpx.core.trainer.initialize import _compute_local_rank, finalize
 from fsdpx.errors import ConfigError
 
-HALF = """
+PLACES = """
+import sys
+import fsdpx
+place = fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank()
+assert "mpi4py" not in sys.modules
+with fsdpx.init() as comm:
+    assert place[:2] == (comm.rank, comm.size)
+    assert place == (fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank())
+    assert fsdpx.info()["backend"] == "node"
+assert not fsdpx.is_initialized()
+if comm.rank == 0: print(f"rank {comm.rank} of {fsdpx.world_size()}", fsdpx.info()["world"], flush=True)
+
 import numpy as np
 from mpi4py import MPI
-import fsdpx
 from fsdpx import nn, optim
 
 world = MPI.COMM_WORLD
@@ -50,24 +60,15 @@ else:
     print("at", world.rank, fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank(), flush=True)
 world.Barrier()
 """
-BEFORE = """
-import sys
-import fsdpx
-place = fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank()
-assert "mpi4py" not in sys.modules
-with fsdpx.init() as comm:
-    assert place[:2] == (comm.rank, comm.size)
-    assert place == (fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank())
-    assert fsdpx.info()["backend"] == "node"
-assert not fsdpx.is_initialized()
-if comm.rank == 0: print(f"rank {comm.rank} of {fsdpx.world_size()}", fsdpx.info()["world"], flush=True)
-"""
 
 
 @pytest.mark.jobs
-def test_half_of_the_ranks_ask_and_the_others_do_not_come(tmp_path: Path) -> None:
-    done = job(tmp_path, HALF, ranks=3)
+def test_places_before_init_and_of_half_of_the_ranks(tmp_path: Path) -> None:
+    """Before init the launcher says, and MPI is not loaded; afterwards half of the ranks ask, and the others do not
+    come."""
+    done = job(tmp_path, PLACES, ranks=3)
     assert done.status == 0, done.err
+    assert "rank 0 of 3 all ranks of MPI (MPI_COMM_WORLD)" in done.out
     said = [[int(word) for word in line.split()[1:]] for line in done.out.splitlines() if line.startswith("at ")]
     assert sorted(numbers[:3] + numbers[4:] for numbers in said) == [
         [0, 0, 3, 0, 3, 0], [1, 1, 3], [2, 2, 3, 2, 3, 1],
@@ -75,13 +76,6 @@ def test_half_of_the_ranks_ask_and_the_others_do_not_come(tmp_path: Path) -> Non
     assert sorted(numbers[3] for numbers in said) == [0, 1, 2]  # of the host
     note = "fsdpx: rank() is of all ranks of MPI (MPI_COMM_WORLD), 3 in number; the communicator given to distribute() "
     assert done.err.count(f"{note}has 2, and trainer.call_runner.rank is the rank there") == 1
-
-
-@pytest.mark.jobs
-def test_before_init_the_launcher_says_and_mpi_is_not_loaded(tmp_path: Path) -> None:
-    done = job(tmp_path, BEFORE, ranks=2)
-    assert done.status == 0, done.err
-    assert "rank 0 of 2 all ranks of MPI (MPI_COMM_WORLD)" in done.out
     assert none_left(tmp_path)
 
 

@@ -217,7 +217,7 @@ def test_parameters_that_are_given(tmp_path: Path) -> None:
 def test_fit_goes_on(tmp_path: Path) -> None:
     """Deaths, a change of size, checkpoints and the end of the loop."""
     rng = np.random.default_rng(1)
-    source = data.ArrayDataset(rng.standard_normal((30, 6)), rng.integers(0, 3, 30))
+    source = data.ArrayDataset(rng.standard_normal((18, 6)), rng.integers(0, 3, 18))
 
     def body(comm: Any, folder: str, kills: list[Kill], ranks: int | None = None, background: bool = True) -> Any:
         trainer = make(comm, elastic=ElasticConfig(every=2, ranks=ranks))
@@ -226,12 +226,12 @@ def test_fit_goes_on(tmp_path: Path) -> None:
         loader = data.DataLoader(source, ROWS, comm=trainer.data_group, shuffle=True, reproducible_chunks=ROWS)
         history = trainer.fit(
             loader, epochs=2, validation=[BATCHES[0]], every=4, progress=False,
-            checkpoints=CheckpointConfig(tmp_path / folder, every=3, background=background),
+            checkpoints=CheckpointConfig(tmp_path / folder, every=2, background=background),
         )  # fmt: skip
         return history.losses, history.validation, bits(trainer)
 
     wanted = run(3, body, "calm", [])
-    kills = [Kill(0, "NORM", before=4), Kill(2, "GATHER0", before=15)]
+    kills = [Kill(0, "NORM", before=2), Kill(2, "GATHER0", before=9)]
     assert run(3, body, "idle", [], 2) == wanted
     for background in few([True, False], 2):
         assert run(3, body, f"wild-{background}", kills, None, background) == wanted[:1]

@@ -56,7 +56,7 @@ def specs(draw: st.DrawFn) -> ParameterSpec:
 @st.composite
 def tilings(draw: st.DrawFn, name: str, spec: ParameterSpec, values: np.ndarray) -> list[LocalShard]:
     """Parts that are all of a tensor together: cut over a tensor axis, then anywhere."""
-    width, found = draw(st.integers(1, 4)), []
+    width, found = draw(st.integers(1, 3)), []
     for rank in range(width if spec.cut is not None else 1):
         full = values.reshape(spec.shape)
         local = full if spec.cut is None else spec.cut.take_shard(full, rank, width)
@@ -71,10 +71,10 @@ def tilings(draw: st.DrawFn, name: str, spec: ParameterSpec, values: np.ndarray)
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    ranks = draw(st.integers(1, 5))
+    ranks = draw(st.integers(1, 4))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     case = Case({}, [[] for _ in range(ranks)], [[] for _ in range(ranks)])
-    for k in range(draw(st.integers(1, 4))):
+    for k in range(draw(st.integers(1, 3))):
         name, spec = f"tensor {k}", draw(specs())
         kind = parse_dtype(draw(st.sampled_from(FORMATS)))
         values = case.values[name] = np.frombuffer(rng.bytes(spec.size * kind.itemsize), kind)

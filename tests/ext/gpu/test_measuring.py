@@ -8,6 +8,7 @@ from stand_in import Cupy, Device
 
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.plan import measuring
+from fsdpx.plan.kernels import KernelRates
 from fsdpx.plan.measuring import Gpus, Processors, format_machine_file, measure_this_machine
 
 
@@ -21,6 +22,7 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "ROUND_SECONDS", 0.001)
     monkeypatch.setattr(measuring, "SHORT_ROUND_SECONDS", 0.001)
     monkeypatch.setattr(measuring, "LAYER_COUNTS", (1, 3))
+    monkeypatch.setattr(measuring, "_measure_kernel_rates", lambda comm, device: KernelRates())
     for name, value in (("large", 64), ("small", 16), ("block", 1 << 12)):
         monkeypatch.setattr(Processors, name, value)
         monkeypatch.setattr(Gpus, name, value)
