@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,7 @@ def test_train_runs_the_file_of_the_page_and_goes_on(tmp_path, monkeypatch, caps
     assert block is not None
     assert (ROOT / "launch" / "run.toml").read_text().endswith(block[1])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # the curve is drawn in tests/examples
     text = np.random.default_rng(0).integers(32, 127, 6000, dtype=np.uint8).tobytes()
     Path("docs").mkdir()
     Path("docs", "some.md").write_bytes(text)
