@@ -53,9 +53,9 @@ CASES = {
     "Dropout1d": (lambda: nn.Dropout1d(0.3), lambda: rows(3, 4, 5)),
     "Dropout2d": (lambda: nn.Dropout2d(0.3), lambda: rows(3, 4, 5, 2)),
     "Dropout3d": (lambda: nn.Dropout3d(0.3), lambda: rows(3, 4, 2, 2, 2)),
-    "UNet": (lambda: nn.UNet(2, 3, 2, 4, 1, norm="group", activation="gelu"), lambda: rows(3, 2, 4, 6)),
+    "UNet": (lambda: nn.UNet(2, 3, 2, 2, 1, norm="group", activation="gelu"), lambda: rows(3, 2, 4, 6)),
     "UNetOfTime": (
-        lambda: nn.UNet(2, 3, 1, 4, 1, norm="group", activation="silu", time_embedding=4, attention=2),
+        lambda: nn.UNet(2, 3, 1, 2, 1, norm="group", activation="silu", time_embedding=4, attention=2),
         lambda: (rows(3, 2, 6), rows(3, 1)),
     ),
     "SpectralConv": (lambda: nn.SpectralConv(2, 3, (3, 4)), lambda: rows(3, 2, 5, 6)),

@@ -163,7 +163,7 @@ def take_wide(grid: fsdpx.Grid, wide: np.ndarray) -> tuple[Any, ...]:
 
 
 def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghosts: bool, shared: bool = False) -> Any:
-    """Train two steps, predict, and compute the gradients of the inputs. With ghost cells, y is periodic, and the wind
+    """Train a step, predict, and compute the gradients of the inputs. With ghost cells, y is periodic, and the wind
     has none."""
     cells = grid_at(comm, dims, cuts, layout="cyx", ghosts=int(ghosts), periods=(ghosts, False))
     states = [cells.faces("x", shared), cells.faces("y"), cells]
@@ -183,7 +183,7 @@ def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghos
     model = rollout(ghosts, **KINDS[kind])
     trainer = model.as_distributed(domain=cells.with_inputs(*grids), comm=comm, **OPTIONS)
     target = tuple(g.take_local(a) for g, a in zip(states, later, strict=True))
-    losses = [trainer.step(tuple(given), target) for _ in range(2)]
+    loss = trainer.step(tuple(given), target)
     outputs = [out.all_gather(y) for out, y in zip(trainer.output_grid, trainer.predict(tuple(given)), strict=True)]
     assert [out.local_shape for out in trainer.output_grid] == [grid.local_shape for grid in states]
     trainer.forward(tuple(given))
@@ -195,7 +195,7 @@ def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghos
             dx[i] = into
             comm.all_reduce(into.reshape(-1)).wait()
     found = {f"dx{i}": d for i, d in enumerate(dx)} | {f"y{i}": y for i, y in enumerate(outputs)}
-    return losses, found | trainer.gradients() | trainer.parameters()
+    return loss, found | trainer.gradients() | trainer.parameters()
 
 
 @lru_cache
@@ -209,7 +209,7 @@ def compare(found: Any, wanted: Any) -> None:
 
 
 CASES = [
-    ("plain", (2, 1), False), ("pushforward", (2, 2), False), ("detach", (5, 1), False), ("noise", (3, 2), False),
+    ("plain", (2, 1), False), ("pushforward", (2, 2), False), ("detach", (4, 1), False), ("noise", (1, 3), False),
     ("boundary", (1, 2), True), ("noise", (3, 1), True), ("plain", (2, 2), True), ("pushforward", (1, 5), True),
     ("boundary", (2, 3), True),
 ]  # fmt: skip

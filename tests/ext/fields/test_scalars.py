@@ -313,7 +313,7 @@ def test_unets_of_time_train_alike_on_any_parts() -> None:
         return trainer.step((u, STEPS), u[::-1]), trainer.parameters(), trainer.predict((u, STEPS)), at
 
     loss, parameters, y, _ = spawn(lambda comm: run(comm, (1, 1), even((8, 12), (1, 1))), 1)[0]
-    for dims in ((2, 2), (1, 5)):
+    for dims in ((2, 2), (1, 3)):
         cuts = random_cuts((8, 12), dims)
         for got, values, mine, at in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
             np.testing.assert_allclose(got, loss, rtol=1e-12, err_msg=f"{dims}")

@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int,
     "unet3": (
         lambda: nn.UNet(2, 3, 3, 2, 1, "replicate", "group", "silu", attention=2),
         (8, 6, 10),
-        [(4, 1, 1), (2, 2, 2)],
+        [(2, 1, 1), (2, 2, 2)],
     ),
 }
 

@@ -414,7 +414,8 @@ def test_states_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
     limit."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path), str(5 * MODEL // 2)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    told = [line for line in done.stderr.splitlines() if "compiling kernels took" not in line]
+    assert (done.returncode, told) == (0, [])
     limited, failed, free = done.stdout.split()
     assert failed == "MemoryError"
     assert len(free) == 64
