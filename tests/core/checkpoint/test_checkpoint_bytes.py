@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from amount import examples, few, in_full
-from hypothesis import given, reject, settings
+from hypothesis import Phase, given, reject, settings
 from hypothesis import strategies as st
 from models import KNOWN, make
 from savers import ALL, CUT, MESHES, build, contents, everywhere, steps
@@ -237,6 +237,27 @@ def test_weights_of_anybody_are_loaded(name: str, reference: tuple[Path, str], t
     everywhere(name, load)
 
 
+@in_full
+def test_running_statistics_are_those_of_their_stage(tmp_path: Path) -> None:
+    """One on each of two, in the file and in what the trainer gathers."""
+    x = np.random.default_rng(0).standard_normal((4, 3)) + 1.0
+
+    def run(comm: Communicator) -> dict[str, np.ndarray]:
+        model = nn.Sequential(nn.BatchNorm(3), nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm(3))
+        options: dict[str, Any] = {"mesh": Mesh(pipe=comm.size), "precision": "float64", "tune": False, "comm": comm}
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), microbatches=1, **options)
+        trainer.step(x, x)
+        trainer.save(tmp_path / str(comm.size))
+        return trainer.parameters()
+
+    (wanted,) = spawn(run, 1)
+    assert {name for name in wanted if "running_mean" in name} == {"0.running_mean", "3.running_mean"}
+    for gathered in spawn(run, 2):
+        assert_close(gathered, wanted)
+    written = safetensors.numpy.load_file(tmp_path / "2/model.safetensors")
+    assert_close({name: written[name] for name in wanted}, wanted)
+
+
 def test_running_statistics_may_be_missing(tmp_path: Path) -> None:
     values = everywhere("fsdp 3", saved, "fsdp 3", tmp_path / "a", "norms")[0]
     some = {name: value for name, value in values.items() if "running" not in name}
@@ -306,7 +327,7 @@ ANY_MESH = st.builds(
 
 
 @in_full
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(20), phases=(Phase.explicit, Phase.reuse, Phase.generate))  # shrinking takes minutes
 @given(
     mesh=ANY_MESH,
     reproducible_chunks=st.sampled_from([None, 12]),

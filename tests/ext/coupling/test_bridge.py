@@ -13,6 +13,7 @@ import fsdpx
 from fsdpx import nn, spawn
 from fsdpx.core.comm import Communicator, RankDied
 from fsdpx.errors import CommTimeout, ConfigError, DataError, RankLost
+from fsdpx.ext.coupling import streams
 from fsdpx.ext.coupling.messages import pack_message, unpack_message
 
 SIDES = [(1, 1), (2, 1), (1, 2), (3, 2), (4, 3)]
@@ -73,31 +74,33 @@ def test_both_sides_receive_the_bits_that_the_other_one_sends(sides: tuple[int, 
 
 
 @pytest.mark.parametrize(("mode", "depth"), [("lockstep", None), ("queue", 1), ("queue", 3), ("queue", None)])
-def test_the_solver_is_as_far_ahead_as_the_depth_allows(mode: str, depth: int | None) -> None:
+def test_the_solver_is_as_far_ahead_as_the_depth_allows(
+    mode: str, depth: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits in the send that follows, before anything was received."""
     sent: list[int] = []
     ahead = {"lockstep": 0, "queue": depth or 2}[mode]
+    waiting, wait_until = Event(), streams.wait_until
+
+    def note_wait(comm: Communicator, is_done: Any, *more: Any) -> None:
+        if comm.rank == 0 and not is_done():
+            waiting.set()
+        wait_until(comm, is_done, *more)
 
     def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
-        for step in range(ahead):
-            send_step(bridge, grid, step)
-        everyone[0].barrier().wait()
-        for step in range(ahead, 12):
+        for step in range(12):
             send_step(bridge, grid, step)
             sent.append(step)
 
     def train(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
-        everyone[1].barrier().wait()  # the solver gets here although nothing was received
+        assert waiting.wait(30)
+        assert len(sent) == ahead
         for received, _ in enumerate(bridge, 1):
-            assert len(sent) + ahead <= received + ahead
+            assert len(sent) <= received + ahead
 
-    everyone: dict[int, Communicator] = {}
-
-    def run(comm: Communicator) -> None:
-        everyone[comm.rank] = comm.subgroup(range(2))
-        couple(comm, 1, solve, train, mode=mode, depth=depth)
-
-    spawn(run, 2, timeout=30)
-    assert len(sent) == 12 - ahead
+    monkeypatch.setattr(streams, "wait_until", note_wait)
+    spawn(lambda comm: couple(comm, 1, solve, train, mode=mode, depth=depth), 2, timeout=30)
+    assert len(sent) == 12
 
 
 def test_ranks_of_the_solver_that_are_steps_apart_send_the_same_snapshot() -> None:

@@ -4,13 +4,15 @@ undisturbed run. Of the actions of all pages those of the first and the last.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from amount import CHECK, THOROUGH, examples, few, in_full, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs_threads import STEPS, Kill, calm, train
 
-from fsdpx import ElasticConfig
+from fsdpx import ElasticConfig, optim
 from fsdpx.core.program import VERBS, Action
 from fsdpx.core.program import parse_actions as actions_of
 
@@ -62,6 +64,16 @@ def test_steps_since_the_last_copies_are_made_again() -> None:
     (happened,) = got[0].recoveries
     assert happened.replayed <= 2
     assert got[0].bits == calm("fsdp", 3)[0].bits
+
+
+@in_full
+def test_a_partly_updated_state_is_not_gone_on_with() -> None:
+    """LAMB speaks in its updates: the rank that lives on has made the first when it meets the loss, and takes copies of
+    the step before."""
+    options: dict[str, Any] = {"optimizer": optim.LAMB(lr=0.01), "elastic": ElasticConfig(every=1)}
+    (got,) = train(2, [Kill(0, "UPDATE1", before=2)], **options)
+    assert [r.step for r in got.recoveries] == [2]
+    assert got.bits == train(2, **options)[0].bits
 
 
 POINTS = [

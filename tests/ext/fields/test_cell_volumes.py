@@ -105,6 +105,10 @@ def test_norms_weighted_by_volumes(make: Any, channels: tuple[int, ...], dims: t
     normal = (apart / np.sqrt(mean(apart**2) + layer.eps)).reshape(x.shape)
     scale, shift = (a.reshape(1, -1, 1, 1) for a in (p["weight"], p["bias"]))
     found = run_alone(layer, p, x, lambda y: dy)
+    # by a small change of x in one direction, against the gradient along it
+    step = 1e-5 * noise(*x.shape, seed=5)
+    low, high = (run_alone(layer, p, x + sign * step, lambda y: dy).y for sign in (-1, 1))
+    np.testing.assert_allclose(2 * (found.dx * step).sum(), (dy * (high - low)).sum(), rtol=1e-6)
     np.testing.assert_allclose(found.y, normal * scale + shift, rtol=1e-11, atol=1e-11)
     np.testing.assert_allclose(found.g["weight"], (dy * normal).sum((0, 2, 3)), rtol=1e-11)
     parts = cuts_of(shape, dims, seed)

@@ -12,6 +12,7 @@ from setting import normal, parameters
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
 SIZES = {2: (9, 12), 3: (6, 9, 8)}
 LAYERS: dict[str, Callable[[int], nn.Layer]] = {
@@ -54,6 +55,13 @@ def test_padding_is_that_of_numpy() -> None:
         np.testing.assert_array_equal(y, np.pad(x, ((0, 0), (0, 0), (2, 1), (0, 3)), theirs))  # type: ignore[call-overload]
     y, _ = nn.Pad(((-2, -1), (1, -3))).forward(env_of(None), {}, x)
     np.testing.assert_array_equal(y, np.pad(x[:, :, 2:4, :3], ((0, 0), (0, 0), (0, 0), (1, 0))))
+
+
+def test_padding_goes_to_the_outer_ranks() -> None:
+    parts = FieldPartition(((0, 2, 5), (0, 1, 4, 6)))
+    kind = nn.Pad(((2, 1), (-2, 3))).shard_over_ranks(ShardingContext("pad", [parts], 1)).kind
+    assert isinstance(kind, FieldPartition)
+    assert kind.cuts == ((0, 4, 8), (0, 0, 2, 7))
 
 
 @pytest.mark.parametrize(

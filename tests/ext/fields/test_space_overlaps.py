@@ -12,7 +12,7 @@ import fsdpx
 from fsdpx import data, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError
-from fsdpx.ext.fields.overlaps import describe_padding_periodicity_conflict
+from fsdpx.ext.fields.overlaps import count_overlap_rows_by_dim, describe_padding_periodicity_conflict
 
 SHAPE = (24, 32)
 CONV = nn.Conv2d(1, 1, 3, padding=1)
@@ -92,6 +92,19 @@ def test_ghost_cells_of_which_nothing_was_said_are_told_of(
 def test_corners_that_a_solver_does_not_fill_do_not_hide_it() -> None:
     text = told(waves(), (2, 2), [(1, 1)] * 2, corners=False)
     assert text.startswith("fsdpx: along dim y (2 rows), x (2 rows) the end of each part")
+
+
+def test_rows_that_are_equal_in_one_place_do_not_hide_it() -> None:
+    field = waves()
+    field[[5, 17]] = field[:, [5, 21]] = 0.0
+    text = told(field, (2, 2), [(1, 1)] * 2)
+    assert text.startswith("fsdpx: along dim y (2 rows), x (2 rows) the end of each part")
+
+
+@pytest.mark.parametrize(("last", "expected"), [("c", {"y": 2}), ("x", {}), (None, {})])
+def test_all_neighbors_share_rows_or_it_is_chance(last: str | None, expected: dict[str, int]) -> None:
+    ends: Any = [[[pair] * 5] for pair in (("a", "b"), ("b", "c"), (last, "d"))]
+    assert count_overlap_rows_by_dim((3,), "y", (False,), ends) == expected
 
 
 def test_a_periodic_field_of_one_rank_meets_itself() -> None:

@@ -142,6 +142,10 @@ def test_the_report_says_what_lies_where(tmp_path: Path) -> None:
     own = real.parameters // 2 * 4
     assert real.disk == {"parameters": own, "optimizer": 2 * own, "gradients": own}
     assert set(real.memory) == {"state", "working set"}
+    # on one rank no part is cut off: the gradients themselves are on disk
+    alone = fsdpx.dry_run(model, *batch, ranks=1, loss=nn.MSELoss(), offload=OffloadConfig("/nowhere", what), **options)
+    full = 4 * real.parameters
+    assert alone.report.disk == {"parameters": full, "optimizer": 2 * full, "gradients": full}
     lines = [" ".join(line.split()) for line in str(real).splitlines()]
     assert f"on disk: optimizer {2 * own / 1024:.2f} KiB" in lines
 
