@@ -33,28 +33,28 @@ def on_threads(line: str, ranks: int) -> list[int]:
 
 @in_full
 def test_every_schedule_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert on_threads("--mesh pipe=2 --schedule all --precision float64 --steps 1", 2) == [0] * 2
+    assert on_threads("--mesh pipe=2 --schedule all --precision float64 --steps 2", 2) == [0] * 2
     want = [f"OK  fsdp float64, 2 ranks, pipe=2, {schedule}: " for schedule in SCHEDULES]
     assert [text[: len(start)] for text, start in zip(lines(capsys), want, strict=True)] == want
 
 
 @in_full
 def test_every_sequence_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert on_threads("--mesh tensor=2 --sequence all --steps 1 --precision float64", 2) == [0] * 2
+    assert on_threads("--mesh tensor=2 --sequence all --steps 2 --precision float64", 2) == [0] * 2
     sequences = ("", ", sequence parallel", ", sequence ulysses", ", sequence ring", ", sequence samples")
     want = [f"OK  fsdp float64, 2 ranks, tensor=2{s}: " for s in sequences]
     assert [text[: len(start)] for text, start in zip(lines(capsys), want, strict=True)] == want
 
 
 def test_each_precision_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    on_threads("--mesh tensor=2 --sequence ring --steps 1", 2)
+    on_threads("--mesh tensor=2 --sequence ring --steps 2", 2)
     want = [f"OK  fsdp {precision}, 2 ranks, tensor=2, sequence ring: " for precision in ("float64", "float32")]
     assert [text[: len(start)] for text, start in zip(lines(capsys), want, strict=True)] == want
 
 
 @in_full
 def test_every_strategy_has_a_line_and_three_axes_too(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "--recompute all --microbatches 2 --steps 1 --precision float64"
+    line = "--recompute all --microbatches 2 --steps 2 --precision float64"
     assert on_threads(f"--mesh pipe=2,shard=2 --strategy all {line}", 4) == [0] * 4
     assert on_threads(f"--mesh pipe=2,tensor=2,shard=2 --strategy zero3 {line}", 8) == [0] * 8
     *found, three = lines(capsys)
