@@ -8,7 +8,7 @@ import pytest
 pytestmark = [pytest.mark.jobs, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")]
 
 
-@pytest.mark.parametrize(("model", "ranks"), [("many", 1), ("tiny", 2), ("mlp", 1)])
+@pytest.mark.parametrize(("model", "ranks"), [("many", 1), ("tiny", 3), ("mlp", 1)])
 def test_a_process_takes_what_is_expected(model: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks share depends on their number, the rest on the model."""
     from footprint import compare
