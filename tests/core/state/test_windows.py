@@ -93,7 +93,7 @@ def test_ranks_out_of_step_do_not_see_half_updated_parameters(world: Communicato
 
     def run(delay: float) -> str:
         trainer = make(world, "mlp", "fsdp", group_bytes=0, clip_norm=None)
-        for step in range(6):
+        for step in range(5):
             x, y = CASES["mlp"].batch(np.random.default_rng(step), 4 * world.size)
             mine = part(world, len(x))
             if world.rank == step % world.size:
@@ -101,7 +101,7 @@ def test_ranks_out_of_step_do_not_see_half_updated_parameters(world: Communicato
             trainer.step(x[mine], y[mine])
             if step % 2:
                 trainer.predict(x[mine])
-            if step == 3:
+            if step == 1:
                 trainer.load_parameters(trainer.parameters())
         digest = bits(trainer)
         trainer.close()
