@@ -260,12 +260,8 @@ class _Search:
         more kinds of state are offloaded until it fits."""
         for one in sorted(self.large, key=lambda one: one.prediction.memory)[:MAX_SHOWN]:
             for what in OFFLOAD_CHOICES:
-                if (
-                    self.predict_and_record_configuration(
-                        {**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}
-                    )
-                    is not None
-                ):
+                offloaded = {**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}
+                if self.predict_and_record_configuration(offloaded) is not None:
                     break
 
     def _try_candidate_variants(self, candidate: Candidate) -> None:
@@ -552,7 +548,9 @@ class _Search:
     def _make_world_step(
         self, batch: Any, ranks: int, options: Mapping[str, Any], model: nn.Layer | None = None
     ) -> WorldStep:
-        return make_world_step(model or self.model, batch, ranks, self.machine.compute.gpu, {**self.fixed, **options})
+        question, gpu = (model or self.model, batch, ranks), self.machine.compute.gpu
+        make = partial(make_world_step, *question, gpu, {**self.fixed, **options})
+        return get_or_memoize(("step", *question, _make_options_key(options)), make)
 
     def _predict_other_rank_counts(self, candidate: Candidate) -> tuple[Prediction, ...]:
         """Predict a configuration for other numbers of ranks, fewest ranks first. Only the width of the data axis

@@ -216,9 +216,9 @@ def test_what_is_no_field_is_named() -> None:
 
 
 def test_the_command_line_names_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "plan fno2d --ranks 2 --machine laptop --field 32,32 --strategy fsdp --microbatches 1 --most 2".split()
-    assert main([*words, "--memory", "1GiB"]) == 0
-    assert re.search(r"^fsdp \+ domain 2x1 .* yes ", capsys.readouterr().out, re.MULTILINE)
+    words = "plan fno2d --ranks 2 --machine laptop --field 32,32 --strategy fsdp --most 1 --recompute all".split()
+    assert main([*words, "--mesh", "shard=2", "--memory", "36MiB"]) == 0
+    assert re.search(r"^fsdp \+ domain 1x2 .* yes ", capsys.readouterr().out, re.MULTILINE)
     assert main("plan gpt-tiny --ranks 2 --machine laptop --domain 2,1".split()) == 2
     assert "--domain and --field: gpt-tiny takes no fields; unet2d, unet3d, fno2d do" in capsys.readouterr().err
 
@@ -228,13 +228,13 @@ def test_a_model_of_ones_own_is_cut_over_a_grid(
 ) -> None:
     (tmp_path / "own_fields.py").write_text(
         "from fsdpx import nn\n"
-        "def make(): return nn.Conv2d(2, 1, 3, padding=1), nn.RelativeL2()\n"
+        "def make(): return nn.UNet(2, 1, 2, 4, 1), nn.RelativeL2()\n"
         "def classes(): return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(784, 10))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     words = "plan own_fields:make --ranks 4 --machine laptop --most 4 --strategy ddp --microbatches 1".split()
-    words += ["--memory", "16MiB"]
+    words += ["--memory", "1MiB", "--recompute", "all"]
     assert main([*words, "--batch", "1x2x64x64", "--domain", "2,2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["found"]
     assert {one["options"]["domain"] for one in found} == {"(2, 2)"}

@@ -152,7 +152,7 @@ class Late:
 
 
 def model() -> nn.Layer:
-    return nn.GPT(256, 192, 4, 4, SHAPE[1])
+    return nn.GPT(256, 192, 4 if THOROUGH else 2, 4, SHAPE[1])
 
 
 def run(every: Sequence[Links], options: dict[str, Any]) -> list[float]:

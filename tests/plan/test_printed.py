@@ -37,7 +37,7 @@ def plans() -> list[Plan]:
     """With long labels, long options and much that does not fit."""
     field = (FIELD, ((8, 2, 16, 16), "float32"))
     many: Any = {"machine": "a100-dgx-200g", "codecs": ("bf16", "int8"), "most": 12}
-    fields: Any = {"machine": "ethernet-10g", "domain": "any", "microbatches": 2, "most": 8}
+    fields: Any = {"machine": "ethernet-10g", "domain": "any", "microbatches": 2, "memory": "300KiB", "most": 8}
     return [
         fsdpx.plan(gpt(), batch=(X, X), ranks=4, memory="580KiB", recompute=None, **many),
         fsdpx.plan(nn.UNet(3, 2, 2, 4, 1), batch=field, ranks=2, **fields),
