@@ -100,13 +100,11 @@ def test_parts_train_on_a_gpu_as_on_the_host(gpu: str, name: str) -> None:
 def test_scalars_and_rollouts_on_a_gpu(gpu: str, of: str) -> None:
     """Layers with scalars, and a rollout with noise and ghost cells, on uneven parts: losses equal those on the
     host."""
-    module, given, name = {
-        "scalars": (test_scalars, {}, "losses"),
-        "rollouts": (test_rollouts, {"kind": "noise", "ghosts": 1}, "loss"),
-    }[of]
-    given = {**given, "dims": (2, 1), "cuts": random_cuts(module.SHAPE, (2, 1))}
+    module, name = (test_scalars, "losses") if of == "scalars" else (test_rollouts, "loss")
+    run = test_scalars.trained if of == "scalars" else partial(test_rollouts.trained, kind="noise", ghosts=1)
+    cuts = random_cuts(module.SHAPE, (2, 1))
     got, want = (
-        spawn(lambda comm, d=device: module.trained(comm, device=d, **given), 2)[0][0][name]
+        spawn(lambda comm, d=device: run(comm, dims=(2, 1), cuts=cuts, device=d), 2)[0][0][name]
         for device in ("cuda", "cpu")
     )
     np.testing.assert_allclose(got, want, rtol=1e-10)
