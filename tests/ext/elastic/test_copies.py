@@ -17,7 +17,7 @@ from models import KNOWN, make, part
 from threads import on_ranks
 
 import fsdpx
-from fsdpx import Mesh, Trainer
+from fsdpx import Mesh, Trainer, nn, optim
 from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_local_state_shards
 from fsdpx.core.checkpoint.scalars import collect_checkpoint_scalars
 from fsdpx.core.comm import Communicator
@@ -192,6 +192,17 @@ def test_replicas_and_copies_together() -> None:
 def test_running_statistics_are_those_of_the_stage_that_moves_them(name: str) -> None:
     demand_whole(name, "norms", (0,), "one")
     assert np.abs(left_by(name, "norms").state["1.running_mean"]).max() > 0
+
+
+def test_each_stage_has_the_running_statistics_of_its_own_layers() -> None:
+    def body(comm: Communicator) -> list[str]:
+        model = nn.Sequential(nn.BatchNorm(3), nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm(3))
+        options: dict[str, Any] = {"optimizer": optim.SGD(lr=0.1), "mesh": Mesh(pipe=2), "tune": False}
+        trainer = model.as_distributed(loss=nn.MSELoss(), comm=comm, microbatches=1, **options)
+        parts = iterate_up_to_date_shards(trainer.inspect.engine.state)
+        return [part.name for part in parts if part.name.endswith("running_mean")]
+
+    assert fsdpx.spawn(body, 2) == [["0.running_mean"], ["3.running_mean"]]
 
 
 @in_full
