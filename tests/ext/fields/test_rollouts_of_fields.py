@@ -163,8 +163,8 @@ def take_wide(grid: fsdpx.Grid, wide: np.ndarray) -> tuple[Any, ...]:
 
 
 def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghosts: bool, shared: bool = False) -> Any:
-    """Train a step, predict, and compute the gradients of the inputs. With ghost cells, y is periodic, and the wind
-    has none."""
+    """Train a step, or two with noise, which each step draws anew; predict, and compute the gradients of the inputs.
+    With ghost cells, y is periodic, and the wind has none."""
     cells = grid_at(comm, dims, cuts, layout="cyx", ghosts=int(ghosts), periods=(ghosts, False))
     states = [cells.faces("x", shared), cells.faces("y"), cells]
     wind = grid_at(comm, dims, cuts, layout="cyx")
@@ -183,7 +183,7 @@ def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghos
     model = rollout(ghosts, **KINDS[kind])
     trainer = model.as_distributed(domain=cells.with_inputs(*grids), comm=comm, **OPTIONS)
     target = tuple(g.take_local(a) for g, a in zip(states, later, strict=True))
-    loss = trainer.step(tuple(given), target)
+    losses = [trainer.step(tuple(given), target) for _ in range(2 if kind == "noise" else 1)]
     outputs = [out.all_gather(y) for out, y in zip(trainer.output_grid, trainer.predict(tuple(given)), strict=True)]
     assert [out.local_shape for out in trainer.output_grid] == [grid.local_shape for grid in states]
     trainer.forward(tuple(given))
@@ -195,7 +195,7 @@ def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghos
             dx[i] = into
             comm.all_reduce(into.reshape(-1)).wait()
     found = {f"dx{i}": d for i, d in enumerate(dx)} | {f"y{i}": y for i, y in enumerate(outputs)}
-    return loss, found | trainer.gradients() | trainer.parameters()
+    return losses, found | trainer.gradients() | trainer.parameters()
 
 
 @lru_cache
