@@ -33,9 +33,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def auto(comm: Any, **options: Any) -> fsdpx.Trainer:
+def auto(comm: Any, blocks: int = 2, **options: Any) -> fsdpx.Trainer:
     chosen = {"strategy": "auto", "batch": (X, X), "memory": "1GiB"} | options
-    return nn.GPT(64, 32, 2, 2, 8).as_distributed(
+    return nn.GPT(64, 32, blocks, 2, 8).as_distributed(
         loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, tune=False, **chosen
     )
 
@@ -84,11 +84,11 @@ def test_ranks_take_what_the_plan_finds_and_train(capsys: pytest.CaptureFixture[
 
 def test_what_fits_is_chosen_and_what_is_fixed_stays() -> None:
     def body(comm: Communicator) -> Any:
-        options: dict[str, Any] = {"recompute": "all", "schedule": "1f1b", "memory": "1500KiB"}
+        options: dict[str, Any] = {"recompute": "all", "blocks": 4}
         wide = auto(comm, **options).inspect.placement
-        tight = auto(comm, **options | {"memory": "300KiB"}).inspect.placement
-        options |= {"mesh": fsdpx.Mesh(pipe=2), "schedule": "gpipe", "precision": "float64"}
-        fixed = auto(comm, **options).inspect.placement
+        tight = auto(comm, **options, memory="600KiB").inspect.placement
+        mesh = fsdpx.Mesh(pipe=2)
+        fixed = auto(comm, mesh=mesh, schedule="gpipe", precision="float64", recompute="all").inspect.placement
         return wide, tight, fixed
 
     wide, tight, fixed = spawn(body, 2)[0]
