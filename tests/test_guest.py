@@ -67,7 +67,7 @@ found = unlike(before, process())
 assert set(found) <= ours, found
 one.close()
 assert unlike(before, process()) == [], unlike(before, process())
-for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):  # made one after the other, closed in any order
+for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):  # made one after the other, closed in any order
     several = [make() for _ in range(3)]
     for number in order:
         assert sys.excepthook is not hook
@@ -114,6 +114,7 @@ print("as before", flush=True)
 def test_a_process_is_as_before_once_its_trainers_are_gone(tmp_path: Path, ranks: int) -> None:
     done = job(tmp_path, GUEST + HOOKS, ranks=ranks)
     assert done.out == "as before\n" * ranks, done.err
+    assert none_left(tmp_path)
 
 
 CHAINED = """
@@ -137,7 +138,7 @@ for _ in range(10**9): trainer.step(np.ones((2, 3)), np.ones((2, 2)))
 @pytest.mark.jobs
 @pytest.mark.parametrize(
     ("where", "how", "status"),
-    [("fail()", "pass", 1), ("fail()", "1 / 0", 1), ("threading.Thread(target=fail).start()", "sys.exit(7)", 7)],
+    [("fail()", "pass", 1), ("fail()", "sys.exit(7)", 7), ("threading.Thread(target=fail).start()", "1 / 0", 1)],
 )
 def test_the_solvers_hook_runs_and_then_the_job_ends(tmp_path: Path, where: str, how: str, status: int) -> None:
     done = job(tmp_path, CHAINED.replace("HOW", how).replace("WHERE", where), ranks=2)

@@ -399,5 +399,5 @@ def _assert_close(got: np.ndarray, want: np.ndarray) -> None:
     exact = {"float64": 1e-14, "complex128": 1e-14, "float32": 1e-6, "complex64": 1e-6, "float16": 2e-3}
     tolerance = {**exact, "bfloat16": 2e-2}.get(got.dtype.name, 0.0)
     wide = np.complex128 if got.dtype.kind == "c" else np.float64
-    if got.tobytes() != want.tobytes():
+    if got.shape != want.shape or got.tobytes() != want.tobytes():
         np.testing.assert_allclose(got.astype(wide), want.astype(wide), rtol=tolerance, atol=tolerance)

@@ -448,13 +448,14 @@ class LossContract(GradientContract):
             np.testing.assert_array_equal(theirs, mine)
 
     def test_shape_only_arrays_give_the_same_shapes_and_dtypes(self) -> None:
-        y, target = self._make_test_case()
-        flat = [shapes.ShapeArray(part.shape, part.dtype) for part in (*y, target)]
+        given, target = self._make_test_case()
         env, loss = self._make_layer_context(shapes), self.make()
-        total, weight, saved = loss.forward(env, unwrap_single(flat[:-1]), flat[-1])
-        assert all(isinstance(float(number), float) for number in (total, weight))
-        dy = _as_tuple(loss.backward(env, saved, 1.0))
-        assert [(tuple(d.shape), d.dtype) for d in dy] == [(part.shape, part.dtype) for part in y]
+        for y in (given, _as_floats(given, np.float32)):
+            flat = [shapes.ShapeArray(part.shape, part.dtype) for part in (*y, target)]
+            total, weight, saved = loss.forward(env, unwrap_single(flat[:-1]), flat[-1])
+            assert np.isfinite([float(total), float(weight)]).all()
+            dy = _as_tuple(loss.backward(env, saved, 1.0))
+            assert [(tuple(d.shape), d.dtype) for d in dy] == [(part.shape, part.dtype) for part in y]
 
     def test_validate_accepts_target_and_rejects_wrong_shapes(self) -> None:
         from fsdpx.errors import DataError

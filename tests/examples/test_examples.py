@@ -70,6 +70,18 @@ def test_mistakes_of_a_process_alone_are_one_line(
     assert said[0].startswith(text)
 
 
+def test_a_mistake_of_ranks_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it ends all of them."""
+
+    def fail() -> None:
+        raise ConfigError("unknown")
+
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(ConfigError, match="unknown"):
+        gpt.run_main(fail)
+
+
 def test_help_of_the_layer_of_ones_own_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     status, out, _ = alone(monkeypatch, "custom_layer", "--help")
     assert status == 0
@@ -111,6 +123,11 @@ SHORT = ("--data", str(ROOT / "fsdpx" / "core" / "comm"), "--steps", "2", "--bat
 SHORT += ("--validation-batches", "1", "--no-tune", "--sample", "0")
 CHUNKS = (*SHORT, "--chunks", "4", "--hash", "--sample", "3")
 SIZE = models.GPTSize(32, 4, 4, 32)
+SMALL_GPT = f"""
+from fsdpx.examples import gpt, models
+models.SIZES["tiny"] = models.{SIZE}
+exit(gpt.run_main(gpt.main))
+"""
 
 
 @pytest.fixture
@@ -139,8 +156,7 @@ def wrote(out: str) -> str:
 @pytest.mark.usefixtures("small")
 def test_gpt_leaves_a_folder_and_goes_on_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = (*SHORT, "--run", str(tmp_path / "r"), "--sample", "5", "--trace")
-    code = f"from fsdpx.examples import gpt, models; models.SIZES['tiny'] = models.{SIZE}; exit(gpt.run_main(gpt.main))"
-    first = start(2, "-c", code, *arguments)
+    first = start(2, "-c", SMALL_GPT, *arguments)
     assert first.returncode == 0, first.stderr
     folder, lines = tmp_path / "r", first.stdout.splitlines()
     result = next(k for k, line in enumerate(lines) if "bits per byte" in line)
@@ -238,9 +254,10 @@ def test_gpt_hash_does_not_see_that_ranks_may_come_and_go(tmp_path: Path) -> Non
     """Of two ranks one trains at first and the other follows, then both train."""
     (tmp_path / "ranks").write_text("2")
     elastic = ("--elastic", "--resize", str(tmp_path / "ranks"), "--run", str(tmp_path / "run"), "--ranks", "1")
-    out, err = run_threads(2, gpt.main, *CHUNKS, *elastic, survive=True)
-    assert "fsdpx: 2 ranks train on from step 1" in err
-    assert wrote_and_hash(out) == of_one_process()
+    done = start(2, "-c", SMALL_GPT, *CHUNKS, *elastic)
+    assert done.returncode == 0, done.stderr
+    assert "fsdpx: 2 ranks train on from step 1" in done.stderr
+    assert wrote_and_hash(done.stdout) == of_one_process()
 
 
 def test_drawn_digits_are_reproducible() -> None:

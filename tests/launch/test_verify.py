@@ -56,13 +56,13 @@ def test_each_precision_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_strategy_has_a_line_and_three_axes_too(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--recompute all --microbatches 2 --steps 2 --precision float64"
     assert on_threads(f"--mesh pipe=2,shard=2 --strategy all {line}", 4) == [0] * 4
-    assert on_threads(f"--mesh pipe=2,tensor=2,shard=2 --strategy zero3 {line}", 8) == [0] * 8
+    assert on_threads(f"--mesh pipe=2,tensor=2,shard=2 --strategy ddp {line}", 8) == [0] * 8
     *found, three = lines(capsys)
     rows = [re.match(r"OK  (\w+) float64, 4 ranks, (.*), 1f1b, recompute all: ", text) for text in found]
     meshes = {match[1]: match[2] for match in rows if match}
     assert list(meshes) == list(PRESETS)
     assert (meshes["ddp"], meshes["zero3"]) == ("pipe=2 x replica=2", "pipe=2 x shard=2")
-    assert three.startswith("OK  zero3 float64, 8 ranks, pipe=2 x shard=2 x tensor=2, 1f1b, recompute all: ")
+    assert three.startswith("OK  ddp float64, 8 ranks, pipe=2 x replica=2 x tensor=2, 1f1b, recompute all: ")
 
 
 @in_full
@@ -113,9 +113,15 @@ def test_mistakes_are_explained_before_anything_runs(line: str, error: type[Exce
         list_cases(arguments(line), 6)
 
 
-def test_a_mesh_that_one_process_cannot_fill_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_that_one_process_cannot_fill_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "needs a multiple of 2 ranks, but the world has 1"
     assert main(["verify", "--mesh", "pipe=2"]) == 2
-    assert "needs a multiple of 2 ranks, but the world has 1" in capsys.readouterr().err
+    assert text in capsys.readouterr().err
+    monkeypatch.setattr("fsdpx.__main__._is_connected_rank", lambda: True)  # an error of one rank ends the others
+    with pytest.raises(MeshError, match=text):
+        main(["verify", "--mesh", "pipe=2"])
 
 
 def test_the_model_has_enough_to_cut() -> None:
@@ -194,6 +200,11 @@ def flip(rank, engine, action):
 
 def test_two_runs_that_are_the_same():
     assert find_first_tensor_difference(record(2), record(2)) is None
+
+
+def test_another_learning_rate_is_seen_at_the_update():
+    found = find_first_tensor_difference(record(2), record(2, optimizer=optim.AdamW(lr=2e-2)))
+    assert (found.step, found.written.kind, found.written.action[:6]) == (1, "shard", "UPDATE")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero1"])

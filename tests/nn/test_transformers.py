@@ -237,8 +237,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 CASES = [(name, "alone") for name in PAIRS] + [
     ("llama", "fsdp"), ("llama", "tensor"), ("mistral", "pipe x fsdp"), ("mistral", "tensor"), ("qwen2", "sequence"),
     ("qwen3", "tensor"), ("gemma", "tensor"), ("gemma", "pipe x fsdp"), ("gpt2", "tensor x fsdp"), ("bert", "sequence"),
-    ("bert", "pipe x fsdp"), ("bert for classes", "tensor"), ("vit", "fsdp"), ("vit", "tensor"), ("mixtral", "fsdp"),
-    ("mixtral", "tensor"), ("mixtral", "samples x fsdp"),
+    ("bert", "pipe x fsdp"), ("bert for classes", "pipe x fsdp"), ("vit", "pipe x fsdp"), ("vit", "tensor"),
+    ("mixtral", "fsdp"), ("mixtral", "tensor"), ("mixtral", "samples x fsdp"),
 ]  # fmt: skip
 
 

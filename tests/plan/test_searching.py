@@ -174,7 +174,7 @@ def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [("1f1b", None), ("gpipe", None), ("interleaved", None), ("zb-h1", None), ("zb-h2", None), ("zbv", None),
-     ("1f1b", "all"), ("interleaved", "all"), ("zbv", "all")],
+     ("1f1b", "all"), ("interleaved", "all"), ("zb-h1", "all"), ("zbv", "all")],
 )  # fmt: skip
 def test_a_bound_of_a_pipe_counts_the_way_through_it(schedule: str, recompute: Any) -> None:
     """Where messages take no time, and layers take unequal ones, it is nearly the step."""

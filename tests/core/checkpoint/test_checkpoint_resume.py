@@ -248,15 +248,15 @@ def test_gradients_that_wait_are_not_lost_silently(comm: Communicator, tmp_path:
 @in_full
 def test_after_load_a_shared_mesh_still_trains_alike(tmp_path: Path) -> None:
     """Parameters that a strategy keeps gathered, or has gathered to evaluate, are gathered anew."""
-    x, y = KNOWN["mlp"].batch(np.random.default_rng(1), 8)
+    x, y = KNOWN["wide"].batch(np.random.default_rng(1), 8)
 
     def body(comm: Communicator, strategy: str) -> tuple[str, float, float]:
-        trainer, mine = make(comm, "mlp", strategy, reproducible_chunks=8), part(comm, 8)
+        trainer, mine = make(comm, "wide", strategy, reproducible_chunks=8), part(comm, 8)
         trainer.save(tmp_path / strategy)
         begun = trainer.evaluate(x[mine], y[mine])
-        steps(trainer, "mlp", 0, 1)
+        steps(trainer, "wide", 0, 1)
         trainer.load(tmp_path / strategy)
-        steps(trainer, "mlp", 0, 1)
+        steps(trainer, "wide", 0, 1)
         digest = trainer.inspect.compute_fingerprint()
         trainer.evaluate(x[mine], y[mine])  # leaves parameters gathered
         trainer.load_parameters(tmp_path / "ddp")

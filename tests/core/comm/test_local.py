@@ -43,7 +43,7 @@ def ring(comm: Communicator, buf: np.ndarray, op: ReduceOp = ReduceOp.SUM, tag: 
 
 class TestContract(CommunicatorContract):
     def run(self, body: Callable[[Communicator], Any]) -> Any:
-        for size in (1, 2, 3):
+        for size in (1, 2, 5):
             spawn(body, size, timeout=30)
 
 

@@ -115,7 +115,7 @@ def test_a_cluster_has_lanes_when_its_machines_are_alike(cluster):
     assert cluster.is_sharing_useful == (size % 2 == 0)
 
 
-@pytest.mark.parametrize(("machines", "common"), [("one", True), ("several", False)])
+@pytest.mark.parametrize(("machines", "common"), [("one", True), ("several", False), ("several", True)])
 def test_many_calls_in_flight_with_ranks_out_of_step(world, cluster, machines, common):
     """More calls than the board has places, waited for at the end, while ranks fall behind each other."""
     world = world if machines == "one" else cluster

@@ -324,7 +324,7 @@ def test_schedules_of_freezing_do_as_torch(name: str, seed: int, monkeypatch: py
 
 @pytest.mark.world
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
 def test_processes_count_as_one(world: Communicator, name: str) -> None:
     with make(world, name, group_bytes=0, reproducible_chunks=12) as trainer:
         found = train(trainer, schedule(1))

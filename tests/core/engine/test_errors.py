@@ -447,6 +447,7 @@ def test_a_batch_without_targets_leaves_no_trace(strategy: str) -> None:
     [
         *(("step", strategy) for strategy in STRATEGIES), ("accumulate", "ddp"), ("accumulate", "zero2"),
         *((kind, strategy) for kind in ("evaluate", "predict", "forward") for strategy in ("zero1", "fsdp")),
+        ("accumulate", "fsdp"), ("evaluate", "zero2"), ("forward", "ddp"),
     ],
 )  # fmt: skip
 def test_an_exception_at_any_action_leaves_no_trace(strategy: str, kind: str) -> None:

@@ -142,7 +142,7 @@ VALUE = ROWS * WIDTH * 4
 
 
 @in_full
-@pytest.mark.parametrize(("sequence", "time"), few([("parallel", 7), (None, 12), ("ulysses", 1)], 2))
+@pytest.mark.parametrize(("sequence", "time"), few([("parallel", 7), (None, 12), ("ulysses", 1), ("ring", 7)], 2))
 def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) -> None:
     """Along the axes that the program moves data over; layers' own messages over tensor are counted alone."""
 

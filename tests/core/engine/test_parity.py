@@ -183,9 +183,9 @@ def test_any_placement_equals_one_process(
     sharding = Sharding(replica=None, shard=shard, full_params=params, full_grads=grads, prefetch=prefetch)
     # batch statistics are those of a microbatch
     microbatches = 1 if case == "norms" else microbatches
-    _, want, _ = reference(case, sizes=(5,))
+    _, want, _ = reference(case, sizes=(5, 3))
     more = {"microbatches": microbatches, "group_bytes": group_bytes, **OPTIONS}
-    for _, got, _ in spawn(train, size, case, sharding, (5,), delays=delays, **more):
+    for _, got, _ in spawn(train, size, case, sharding, (5, 3), delays=delays, **more):
         assert_close(got, want, 1e-12)
 
 
@@ -347,11 +347,11 @@ def test_any_mesh_trains_to_parity_or_is_refused() -> None:
 def attempt(choice: dict[str, Any], delays: int = 0) -> bool:
     """Whether it trained; all ranks are refused with the same words."""
     case, mesh, strategy = choice.pop("case"), choice.pop("mesh"), choice.pop("strategy")
-    losses, want, _ = reference_on_mesh(case, (7,))
+    losses, want, _ = reference_on_mesh(case, (7, 3))
 
     def run(comm: Any) -> Any:
         try:
-            return train_on_mesh(comm, case, mesh, strategy, (7,), **choice)[:2]
+            return train_on_mesh(comm, case, mesh, strategy, (7, 3), **choice)[:2]
         except FsdpxError as error:
             return f"{type(error).__name__}: {error}"
 

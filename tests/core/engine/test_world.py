@@ -169,7 +169,7 @@ def check(world: Communicator, mesh: Mesh, strategy: str, case: str = "wide", **
 def test_every_mesh_equals_one_process(world: Communicator, mesh: Mesh) -> None:
     if mesh.size != world.size:
         pytest.skip(f"{mesh} needs {mesh.size} ranks")
-    check(world, mesh, "ddp" if mesh.shard == 1 else "zero1" if mesh.pipe > 1 else "fsdp", microbatches=3)
+    check(world, mesh, "fsdp" if mesh.shard > 1 else "ddp", microbatches=3)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv"])

@@ -54,7 +54,9 @@ class Killer:
 
 
 def make(comm: Any, strategy: str = "fsdp", model: Any = None, **options: Any) -> Any:
-    model = model or nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 48))
+    model = model or nn.Sequential(
+        nn.Linear(6, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 3)
+    )
     chosen: dict[str, Any] = {"group_bytes": 0, "reproducible_chunks": ROWS, "elastic": fsdpx.ElasticConfig(every=2)}
     chosen["optimizer"] = optim.AdamW(lr=0.01)
     return model.as_distributed(loss=nn.CrossEntropyLoss(), strategy=strategy, comm=comm, **(chosen | options))

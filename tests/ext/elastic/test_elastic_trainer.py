@@ -263,7 +263,7 @@ def test_a_rank_dies_in_the_last_step() -> None:
         trainer.inspect.engine.add_observer(Killer(comm.rank, [kill]))
         return [trainer.step(x, y) for x, y in BATCHES][-1]
 
-    for rank, action in pairs(range(3), ("COMMIT", "UPDATE0")):
+    for rank, action in (*pairs(range(3), ("COMMIT", "UPDATE0")), (0, "UPDATE0")):
         assert run(3, body, Kill(rank, action, before=len(BATCHES) - 1)) == [plain()[0][-1]] * 2
 
 

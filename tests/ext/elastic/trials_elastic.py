@@ -22,7 +22,7 @@ from jobs_threads import ROWS, make
 from jobs_ulfm import Done, job
 from trials import none_left
 
-from fsdpx import ElasticConfig, init, nn, spawn
+from fsdpx import ElasticConfig, init, spawn
 from fsdpx.errors import CheckpointError
 from fsdpx.testing.chaos import StepLog
 
@@ -148,9 +148,7 @@ class Doom:
 def train(comm: Any, plan: Plan, folder: Path) -> dict[str, Any]:
     """What each rank does, a process or a thread."""
     born = comm.rank
-    body = nn.Linear(6, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 3)
-    elastic = ElasticConfig(every=plan.every, copies=plan.ranks - 1)
-    trainer = make(comm, plan.strategy, nn.Sequential(*body), elastic=elastic)
+    trainer = make(comm, plan.strategy, elastic=ElasticConfig(every=plan.every, copies=plan.ranks - 1))
     doom = Doom(born, plan.deaths)
     trainer.inspect.engine.add_observer(doom)
     ledger, before = StepLog(folder / "ledger"), 0

@@ -47,13 +47,21 @@ def compare(torch: Any, ours: Any, theirs: Any, x: np.ndarray) -> None:
     assert_close(got, {name: value.detach().numpy() for name, value in wanted.items()}, 1e-11)
 
 
-def pair_up(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Cases in random order without those whose arguments, two by two, have all met before; all for `make thorough`."""
+def pair_up(cases: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple[Any, ...]]:
+    """Cases in random order without those whose arguments, so many at a time, have all met before; all for `make
+    thorough`."""
     shuffled, met = list(cases), set[Any]()
+    assert len(shuffled) > 20
     if THOROUGH:
         return shuffled
     np.random.default_rng(0).shuffle(shuffled)
-    return [case for case in shuffled if len(met) < len(met := met | {*combinations(enumerate(map(repr, case)), 2)})]
+    chosen = []
+    for case in shuffled:
+        groups = {*combinations(enumerate(map(repr, case)), together)}
+        if groups - met:
+            chosen.append(case)
+            met |= groups
+    return chosen
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -76,11 +84,8 @@ def test_transposed_convolutions_are_those_of_pytorch(dims: int) -> None:
     torch = pytest.importorskip("torch")
     ours, theirs = getattr(nn, f"ConvTranspose{dims}d"), getattr(torch.nn, f"ConvTranspose{dims}d")
     x, groups = noise(2, 4, *(4, 5, 6)[:dims]), (1, 2) if dims < 3 else (1,)
-    for k, s, p, m, g, d in pair_up(
-        case
-        for case in product((1, 2, 3), (1, 2, 3), (0, 1), (0, 1), groups, (1, 2))
-        if case[3] < max(case[1], case[5])
-    ):
+    cases = product((1, 2, 3), (1, 2, 3), (0, 1), (0, 1), groups, (1, 2))
+    for k, s, p, m, g, d in pair_up((case for case in cases if case[3] < max(case[1], case[5])), together=3):
         compare(torch, ours(4, 6, k, s, p, m, g, True, d), theirs(4, 6, k, s, p, m, g, True, d), x)
 
 

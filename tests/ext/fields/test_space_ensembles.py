@@ -13,6 +13,7 @@ from test_space import grid_of, refused
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.comm import Communicator
+from fsdpx.errors import MeshError
 from fsdpx.testing import assert_close
 
 SHAPE = (10, 7)
@@ -166,7 +167,7 @@ def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
     ],
 )
 def test_what_cannot_be_is_refused_on_all_ranks(call: Any, message: str) -> None:
-    for text in spawn(lambda comm: refused(comm, call), 4):
+    for text in spawn(lambda comm: refused(comm, call, MeshError), 4):
         assert message in text, text
 
 

@@ -27,7 +27,7 @@ def alone(name: str) -> Any:
     return spawn(lambda comm: trained(comm, name, None, LOSS), 1)[0]
 
 
-@pytest.mark.parametrize("name", ["unet3", "attention"])
+@pytest.mark.parametrize("name", ["unet", "unet3", "attention"])
 def test_a_cartesian_communicator_trains_on_its_parts(world: Communicator, name: str) -> None:
     """Even parts, or uneven ones of which some are empty, on the grid that MPI makes of the ranks: with one rank more
     the other ones. `test_space.py` tries both on each number of thread ranks."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import even, random_cuts
+from grids import even, grid_at, random_cuts
 from staggered_flow import NX, NY, OPTIONS, U_NEXT, V_NEXT, P, U, V, flow_model, trained
 
 import fsdpx
@@ -48,6 +48,27 @@ def test_one_process_is_the_plain_model(alone: Any) -> None:
     relative = np.linalg.norm(v[0, 0] - V_NEXT) / np.linalg.norm(V_NEXT)
     assert first == pytest.approx(((u[0, 0] - U_NEXT) ** 2).mean() + relative, rel=1e-12)
     assert alone[0][0] == pytest.approx(first, rel=1e-12)
+
+
+def test_faces_in_faces_out_with_ghosts_of_the_solver() -> None:
+    """Rollouts on the faces of x, periodic along y, with ghost cells on each side, which the first layer reads."""
+    model = nn.Rollout(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 1)), 2)
+    wide = np.pad(np.pad(U, ((1, 1), (0, 0)), "wrap"), ((0, 0), (1, 1)), constant_values=0.25)
+    target = np.random.default_rng(3).standard_normal((*U.shape, 2))
+
+    def run(comm: Communicator, dims: tuple[int, int]) -> Any:
+        grid = grid_at(comm, dims, even((NY, NX), dims), layout="yxc", ghosts=1, periods=(True, False))
+        faces = grid.faces("x", shared=True)
+        trainer = model.as_distributed(domain=faces, comm=comm, **OPTIONS | {"loss": nn.MSELoss()})
+        (y, x), (ny, nx), ghosts = faces.offsets, faces.local_shape, faces.ghosts
+        mine = wide[y : y + ny + 2, x : x + nx + sum(ghosts[1]), None]
+        losses = [trainer.step(mine, faces.take_local(target)) for _ in range(2)]
+        return losses, trainer.parameters() | {"predicted": faces.all_gather(trainer.predict(mine))}
+
+    losses, values = spawn(run, 1, (1, 1))[0]
+    for got, found in spawn(run, 4, (2, 2)):
+        np.testing.assert_allclose(got, losses, rtol=1e-12)
+        assert_close(found, values, 1e-12)
 
 
 def test_faces_are_cut_where_cells_are() -> None:

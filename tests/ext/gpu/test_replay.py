@@ -205,7 +205,7 @@ CUTS: dict[str, tuple[dict[str, Any], list[int]]] = {
     [
         (Reading, "float: the stream is capturing", ["units", "one unit"]),
         (Drawing, "an array is copied from the host", ["units", "pipe"]),
-        (Rolling, "its random numbers are made on the host", ["units"]),
+        (Rolling, "its random numbers are made on the host", ["units", "pipe"]),
         (Failing, "bool: the stream is capturing", ["units", "one unit", "pipe"]),
     ],
 )

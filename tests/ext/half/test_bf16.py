@@ -97,7 +97,7 @@ def test_one_hash_with_chunks_at_any_world_size_and_strategy(case: str) -> None:
 
 
 def losses_of_wide(comm: Communicator, mesh: Mesh, precision: Any, **options: Any) -> list[float]:
-    return train_on_mesh(comm, "wide", mesh, "fsdp", (4, 4), precision=precision, optimizer=SGD, **options)[0]
+    return train_on_mesh(comm, "wide", mesh, "fsdp", (4, 4, 4), precision=precision, optimizer=SGD, **options)[0]
 
 
 @in_full
@@ -280,7 +280,7 @@ def test_running_statistics_are_not_kept_in_16_bits(buffers: str) -> None:
 @pytest.mark.parametrize("precision", ["float32", "bf16", "bf16-true"])
 def test_running_statistics_arrive_at_what_they_follow(precision: str) -> None:
     def run(comm: Communicator) -> Any:
-        norm = nn.BatchNorm(2, momentum=0.5)
+        norm = nn.BatchNorm(2, momentum=0.4)
         trainer = norm.as_distributed(loss=nn.MSELoss(), optimizer=SGD, precision=precision, comm=comm)
         x = np.array([[140.0, -1.0], [164.0, 3.0]])[comm.rank :: comm.size]
         for _ in range(30):

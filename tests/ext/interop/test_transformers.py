@@ -97,6 +97,16 @@ def test_steps_are_those_of_plain_pytorch(make: Any, way: str) -> None:
         np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
 
 
+def test_chunks_give_the_bits_of_one_process() -> None:
+    model, x, y, *_ = in_float64(llama)
+    chunks: dict[str, Any] = {"reproducible_chunks": 6, "precision": "float64"}
+    losses, end = trained(model, x, y, 1, **chunks)
+    found, parameters = trained(model, x, y, 2, **chunks, mesh=fsdpx.Mesh(pipe=2))
+    assert found == losses
+    for name, value in parameters.items():
+        np.testing.assert_array_equal(value, end[name], err_msg=name)
+
+
 def test_chunks_of_a_model_with_batch_norms_are_refused() -> None:
     model, x, y, *_ = in_float64(resnet18)
     first = "resnet.embedder.embedder.normalization"

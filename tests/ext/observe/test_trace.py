@@ -314,14 +314,13 @@ made["closed"].close()
 made["saved"].inspect.save_trace()
 made["later"].inspect.save_trace()
 made["later"].step(*batch)
-sys.exit(3)
 """
 
 
 def test_a_trace_that_nobody_wrote_is_told(tmp_path: Path) -> None:
     """The end of a script cannot write it, since that takes all ranks; but it is not lost in silence."""
     done = subprocess.run([sys.executable, "-c", LOST, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 3, done.stderr
+    assert done.returncode == 0, done.stderr
     for name, lost in {"lost": True, "closed": False, "saved": False, "later": True}.items():
         assert (f"not written to {tmp_path / name}: call trainer.close()" in done.stderr) == lost, done.stderr
         assert (tmp_path / name / get_trace_file_name(0)).exists() == (name != "lost")

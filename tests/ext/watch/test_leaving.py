@@ -80,7 +80,8 @@ def test_a_loop_that_ends_early(tmp_path):
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(
-    ("streams", "end"), pairs(["full", "closed", "gone"], ["raise RuntimeError('my own bug')", "os._exit(0)"])
+    ("streams", "end"),
+    [*pairs(["full", "closed", "gone"], ["raise RuntimeError('my own bug')", "os._exit(0)"]), ("gone", "os._exit(0)")],
 )
 def test_a_rank_that_cannot_write_ends_the_others_too(tmp_path, streams, end):
     """So that none waits for it, no rank can: the logs of all may lie on the same disk."""
