@@ -46,13 +46,13 @@ class OneRank:
 def output_shapes(
     model: LayerList, inputs: Sequence[Any], dtype: Any = "float32", axes: LayerAxes | None = None
 ) -> list[Any]:
-    """Return the outputs of a model on this rank as shape-only arrays, given one array per input, of which only shape
-    and dtype are read.
+    """Return the outputs of a model on this rank as shape-only arrays.
 
-    `dtype` is the dtype of the parameters. `axes` is the connected mesh of this rank, for models that are sharded over
-    a tensor axis; None means one rank. Raise ShapeError if an input of a layer does not fit; the message contains the
-    path of the layer, the inputs and their sources, and the shape that the layer needs. Raise ConfigError, with the
-    path of the layer, if a layer calls numpy directly or returns a dtype that the model does not compute in."""
+    `inputs` contains one array per input; only its shape and dtype are read. `dtype` is the dtype of the parameters.
+    `axes` is the connected mesh of this rank, for models that are sharded over a tensor axis; None means one rank.
+    Raise ShapeError if an input of a layer does not fit; the message contains the path of the layer, the inputs and
+    their sources, and the shape that the layer needs. Raise ConfigError, with the path of the layer, if a layer calls
+    numpy directly or returns a dtype that the model does not compute in."""
     values = value_shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
 

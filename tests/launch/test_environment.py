@@ -281,14 +281,14 @@ def test_a_port_of_a_host_is_a_place_to_meet() -> None:
 
 
 TRAINS = """
-import os, sys, numpy as np, fsdpx
+import os, numpy as np, fsdpx
 from fsdpx import nn, optim
 from fsdpx.examples import models
 
 comm = fsdpx.init()
 trainer = models.make_mlp(1, 8).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), strategy="fsdp")
 for step in range(3):
-    if sys.argv[1] == "dies" and os.environ["FSDPX_RESTART"] == "0" and step == 1 and comm.rank == comm.size - 1:
+    if os.environ["FSDPX_RESTART"] == "0" and step == 1 and comm.rank == comm.size - 1:
         os.kill(os.getpid(), 9)
     trainer.step(np.ones((4, 8), np.float32), np.zeros(4, np.int64))
 digest = trainer.inspect.compute_fingerprint()
@@ -296,14 +296,15 @@ print(f"rank {comm.rank} of {comm.size}: LOCAL_RANK={os.environ['LOCAL_RANK']} {
 """
 
 
-def two_hosts(folder: Path, *words: str, each: int = 2, restarts: int = 0, **variables: str) -> list[tuple[int, str]]:
-    """The status of each of two launchers with so many ranks each, and what it has printed."""
+def two_hosts(folder: Path) -> list[tuple[int, str]]:
+    """The status of each of two launchers with one rank each, and what it has printed."""
     (folder / "train.py").write_text(TRAINS)
-    own = {"PYTHONPATH": str(ROOT), "FSDPX_SECRET": SECRET, "FSDPX_TUNE": "0", "OPENBLAS_NUM_THREADS": "1", **variables}
-    line = [*GLOO, "--master-port", str(free_port()), "--nproc-per-node", str(each), "--max-restarts", str(restarts)]
+    own = {"PYTHONPATH": str(ROOT), "FSDPX_SECRET": SECRET, "FSDPX_TUNE": "0", "OPENBLAS_NUM_THREADS": "1"}
+    own["FSDPX_TIMEOUT"] = "250"
+    line = [*GLOO, "--master-port", str(free_port()), "--nproc-per-node", "1", "--max-restarts", "1"]
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "fsdpx", "run", *line, "--node-rank", str(number), "train.py", *words],
+            [sys.executable, "-m", "fsdpx", "run", *line, "--node-rank", str(number), "train.py"],
             env=copy_without_rank_variables() | own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -327,7 +328,7 @@ def prints(*texts: str) -> set[str]:
 @needs_torch
 def test_two_launchers_train_one_model_and_start_again_after_a_death(tmp_path: Path) -> None:
     """Two launchers train one model; ranks of the other host end by what they are told of a death, not by timeout."""
-    (status, first), (other, second) = two_hosts(tmp_path, "dies", restarts=1, FSDPX_TIMEOUT="250", each=1)
+    (status, first), (other, second) = two_hosts(tmp_path)
     assert (status, other) == (0, 0), first + second
     assert "restart 1 of 1" in first
     assert re.search(r"fsdpx run: rank 1 on .*; restart 1 of 1", second), second
