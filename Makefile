@@ -177,7 +177,7 @@ check: $(VENV)/.ready
 
 # Tests that wait leave a core to the others; all cores are busy, so products take one each. Asserts that show what they
 # compare take long to compile: tests that fail (status 1) run again with them.
-CHECK = OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest $(BEHAVIOR) -m "not world and not jobs and not mpi_skip" --hypothesis-profile=check
+CHECK = OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest $(BEHAVIOR) -m "not world and not jobs and not mpi_skip" --hypothesis-profile=check --durations=10 --durations-min=0.5
 check-threads: $(VENV)/.ready
 	$(CHECK) --assert=plain -n $(JOBS) --dist worksteal || \
 		{ [[ $$? != 1 ]] || $(CHECK) --last-failed --last-failed-no-failures none; false; }

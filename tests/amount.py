@@ -4,15 +4,11 @@ from collections.abc import Iterable
 from itertools import product
 from typing import TypeVar
 
-import pytest
 from hypothesis import settings
 
 T, U = TypeVar("T"), TypeVar("U")
 CHECK = settings.get_current_profile_name() == "check"
 THOROUGH = settings.get_current_profile_name() == "thorough"
-
-
-in_full = pytest.mark.skipif(CHECK, reason="for make test: it takes more than a fifth of a second")
 
 
 def few(cases: Iterable[T], each: int) -> list[T]:

@@ -47,6 +47,8 @@ WANTING = "fsdpx/wanting/{}"
 """In pytest's cache: the tests, and files of them, that the last run skipped for want of a library, by the name of the
 virtual environment."""
 
+LONG_TESTS = Path(__file__).with_name("long_tests.txt")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -127,7 +129,7 @@ def pytest_collection() -> Iterator[object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """No rank of a job starts another job. `make check` leaves out what `some_of_each` does."""
+    """No rank of a job starts another job. `make check` leaves out long tests, and what `some_of_each` does."""
     for item in items:
         if item.get_closest_marker("jobs"):
             item.add_marker(pytest.mark.mpi_skip)
@@ -137,8 +139,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = mine
     yield
     if settings.get_current_profile_name() == "check":
-        left_out = some_of_each(items)
-        config.hook.pytest_deselected(items=left_out)
+        long = set(LONG_TESTS.read_text(encoding="utf-8").splitlines())
+        left_out = [item for item in items if name_of(item) in long]
+        items[:] = [item for item in items if name_of(item) not in long]
+        config.hook.pytest_deselected(items=left_out + some_of_each(items))
+
+
+def name_of(item: pytest.Item) -> str:
+    """The test of which this item is a case."""
+    return item.nodeid.partition("[")[0]
 
 
 def some_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -147,7 +156,7 @@ def some_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     seen: set[tuple[str, str, str]] = set()
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        name = item.nodeid.partition("[")[0]
+        name = name_of(item)
         parameters = (
             item.callspec.params
             if isinstance(item, pytest.Function) and hasattr(item, "callspec")

@@ -190,3 +190,16 @@ def test_public_names_are_all_there() -> None:
     assert set(fsdpx.__all__) <= set(dir(fsdpx))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         fsdpx.nothing  # noqa: B018
+
+
+def test_tests_that_make_check_leaves_out_exist() -> None:
+    lines = (ROOT / "tests" / "long_tests.txt").read_text().splitlines()[1:]
+    assert lines == sorted(set(lines))
+    gone = []
+    for line in lines:
+        file, *classes, function = line.split("::")
+        names = [] if function.startswith("test_contract") else [*classes, function]  # see merge_checks of contracts.py
+        source = (ROOT / file).read_text()
+        if not all(re.search(rf"^\s*(class|def) {name}\b", source, re.MULTILINE) for name in names):
+            gone.append(f"{line} is no test")
+    none(gone)

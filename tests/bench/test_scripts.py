@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 
 import fsdpx
 
@@ -195,7 +194,6 @@ def test_ranks_share_the_batch() -> None:
             assert np.array_equal(array, np.concatenate([part[n] for part in parts], 2 if model.dims else 0))
 
 
-@in_full
 def test_a_job_writes_and_reads_as_many_bytes_as_a_checkpoint_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from amount import examples, in_full
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -421,7 +421,6 @@ def test_epochs_and_seeds_shuffle_differently():
     assert list(DistributedSampler(5, shuffle=False)) == [0, 1, 2, 3, 4]
 
 
-@in_full
 def test_the_order_is_the_same_in_every_process():
     code = "from fsdpx.data import DistributedSampler as D; print(list(D(30, seed=3)))"
     found = subprocess.run(

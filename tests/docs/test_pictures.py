@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from amount import in_full
 
 pytest.importorskip("matplotlib")
 Image = pytest.importorskip("PIL.Image")
@@ -28,7 +27,6 @@ def _module() -> Any:
 make = _module()
 
 
-@in_full
 @pytest.mark.parametrize("theme", make.THEMES)
 @pytest.mark.parametrize("name", [name for name in make.PICTURES if name not in make.TRAINED])
 def test_a_picture_shows_what_the_code_says_now(name: str, theme: str) -> None:
@@ -41,7 +39,6 @@ def test_a_picture_shows_what_the_code_says_now(name: str, theme: str) -> None:
     assert path.stat().st_size < 100_000
 
 
-@in_full
 def test_a_digest_sees_what_changes() -> None:
     drawn = make.step("light")
     before = make.digest(drawn)

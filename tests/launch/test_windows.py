@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from amount import in_full
 from trials import ROOT
 
 HIDE = """
@@ -81,7 +80,6 @@ print("used")
 """
 
 
-@in_full
 def test_nothing_that_windows_lacks_is_needed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", HIDE + USE], cwd=tmp_path, capture_output=True, text=True, timeout=250,

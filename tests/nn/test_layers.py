@@ -5,7 +5,6 @@ import sys
 
 import numpy as np
 import pytest
-from amount import in_full
 from layer_cases import check_16_bits, check_refusal
 from setting import env, gradients, normal, parameters
 
@@ -174,7 +173,6 @@ def test_as_distributed_is_distribute(monkeypatch):
     assert layer.as_distributed(strategy="fsdp") == (layer, {"strategy": "fsdp"})
 
 
-@in_full
 @pytest.mark.parametrize("imported", ["from fsdpx import nn", "import fsdpx.nn.linear; from fsdpx import nn"])
 def test_as_distributed_is_there_however_layers_are_imported(imported: str) -> None:
     """`fsdpx.nn` does not import what trains its layers: the package hands it in."""

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from amount import in_full
 
 import fsdpx
 from fsdpx import nn, optim
@@ -31,7 +30,6 @@ def dry(ranks: int, here: int, strategy: str, **options):
     )  # fmt: skip
 
 
-@in_full
 def test_without_neighbors_nothing_is_shared():
     footprint = dry(4, 1, "fsdp").footprint
     assert "shared windows" not in footprint.parts
@@ -39,7 +37,6 @@ def test_without_neighbors_nothing_is_shared():
     assert footprint.parts["interpreter and libraries"].rss > 20 * MIB
 
 
-@in_full
 def test_full_parameters_are_on_a_host_once_and_gradients_are_read_by_all():
     run = dry(4, 4, "fsdp")
     windows, slab = run.footprint.parts["shared windows"], run.report.memory["working set"]
@@ -54,7 +51,6 @@ def test_full_parameters_are_on_a_host_once_and_gradients_are_read_by_all():
     assert ddp.rss == pytest.approx(PARAMETERS * 1.75, rel=0.01)
 
 
-@in_full
 def test_hosts_share_by_themselves():
     apart, together = dry(4, 2, "fsdp"), dry(4, 4, "fsdp")
     assert apart.footprint.ranks_here == 2
@@ -63,7 +59,6 @@ def test_hosts_share_by_themselves():
     assert apart.report.memory["working set"] > together.report.memory["working set"], "pages travel between hosts"
 
 
-@in_full
 def test_messages_instead_of_windows_share_nothing(monkeypatch):
     monkeypatch.setenv("FSDPX_NODE", "0")
     assert "shared windows" not in dry(4, 4, "fsdp").footprint.parts

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full, pairs
+from amount import few, pairs
 from models import CASES, make, part
 
 import fsdpx
@@ -145,7 +145,6 @@ def run(rank: int = 0, microbatches: int = 8, **options: Any) -> DryRun:
     )  # fmt: skip
 
 
-@in_full
 @pytest.mark.parametrize("rank", [1, 2])
 def test_activations_of_1f1b_are_bounded_by_the_depth(rank: int) -> None:
     """Narayanan et al. 2021: at most P - r microbatches in flight on rank r, whatever their number."""
@@ -198,7 +197,6 @@ def test_recompute_costs_one_more_forward() -> None:
     assert (ops.count("R"), ops.count("F")) == (BLOCKS // 3, BLOCKS - BLOCKS // 3)
 
 
-@in_full
 def test_a_budget_recomputes_as_little_as_it_takes() -> None:
     counts = []
     for budget in ("1GiB", "150KiB", "61KiB"):
@@ -209,7 +207,6 @@ def test_a_budget_recomputes_as_little_as_it_takes() -> None:
         blocks("1KiB")
 
 
-@in_full
 @pytest.mark.parametrize(
     ("sequence", "uneven"), few(pairs(["ring", "ulysses", "parallel"], [(11, "31KB"), (12, "31KB"), (2, "6300B")]), 3)
 )
@@ -257,7 +254,6 @@ def test_long_sequences_take_their_share_of_activations(sequence: str) -> None:
         assert of(ranks) < 1.15 * one / ranks
 
 
-@in_full
 def test_many_small_layers_become_few_collectives() -> None:
     def run(comm: Communicator) -> Any:
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(1000)))

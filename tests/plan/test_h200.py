@@ -4,12 +4,9 @@ import csv
 from pathlib import Path
 from statistics import median
 
-from amount import in_full
-
 from fsdpx import nn, plan
 
 
-@in_full
 def test_steps_of_one_gpu() -> None:
     """Smaller models, whose dry runs are quick: what a step takes, in the median, and its memory."""
     lines = Path(__file__).with_name("h200-gpt.csv").read_text().splitlines()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import THOROUGH, in_full
+from amount import THOROUGH
 
 import fsdpx
 from fsdpx import Mesh, nn, optim
@@ -186,7 +186,6 @@ def in_order(rows: Sequence[tuple[float, float]], apart: float) -> bool:
     return all(one[1] < other[1] for one in rows for other in rows if one[0] * apart < other[0])
 
 
-@in_full
 def test_strategies_are_ranked_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over links of each speed, by clocks that links alone move: fast links leave the latency, and the calls inside of
     hosts. `make thorough`: also by clocks that count the processor time of each rank."""

@@ -9,7 +9,6 @@ import weakref
 
 import numpy as np
 import pytest
-from amount import in_full
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.arena import ALIGN, BLOCK_BYTES, Arena, get_data_pointer
@@ -101,7 +100,6 @@ print(faults())
 """
 
 
-@in_full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_arrays_come_back_without_page_faults() -> None:
     """In a process of its own: the setting cannot be undone."""

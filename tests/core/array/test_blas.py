@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from amount import examples, in_full
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import LAYOUTS, lay
@@ -194,7 +194,6 @@ def test_shapes_that_do_not_fit_are_refused(library: str) -> None:
         blas.gemm(np.empty((2, 2), "f4"), np.ones((2, 3), "f4"), np.ones((2, 2), "f4"))
 
 
-@in_full
 def test_choice() -> None:
     assert "numpy" in blas.list_available_blas_libraries()
     assert blas.get_selected_library() in blas.list_available_blas_libraries()

@@ -7,7 +7,6 @@ import warnings
 
 import numpy as np
 import pytest
-from amount import in_full
 from references import KERNELS
 
 from fsdpx.core.array import from_host, get_namespace, kernels, namespace_of, parse_dtype, shapes, to_host
@@ -71,7 +70,6 @@ def test_mixed_dtypes_take_the_plain_code():
     assert kernels.layer_norm(np, x, w, w, 1e-5)[0].dtype == np.float64
 
 
-@in_full
 def test_compiled_code_is_looked_for_by_the_first_kernel_that_needs_it():
     code = """
 import sys, numpy as np
@@ -99,7 +97,6 @@ def dispatcher(function):
     return jit(function).get_dispatcher()
 
 
-@in_full
 def test_no_folder_for_the_cache_warns_once(cache, monkeypatch):
     def nowhere(copy, function, fastmath, bare):
         raise RuntimeError("cannot cache function: no locator available")
@@ -122,7 +119,6 @@ def test_only_the_first_rank_of_a_host_warns_of_it(cache, monkeypatch, local_ran
     assert len(caught) == count
 
 
-@in_full
 def test_a_full_disk_warns_and_the_kernel_runs(cache, monkeypatch, tmp_path):
     def full(self, key, data):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from amount import examples, in_full
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,7 +135,6 @@ def test_one_thread_cuts_nothing(many):
     assert [(a.shape, n) for a, n in calls] == [((1000, 1000), 7)]
 
 
-@in_full
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="no fork")
 def test_a_forked_child_starts_its_own_threads():
     code = """

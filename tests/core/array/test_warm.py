@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 
 from fsdpx.core.array import parse_dtype
 from fsdpx.core.array.kernels import choice
@@ -48,7 +48,6 @@ def test_unknown_names_cost_nothing():
     warm_up_kernels(["no such kernel"], np.float32)
 
 
-@in_full
 def test_a_kernel_is_the_same_code_whoever_asked_for_it_first():
     """Warming asks for the kernels of a model before their files are imported; a rank may have imported them."""
     code = (
@@ -83,7 +82,6 @@ assert ready() != before
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
-@in_full
 @pytest.mark.parametrize("precision", few(["'float32'", "Precision(compute='bf16')"], 2))
 def test_a_step_finds_all_kernels_warm(precision):
     code = (
@@ -113,7 +111,6 @@ assert ready() == before, ready() ^ before
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=180)
 
 
-@in_full
 def test_a_read_only_cache_is_said_once_and_kernels_run():
     code = """
 import errno, os, warnings

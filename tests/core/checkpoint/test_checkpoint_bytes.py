@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from amount import examples, few, in_full
+from amount import examples, few
 from hypothesis import Phase, given, reject, settings
 from hypothesis import strategies as st
 from models import KNOWN, make
@@ -34,7 +34,6 @@ def saved(comm: Communicator, name: str, path: Path, case: str = "wide", **optio
     return trainer.parameters()
 
 
-@in_full
 @pytest.mark.parametrize(("name", "case"), few([*((n, "wide") for n in CUT), *((n, "norms") for n in MESHES)], 5))
 def test_the_weights_are_the_file_that_safetensors_writes(
     name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -83,7 +82,6 @@ PLACES = {name: (ranks, mesh, strategy) for name, (ranks, mesh, strategy) in MES
 }
 
 
-@in_full
 @pytest.mark.parametrize("name", few(PLACES, 6))
 def test_every_mesh_has_one_file(
     name: str, reference: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,7 +141,6 @@ def test_optimizers_have_what_they_have(optimizer: Any, slots: list[str], tmp_pa
 FORMATS = {"bf16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
-@in_full
 def test_weights_in_another_format(tmp_path: Path) -> None:
     def save(comm: Communicator) -> Any:
         trainer = build(comm, "3D")
@@ -184,7 +181,6 @@ def test_precisions_change_by_convert_alone(tmp_path: Path) -> None:
     spawn(load, 2, "float64", True)
 
 
-@in_full
 def test_several_files_and_their_index(tmp_path: Path) -> None:
     def save(comm: Communicator) -> Any:
         trainer = build(comm, "3D")
@@ -214,7 +210,6 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
     assert_close(everywhere("fsdp 3", load)[0], values)
 
 
-@in_full
 @pytest.mark.parametrize("name", few(["fsdp 3", "one", "3D"], 3))
 def test_weights_of_anybody_are_loaded(name: str, reference: tuple[Path, str], tmp_path: Path) -> None:
     """A tied parameter under either name, or both."""
@@ -237,7 +232,6 @@ def test_weights_of_anybody_are_loaded(name: str, reference: tuple[Path, str], t
     everywhere(name, load)
 
 
-@in_full
 def test_running_statistics_are_those_of_their_stage(tmp_path: Path) -> None:
     """One on each of two, in the file and in what the trainer gathers."""
     x = np.random.default_rng(0).standard_normal((4, 3)) + 1.0
@@ -273,7 +267,6 @@ def test_running_statistics_may_be_missing(tmp_path: Path) -> None:
     assert (found["1.running_mean"] == 0).all()
 
 
-@in_full
 def test_saving_and_loading_take_a_few_blocks_of_memory(tmp_path: Path) -> None:
     """80 MB of arrays; a tensor axis cuts columns, so that runs are short."""
 
@@ -326,7 +319,6 @@ ANY_MESH = st.builds(
 )
 
 
-@in_full
 @settings(max_examples=examples(20), phases=(Phase.explicit, Phase.reuse, Phase.generate))  # shrinking takes minutes
 @given(
     mesh=ANY_MESH,

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from amount import in_full
 from models import make
 from present import needs
 from savers import build, refused, steps
@@ -72,7 +71,6 @@ def trained(comm: Communicator, path: Path, **options: Any) -> None:
     trainer.call_runner.wait_for_background_save()
 
 
-@in_full
 @pytest.mark.parametrize(("after", "in_background", "short"), FULL_AFTER)
 def test_a_full_disk(old: Any, after: int, in_background: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank meets it."""
@@ -105,7 +103,6 @@ def test_a_full_disk_at_the_end(old: Any, module: Any, later: int, monkeypatch: 
     assert refused(2, trained, old[0]).endswith("No space left on device (ENOSPC)")
 
 
-@in_full
 def test_a_full_disk_in_the_background_of_one_rank(old: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise FULL
@@ -276,7 +273,6 @@ def nobody() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@in_full
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs POSIX")
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_folder_without_permission(nobody: Path, in_background: bool) -> None:
@@ -440,7 +436,6 @@ def test_ranks_that_want_different_things(tmp_path: Path) -> None:
     assert "ranks differ in options: rank 0 has SaveChoices(dtype=None" in text
 
 
-@in_full
 def test_two_jobs_do_not_save_to_one_place(old: Any) -> None:
     code = (
         "import sys; from pathlib import Path; from fsdpx.core.checkpoint.atomic_commit import _lock_checkpoint\n"

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from amount import examples, few, in_full
+from amount import examples, few
 from fuzz import Fuzz, held
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -153,14 +153,12 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Fuzz:
     return Fuzz(tmp_path_factory.mktemp("fuzz"))
 
 
-@in_full
 @settings(max_examples=examples(240))
 @given(seed=st.integers(0, 2**32))
 def test_mutated_files_are_refused_or_the_same(fuzz: Fuzz, seed: int) -> None:
     fuzz.refused(seed)
 
 
-@in_full
 def test_some_are_refused(fuzz: Fuzz) -> None:
     assert sum(fuzz.refused(seed) for seed in range(10)) > 7
 
@@ -313,7 +311,6 @@ TAKEN = [
 """Values that are as good as those that stood there."""
 
 
-@in_full
 def test_values_of_other_types_are_refused_alike(good: Path, tmp_path: Path) -> None:
     cases = few(spoilt(contents(good)), 7)
     assert len(cases) > 100

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 from models import KNOWN, STRATEGIES, make, part
 from savers import build, contents, everywhere, loader, steps
 from threads import on_ranks
@@ -32,7 +32,6 @@ def run(comm: Communicator, name: str, first: int, last: int, path: Path, **opti
     return digest
 
 
-@in_full
 @pytest.mark.parametrize(
     ("first", "second", "half"),
     few([("fsdp 5", "pipe 4", 1), ("one", "fsdp 3", 2), ("pipe 4", "ddp 2", 1), ("zero2 4", "one", 1)], 4),
@@ -44,7 +43,6 @@ def test_as_many_steps_again_are_all_of_them(first: str, second: str, half: int,
     assert contents(tmp_path / "a") == contents(tmp_path / "whole")
 
 
-@in_full
 def test_a_tensor_axis_resumes_exactly_on_itself(tmp_path: Path) -> None:
     def goes_on_by_itself(comm: Communicator) -> str:
         trainer = build(comm, "3D", reproducible_chunks=8, precision="float32", clip_norm=0.3)
@@ -58,7 +56,6 @@ def test_a_tensor_axis_resumes_exactly_on_itself(tmp_path: Path) -> None:
     assert everywhere("3D", run, "3D", 1, 2, tmp_path / "a") == whole
 
 
-@in_full
 def test_dropout_goes_on_with_the_seed_of_the_checkpoint(tmp_path: Path) -> None:
     def go_on(comm: Communicator, load: bool) -> list[float]:
         trainer = build(comm, "fsdp 3", reproducible_chunks=8, seed=77)
@@ -81,7 +78,6 @@ def _loaded(comm: Communicator, path: Path) -> Trainer:
     return trainer
 
 
-@in_full
 def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     """Overflow, then growth: the scale and its count are part of the state."""
 
@@ -123,7 +119,6 @@ def fitted(comm: Communicator, name: str, folder: Path | None, **options: Any) -
     return digest, history
 
 
-@in_full
 def test_fit_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """3 steps make an epoch; each part of the run is on another mesh."""
     whole, history = spawn(lambda comm: fitted(comm, "one", None, epochs=3, steps=7), 1)[0]
@@ -141,7 +136,6 @@ def test_fit_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert part_of.validation[-1] == history.validation[-1]
 
 
-@in_full
 def test_fit_of_whole_epochs_and_of_nothing_left(tmp_path: Path) -> None:
     whole = spawn(lambda comm: fitted(comm, "one", None, epochs=2), 1)[0][0]
     everywhere("fsdp 3", lambda comm: fitted(comm, "fsdp 3", tmp_path, epochs=1))
@@ -162,7 +156,6 @@ def test_a_run_can_begin_anew(tmp_path: Path) -> None:
     assert [spawn(begin, 1, resume)[0] for resume in (True, True, False)] == [0, 3, 0]
 
 
-@in_full
 def test_a_loader_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
     """The samples of the global batches, by hand."""
 
@@ -245,7 +238,6 @@ def test_gradients_that_wait_are_not_lost_silently(comm: Communicator, tmp_path:
     trainer.step(x, y)
 
 
-@in_full
 def test_after_load_a_shared_mesh_still_trains_alike(tmp_path: Path) -> None:
     """Parameters that a strategy keeps gathered, or has gathered to evaluate, are gathered anew."""
     x, y = KNOWN["wide"].batch(np.random.default_rng(1), 8)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import examples, in_full
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import on_ranks
@@ -47,7 +47,6 @@ class TestContract(CommunicatorContract):
             spawn(body, size, timeout=30)
 
 
-@in_full
 class TestContractInOtherOrdersOfArrival(CommunicatorContract):
     dtypes = "float64", "bfloat16", "int16"
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 
 from fsdpx.core.comm import (
     BACKENDS,
@@ -57,7 +56,6 @@ class Traced(CommunicatorWrapper):
         return Traced(group, self.lines)
 
 
-@in_full
 class TestDelayed(CommunicatorContract):
     dtypes = "float32", "float16", "bool"
 

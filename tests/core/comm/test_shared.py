@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name from here on
 import numpy as np
 import pytest
-from amount import examples, in_full
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import on_ranks
@@ -104,7 +104,6 @@ def test_every_kind_of_number_is_rounded_as_casts_round_it(wire):
     np.testing.assert_array_equal(out.view(np.uint32), want.view(np.uint32))
 
 
-@in_full
 def test_streamed_sums_are_stored_past_the_caches():
     from numba import njit
 
@@ -113,7 +112,6 @@ def test_streamed_sums_are_stored_past_the_caches():
         assert all("movntps" in text and "sfence" in text for text in code.values())
 
 
-@in_full
 def test_code_is_kept_on_disk():
     """Compiling takes a second, loading less than a millisecond."""
     code = """

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 from bits import Bits, bits
 from models import CASES, make, part, placed, train
 from present import needs
@@ -43,7 +43,6 @@ def test_one_hash_at_any_world_size_and_strategy(case: str) -> None:
     assert len(seen) == 1
 
 
-@in_full
 def test_groups_and_prefetch_do_not_change_bits() -> None:
     seen = {
         spawn(lambda comm, g=g, a=a: run(comm, "mlp", "fsdp", group_bytes=g, prefetch=a), 3)[0][1]
@@ -52,7 +51,6 @@ def test_groups_and_prefetch_do_not_change_bits() -> None:
     assert len(seen) == 1
 
 
-@in_full
 def test_lamb_sees_whole_parameters_in_one_order() -> None:
     seen = {
         spawn(lambda comm: run(comm, "mlp", "fsdp", optimizer=optim.LAMB(lr=1e-2)), size)[0][1] for size in (1, 2, 5)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from bits import bits
 from models import CASES, STRATEGIES, alike, make, mlp, own_part, part
 from threads import on_ranks
@@ -423,7 +422,6 @@ def call(trainer: Any, kind: str, x: Any, y: Any) -> Any:
     return getattr(trainer, kind)(x, y) if kind in ("step", "accumulate", "evaluate") else getattr(trainer, kind)(x)
 
 
-@in_full
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_a_batch_without_targets_leaves_no_trace(strategy: str) -> None:
     def run(comm: Communicator, bad: bool) -> Any:

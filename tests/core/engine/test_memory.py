@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import examples, few, in_full
+from amount import examples, few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import train
@@ -117,7 +117,6 @@ def test_the_arena_keeps_by_name() -> None:
     assert arena.generation > generation, "views of what is gone are stale"
 
 
-@in_full
 @on_ranks(2)
 def test_no_sync_gives_its_memory_back(comm: Communicator) -> None:
     """Whole gradients are held while they are local, and by nobody after the update."""
@@ -141,7 +140,6 @@ VALUE = ROWS * WIDTH * 4
 """Bytes of one microbatch of activations."""
 
 
-@in_full
 @pytest.mark.parametrize(("sequence", "time"), few([("parallel", 7), (None, 12), ("ulysses", 1), ("ring", 7)], 2))
 def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) -> None:
     """Along the axes that the program moves data over; layers' own messages over tensor are counted alone."""
@@ -166,7 +164,6 @@ def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) ->
                 assert traffic[key].bytes >= count.bytes
 
 
-@in_full
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-h2"], 2))
 def test_a_budget_holds_with_every_schedule(schedule: str) -> None:
     """Counted in slots, between all actions: also what waits for the second half of backward."""

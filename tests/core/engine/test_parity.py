@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import examples, few, in_full, pairs
+from amount import examples, few, pairs
 from bits import Bits, bits, demand_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,7 +142,6 @@ def test_gradients_are_those_of_the_global_mean() -> None:
                 assert_close(got, want, 1e-12)
 
 
-@in_full
 def test_initialization_does_not_see_the_layout() -> None:
     def run(comm: Communicator, strategy: str) -> Bits:
         return bits(make(comm, "gpt", strategy))
@@ -155,7 +154,6 @@ def test_seed_changes_the_initialization() -> None:
     assert len(prints) == 2
 
 
-@in_full
 @given(
     size=st.integers(1, 4),
     case=st.sampled_from(list(CASES)),
@@ -270,14 +268,12 @@ def all_that_fsdp_does(size: int, mesh: Mesh | None = None) -> list[Any]:
     return spawn(all_it_does, size, "fsdp", mesh=mesh)
 
 
-@in_full
 def test_zero3_is_fsdp() -> None:
     assert {*STRATEGIES, "zero3", "hybrid"} == set(PRESETS), "the others are tried by name"
     assert PRESETS["zero3"] == PRESETS["fsdp"]
     assert spawn(all_it_does, 2, "zero3") == all_that_fsdp_does(2)
 
 
-@in_full
 def test_hybrid_of_a_prime_number_of_ranks_is_fsdp() -> None:
     for size in (1, 2, 3, 5, 7):
         assert resolve_sharding("hybrid", size) == resolve_sharding("fsdp", size), size
@@ -289,7 +285,6 @@ def test_hybrid_is_else_a_mesh_of_its_own() -> None:
     assert {n: (s.replica, s.shard) for n, s in found.items()} == {4: (2, 2), 6: (2, 3), 8: (2, 4)}
 
 
-@in_full
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [*((Mesh(), s) for s in PRESETS if s != "fsdp"), (Mesh(shard=1, pipe=2), "ddp"), (Mesh(shard=1, pipe=2), "zero2")],
@@ -330,7 +325,6 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     return found
 
 
-@in_full
 def test_any_mesh_trains_to_parity_or_is_refused() -> None:
     """It would say nothing if nearly all were refused."""
     found: list[bool] = []

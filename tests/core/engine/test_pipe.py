@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full, pairs
+from amount import few, pairs
 from bits import Bits, bits
 from meshes import OPTIONS, compare, train
 from models import CASES, KNOWN, alike, make, part
@@ -29,7 +29,6 @@ def test_every_schedule_equals_one_process(schedule: str, width: int) -> None:
     compare("deep", Mesh(shard=1, pipe=width), "ddp", delays=width, schedule=schedule)
 
 
-@in_full
 @pytest.mark.parametrize(
     ("strategy", "schedule"), [("hybrid", "zbv"), ("fsdp", "zb-h2"), ("zero1", "zb-h1"), ("zero2", "interleaved")]
 )
@@ -79,7 +78,6 @@ CHUNKS = [
 ]
 
 
-@in_full
 @pytest.mark.parametrize("case", few(["gpt", "mlp"], 2))
 def test_one_hash_with_chunks(case: str) -> None:
     """In one step where the optimizer keeps all bits of gradients, else in two."""
@@ -147,7 +145,6 @@ def test_a_cut_changes_no_bit_though_numpy_adds_in_the_order_of_memory(last: str
             assert fsdpx.spawn(run, 2, {"mesh": PIPE, "stages": [first, 3 - first]})[0] == want
 
 
-@in_full
 @pytest.mark.parametrize("mesh", few([Mesh(shard=1, pipe=2), Mesh(shard=2)], 2))
 def test_recompute_changes_no_bit(mesh: Mesh) -> None:
     some_units = "60KiB" if mesh.pipe == 1 else "110KiB"
@@ -322,7 +319,6 @@ def mine(ranks: int, microbatches: int, per_rank: int) -> list[str]:
     return [" ".join([f"F{r}.{m}" for m in ends] + [f"I{r}.{m} W{r}.{m}" for m in ends]) for r in range(ranks)]
 
 
-@in_full
 def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     compare("deep", PIPE, "fsdp", schedule=mine, microbatches=3)
     file = tmp_path / "own.txt"
@@ -346,7 +342,6 @@ def test_a_schedule_that_cannot_run_is_shown(lines: list[str], text: str) -> Non
     assert re.search(f"^ProgramError: (.|\n)*{text}", said)
 
 
-@in_full
 def test_the_other_calls_of_a_trainer() -> None:
     """accumulate, no_sync, gradients, evaluate, predict and the three calls, on a mesh of pipe and data."""
 

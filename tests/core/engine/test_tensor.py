@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full, pairs
+from amount import few, pairs
 from bits import Bits, bits
 from meshes import compare, train
 from models import alike, make, part
@@ -26,7 +26,6 @@ def test_every_width_equals_one_process(sequence: str | None, width: int) -> Non
     compare("wide", Mesh(shard=1, tensor=width), "ddp", delays=width, sequence=sequence)
 
 
-@in_full
 @pytest.mark.parametrize(("sequence", "width"), pairs(SEQUENCES[1:], [2, 3]))
 def test_sequences_need_not_divide(sequence: str, width: int) -> None:
     """11 positions, then 1: all ranks but one have none."""
@@ -40,13 +39,11 @@ UNEVEN: list[tuple[Mesh, dict[str, Any]]] = [
 ]
 
 
-@in_full
 @pytest.mark.parametrize(("on", "sequence"), few(pairs(UNEVEN, SEQUENCES[1:]), 3))
 def test_sequences_need_not_divide_on_any_mesh(on: tuple[Mesh, dict[str, Any]], sequence: str) -> None:
     compare("uneven", on[0], sequence=sequence, microbatches=2, **on[1])
 
 
-@in_full
 @pytest.mark.parametrize("sequence", few(SEQUENCES[1:], 3))
 def test_uneven_sequences_have_one_hash(sequence: str) -> None:
     def run(comm: Communicator, recompute: Any) -> Bits:
@@ -67,13 +64,11 @@ def test_three_dimensions_equal_one_process(strategy: str, sequence: str | None)
     compare("wide", Mesh(pipe=2, tensor=2, **widths), strategy, sequence=sequence, microbatches=2)
 
 
-@in_full
 def test_the_order_of_the_axes_is_a_choice() -> None:
     order = ("tensor", "shard", "replica", "pipe")
     compare("wide", Mesh(shard=2, pipe=2, tensor=2, order=order), "fsdp", microbatches=2)
 
 
-@in_full
 @pytest.mark.parametrize(("sequence", "time"), few(pairs(SEQUENCES, [12, 7, 1]), 6))
 def test_predict_and_the_three_calls_see_whole_outputs(sequence: str | None, time: int) -> None:
     def run(comm: Communicator, mesh: Mesh) -> Any:
@@ -94,7 +89,6 @@ def test_predict_and_the_three_calls_see_whole_outputs(sequence: str | None, tim
         np.testing.assert_allclose(got[3], want[3], rtol=1e-10)
 
 
-@in_full
 def test_norms_of_whole_parameters_see_no_cut() -> None:
     """LAMB scales each parameter by its own norm."""
     lamb = {"optimizer": optim.LAMB(lr=0.01), "sizes": (3,)}
@@ -104,7 +98,6 @@ def test_norms_of_whole_parameters_see_no_cut() -> None:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-10, atol=1e-12, err_msg=name)
 
 
-@in_full
 def test_parameters_are_loaded_whole() -> None:
     def run(comm: Communicator) -> float:
         trainer = train(comm, "wide", Mesh(shard=1, tensor=2, pipe=2), "ddp", sizes=())[2]

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from amount import in_full
 from cases import CHAIN, STAGES, pipe, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,7 +64,6 @@ def test_published_bubbles(name: str, row: Published) -> None:
     assert round(compute_bubble(simulate(plan, costs), plan, costs), 4) == row.bubbles[name]
 
 
-@in_full
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.ranks}x{row.microbatches}-{row.forward}")
 def test_published_bubbles_of_interleaved_leave_out_a_message_per_microbatch(row: Published) -> None:
     """The published figure is P messages shorter: see docs/schedules.md."""

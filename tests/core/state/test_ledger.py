@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from amount import in_full
 from models import part
 from present import needs
 from threads import on_ranks
@@ -281,7 +280,6 @@ def test_memory_is_read_when_somebody_asks_in_the_process_that_the_report_is_abo
     assert read.count("smaps_rollup") == 1
 
 
-@in_full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
     large = np.ones(192 * MIB, np.uint8)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 from caches import set_own_cache
 from present import needs
 
@@ -43,7 +43,6 @@ def _trainer(**options):
     )
 
 
-@in_full
 def test_measured_once_then_read_from_disk(cache, monkeypatch):
     first = agree_on_tuning(_single(), True, np)
     monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: pytest.fail("it was measured again"))
@@ -68,7 +67,6 @@ def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
     assert loaded == []
 
 
-@in_full
 @needs("half", "launch")
 def test_info_tells_what_was_chosen(rates):
     assert "nothing yet: the first job measures" in str(fsdpx.info())
@@ -108,7 +106,6 @@ def test_again_measures_anew_once_in_a_process(monkeypatch, rates):
     assert len(taken) == 2
 
 
-@in_full
 @needs("plan")
 def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
     monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: pytest.fail("it was measured"))
@@ -142,7 +139,6 @@ def test_another_library_is_taken_only_if_clearly_faster(monkeypatch, faster, ta
     assert (blas.get_selected_library() == other) == taken
 
 
-@in_full
 def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
     """The same bits at any number of ranks, whatever a busy moment makes of a measurement."""
     if len(blas.list_available_blas_libraries()) < 2:

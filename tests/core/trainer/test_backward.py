@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from models import CASES, make
 from present import needs
 
@@ -94,7 +93,6 @@ def test_backward_gives_the_gradient_of_the_inputs_on_every_mesh(size: int, opti
         assert_close(g, want_g, 1e-12)
 
 
-@in_full
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, bool])
 def test_a_gradient_of_whole_numbers_is_one_of_numbers(dtype: Any) -> None:
     def run(comm: Communicator) -> None:
@@ -170,7 +168,6 @@ def test_a_step_that_ctrl_c_breaks_off_leaves_no_gradients(options: dict[str, An
     assert spawn(run, 1, True) == spawn(run, 1, False)
 
 
-@in_full
 @pytest.mark.parametrize("optimizer", [optim.AdamW(lr=1e-2, eps=1e-5, weight_decay=0.1), optim.LAMB(lr=1e-2)])
 @pytest.mark.parametrize(("case", "pattern"), [("mlp", "2.*"), ("gpt", "head.weight")])
 def test_frozen_parameters_stay_and_the_others_do_not_notice(case: str, pattern: str, optimizer: Any) -> None:

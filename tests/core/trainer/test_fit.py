@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from bits import bits
 from metric_rows import rows_of
 from models import CASES, make, part
@@ -449,7 +448,6 @@ def test_a_log_has_a_row_per_step_and_per_validation(tmp_path: Path) -> None:
     assert [r["epoch"] for r in steps] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
-@in_full
 def test_a_log_goes_on_with_its_run(tmp_path: Path) -> None:
     """Steps after the checkpoint are made again, and are there once. A line that a death has cut is left out."""
     kept = CheckpointConfig(tmp_path / "run", every=100)
@@ -625,7 +623,6 @@ def test_early_stopping_ends_with_the_best_weights(strategy: str, saved: bool, t
         assert not same(parameters, seen[4])
 
 
-@in_full
 def test_the_last_weights_stay_where_they_are_wanted() -> None:
     _, seen, parameters, _ = ranks(2, worse, None, restore_best=False)[0]
     assert same(parameters, seen[4])
@@ -665,7 +662,6 @@ def test_more_patience_or_steps_take_a_finished_run_up_again(tmp_path: Path) -> 
     assert not same(parameters, seen[0])
 
 
-@in_full
 def test_stop_and_epochs_finish_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stop = {"patience": None, "stop": lambda history: history.steps >= 6}
     assert [ranks(2, worse, tmp_path / "a", **stop)[0][0].reason for _ in range(2)] == ["stop() said so"] * 2
@@ -700,7 +696,6 @@ def test_a_folder_that_cannot_be_written_is_named_before_training(tmp_path: Path
     assert ranks(2, run) == [0, 0]
 
 
-@in_full
 def test_what_has_changed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"patience": None}
     ranks(2, worse, tmp_path, steps=3, **options)

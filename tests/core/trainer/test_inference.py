@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 from bits import Bits, bits
 from models import make, mlp
 
@@ -194,7 +194,6 @@ def test_the_text_with_a_cache_is_the_text_without_on_every_mesh(of: Any) -> Non
         assert spawn(lambda comm, o=options: texts(comm, of, o, True), ranks) == [want] * ranks, options
 
 
-@in_full
 def test_several_prompts_give_what_each_gives_alone() -> None:
     trainer = loud(gpt(spawn(lambda comm: comm, 1)[0]))
     together = trainer.generate(PROMPTS, 20)

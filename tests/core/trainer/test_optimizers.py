@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from bits import Bits, bits
 from present import needs
 from ranks import from_rank_0
@@ -43,7 +42,6 @@ def train(trainer: fsdpx.Trainer, steps: int) -> Bits:
     return bits(trainer)
 
 
-@in_full
 @pytest.mark.parametrize(("name", "precision"), [*product(MAKE, ["float32", "bf16-true"]), ("Muon", "bf16")])
 def test_with_chunks_the_bits_are_the_same_at_any_world_size(name: str, precision: str) -> None:
     meshes = [(1, {}), (3, {}), (4, {"mesh": Mesh(replica=2)}), (5, {}), (2, {"strategy": "zero1", "group_bytes": 0})]
@@ -267,7 +265,6 @@ def test_evaluation_and_prediction_with_them() -> None:
     spawn(run, 2)
 
 
-@in_full
 @pytest.mark.parametrize("precision", ["float32", "bf16", "bf16-true"])
 def test_with_chunks_they_have_the_same_bits_at_any_world_size(precision: str) -> None:
     optimizer, average = optim.AdamW(lr=1e-2), fsdpx.EMA(0.8)

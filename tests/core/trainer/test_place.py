@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from present import needs
 from trials import environment as variables_of_jobs
 from trials import job, none_left
@@ -79,7 +78,6 @@ def test_places_before_init_and_of_half_of_the_ranks(tmp_path: Path) -> None:
     assert none_left(tmp_path)
 
 
-@in_full
 def test_ranks_of_torchrun_do_not_train_alone_in_silence(tmp_path: Path) -> None:
     code = (
         "import fsdpx\n"
@@ -97,7 +95,6 @@ def test_ranks_of_torchrun_do_not_train_alone_in_silence(tmp_path: Path) -> None
         assert "LaunchError: RANK=1 and WORLD_SIZE=2 say that this process is one of 2" in "".join(said), call
 
 
-@in_full
 def test_a_process_of_a_slurm_allocation_trains_alone_with_a_note(tmp_path: Path) -> None:
     code = "import fsdpx; print(fsdpx.init().size, fsdpx.rank())"
     for tasks, notes in (("1", 0), ("8", 1)):

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from bits import Bits, bits
 from models import CASES, make, mlp, part, placed, train
 
@@ -126,7 +125,6 @@ def test_half_precision_is_near_and_alike(precision: str, strategy: str, size: i
         assert find_difference(got, want) is not None
 
 
-@in_full
 def test_clipping_counts_each_element_once() -> None:
     def run(comm: Communicator, strategy: str) -> float:
         trainer = make(comm, "gpt", strategy, clip_norm=1e9)

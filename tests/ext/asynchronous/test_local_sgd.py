@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 from bits import Bits, bits
 from models import KNOWN, make, part
 from threads import on_ranks
@@ -48,7 +48,6 @@ MESHES = [
 ]  # fmt: skip
 
 
-@in_full
 @pytest.mark.parametrize(("size", "mesh"), few(MESHES, 2), ids=str)
 def test_rounds_of_one_step_are_synchronous_training(size: int, mesh: Mesh | None) -> None:
     """With inner and outer SGD, also with parts of different size, of which some are empty."""
@@ -60,7 +59,6 @@ def test_rounds_of_one_step_are_synchronous_training(size: int, mesh: Mesh | Non
         assert_close(got, want, 1e-12)
 
 
-@in_full
 @pytest.mark.parametrize("delay", [0, 2])
 def test_outer_gradients_go_through_a_codec(delay: int) -> None:
     """In a quarter of the bytes; what is lost of one is added to the next, so all of the way is right."""
@@ -121,7 +119,6 @@ def by_hand(local: LocalSGD, replicas: int, sizes: tuple[int, ...], pages: list[
 OUTER = optim.SGD(lr=lambda number: 0.7 / number, momentum=0.9, nesterov=True)
 
 
-@in_full
 @pytest.mark.parametrize(
     "local", [LocalSGD(3, OUTER), LocalSGD(4, OUTER, fragments=2, delay=3, mix=0.25)], ids=["at once", "fragments"]
 )
@@ -169,7 +166,6 @@ def test_between_rounds_nothing_is_sent() -> None:
     assert first[3] == second[3]
 
 
-@in_full
 @pytest.mark.parametrize("delay", [0, 1, 2, 5])
 def test_fragments_travel_at_times_of_their_own(delay: int) -> None:
     """Each page is sent once in a round. What is under way at a time is the same whether somebody looks or not."""
@@ -215,7 +211,6 @@ KINDS = {
 }
 
 
-@in_full
 @pytest.mark.parametrize(("local", "inner"), KINDS.values(), ids=KINDS)
 def test_a_run_goes_on_as_if_nobody_had_stopped_it(tmp_path: Path, local: LocalSGD, inner: Any) -> None:
     """In the midst of a round and of a transfer, with the inner state of each replica; on other numbers of replicas the
@@ -359,7 +354,6 @@ def test_a_dry_run_counts_a_round() -> None:
     assert {key: dry.report.traffic[key] for key in dry.report.predicted} == dry.report.predicted
 
 
-@in_full
 def test_fit_saves_and_goes_on(tmp_path: Path) -> None:
     """In the midst of a round. Looking for preemption leaves the steps between without messages."""
     x, y = KNOWN["mlp"].batch(np.random.default_rng(3), 96)
@@ -380,7 +374,6 @@ def test_fit_saves_and_goes_on(tmp_path: Path) -> None:
     assert spawn(run, 2, 12, "parts") == spawn(run, 2, 12, "whole")
 
 
-@in_full
 def test_loops_of_ones_own() -> None:
     """Accumulation, gradients that stay local for a while, and gradients of the caller: as in synchronous training."""
 

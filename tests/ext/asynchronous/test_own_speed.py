@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from bits import Bits, bits
 from threads import on_ranks
 
@@ -55,7 +54,6 @@ def replay(strategy: Any, seconds: tuple[float, ...], seed: int = 0, steps: int 
     return set(found), virtual
 
 
-@in_full
 @pytest.mark.parametrize("strategy", ["async", AsyncSGD(staleness=2, by_staleness=True), "gossip"])
 def test_virtual_time_gives_one_exact_trajectory(strategy: Any) -> None:
     (one,), first = replay(strategy, (1, 1.3, 2), seed=5)
@@ -139,7 +137,6 @@ class Sum(nn.Loss):
         pass
 
 
-@in_full
 def test_gossip_keeps_the_mean_of_all_models() -> None:
     """With a rate of 0 nothing but averaging moves them; the last rank to start from something else is drawn near."""
 
@@ -161,7 +158,6 @@ def test_gossip_keeps_the_mean_of_all_models() -> None:
         assert moved.min() > 0.4
 
 
-@in_full
 def test_parameters_evaluate_save_and_load_speak_of_what_ranks_have_in_common(tmp_path: Any) -> None:
     def run(comm: Communicator, name: str) -> None:
         trainer = make(comm, name)

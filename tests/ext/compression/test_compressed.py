@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from turns import arrived, steps
 
 from fsdpx import Int8, TopK
@@ -49,7 +48,6 @@ def test_what_arrived_and_what_is_kept_is_what_was_given(name: str, size: int, t
     assert np.abs(sent - given).max() > 1e-4  # it does lose something
 
 
-@in_full
 @pytest.mark.parametrize("name", UNBIASED)
 @pytest.mark.parametrize("together", [False, True])
 def test_each_number_is_right_in_the_mean(name: str, together: bool) -> None:

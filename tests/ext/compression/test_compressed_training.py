@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 from bits import bits
 from models import KNOWN, make, own_part, part
 from threads import on_ranks
@@ -99,7 +99,6 @@ def test_bytes_are_those_of_the_formula(comm: Communicator, name: str, strategy:
         assert moved[axis, "all_gather"].bytes == foreign
 
 
-@in_full
 @pytest.mark.parametrize(("strategy", "size", "name"), [("fsdp", 2, "unbiased"), ("hybrid", 4, "int8")])
 def test_digits_are_learnt_nearly_as_well(name: str, strategy: str, size: int) -> None:
     """The convolutional network of the example: after 40 steps the loss is within 15 % of plain training's."""
@@ -198,7 +197,6 @@ def on_mesh(comm: Communicator, axes: str, codec: Any) -> Any:
     return losses, bits(trainer)
 
 
-@in_full
 @pytest.mark.parametrize("axes", few(AXES, len(AXES)))
 def test_on_any_mesh_ranks_agree_and_the_loss_is_close(axes: str) -> None:
     """Ranks of the tensor axis have the same of what is not cut, though blocks lie elsewhere in what is."""

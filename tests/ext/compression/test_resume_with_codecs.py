@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full, pairs
+from amount import few, pairs
 from savers import build, everywhere, steps
 
 import fsdpx
@@ -53,7 +53,6 @@ def run_with_codec(comm: Communicator, mesh: str, path: Path, codec: Any) -> tup
 STOPS = pairs(["hybrid 4", "zero1 2", "fsdp 3", "pipe 4", "tensor 3 shard 2"], ["int8", fsdpx.Int8(unbiased=True)])
 
 
-@in_full
 @pytest.mark.parametrize(("mesh", "codec"), few(STOPS, len(STOPS)))
 def test_a_run_that_stops_goes_on_with_the_same_bits(mesh: str, codec: Any, tmp_path: Path) -> None:
     whole = everywhere(mesh, run_with_codec, mesh, tmp_path / "a", codec)
@@ -68,7 +67,6 @@ MOVES = [
 """From where to where."""
 
 
-@in_full
 @pytest.mark.parametrize(("first", "second"), few(MOVES, 2))
 def test_on_other_ranks_all_that_is_owed_stays(first: str, second: str, tmp_path: Path) -> None:
     def begin(comm: Communicator) -> Any:
@@ -95,7 +93,6 @@ def test_on_other_ranks_all_that_is_owed_stays(first: str, second: str, tmp_path
             assert not later[name].any()
 
 
-@in_full
 def test_codecs_may_change_between_two_runs(tmp_path: Path) -> None:
     """A file without what a codec keeps begins at zero; what no codec asks for is left."""
 

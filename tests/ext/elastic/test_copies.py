@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 from assembled import Tensors, assembled, bits, demand_equal, elements
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,28 +153,24 @@ def demand_whole(name: str, case: str, dead: tuple[int, ...], to: str, copies: i
         demand_equal(want, left.state)
 
 
-@in_full
 @pytest.mark.parametrize("name", few(FROM, 4))
 def test_any_rank_may_be_lost_and_any_mesh_goes_on(name: str) -> None:
     for dead, to in zip(range(FROM[name][2]), [*TO] * 2, strict=False):
         demand_whole(name, "wide", (dead,), to)
 
 
-@in_full
 @pytest.mark.parametrize("to", few(TO, 3))
 def test_nobody_lost(to: str) -> None:
     demand_whole("fsdp 4", "wide", (), to)
     demand_whole("pipe 2 tensor 2", "wide", (), to)
 
 
-@in_full
 @pytest.mark.parametrize("name", ["fsdp 4", "pipe 2 shard 2"])
 def test_one_rank_of_every_pair_may_be_lost(name: str) -> None:
     for dead in product(*form_state_backup_groups(["here"] * 4, 1)):
         demand_whole(name, "gpt", dead, "fsdp 3")
 
 
-@in_full
 def test_two_copies_outlast_any_two_losses() -> None:
     for first in range(5):
         for second in range(first):
@@ -187,7 +183,6 @@ def test_replicas_and_copies_together() -> None:
         demand_whole("hybrid 4", "norms", dead, "fsdp 3", copies=2)
 
 
-@in_full
 @pytest.mark.parametrize("name", ["fsdp 2", "pipe 2 shard 2"])
 def test_running_statistics_are_those_of_the_stage_that_moves_them(name: str) -> None:
     demand_whole(name, "norms", (0,), "one")
@@ -205,7 +200,6 @@ def test_each_stage_has_the_running_statistics_of_its_own_layers() -> None:
     assert fsdpx.spawn(body, 2) == [["0.running_mean"], ["3.running_mean"]]
 
 
-@in_full
 @pytest.mark.parametrize("name", ["fsdp 4", "tensor 2 shard 2", "pipe 2 tensor 2"])
 def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name: str) -> None:
     left, count = left_by(name, "wide"), FROM[name][2]
@@ -334,7 +328,6 @@ def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
     assert [one.step for one in kept.list_complete_snapshots()] == [7]
 
 
-@in_full
 @pytest.mark.parametrize("dead", [0, 3])
 def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
     """The others hear of it, and go on from the generation before, in new hands."""
@@ -376,7 +369,6 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
     assert ranks[dead] is None
 
 
-@in_full
 def test_a_rank_that_dies_while_state_moves() -> None:
     """RankLost on all the others, and the next attempt without it succeeds from the same parts."""
     from fsdpx.core.comm.local import RankDied

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from bits import bits
 from jobs_threads import BATCHES, Kill, Killer, make
 
@@ -28,7 +27,6 @@ def owed(trainer: Any) -> float:
     return sum(trainer.call_runner.world.all_gather_object(mine))
 
 
-@in_full
 @pytest.mark.parametrize("mesh", [None, Mesh(replica=None, shard=2)])
 def test_ranks_leave_and_join_and_nothing_is_lost(mesh: Any) -> None:
     """fsdp and hybrid: also on one rank alone, which pays back in its next step."""
@@ -54,7 +52,6 @@ def test_ranks_leave_and_join_and_nothing_is_lost(mesh: Any) -> None:
     assert (end == 0) is (mesh is None)
 
 
-@in_full
 @pytest.mark.parametrize(("strategy", "at"), [("fsdp", "UPDATE1"), ("ddp", "NORM")])
 def test_a_dead_rank_leaves_what_it_owed(strategy: str, at: str) -> None:
     """Rank 1 dies in the third step, after it counts or before. The others end with the bits of 4 ranks of which one

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full, pairs
+from amount import few, pairs
 from bits import Bits, bits
 from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
 
@@ -35,7 +35,6 @@ def plain() -> tuple[list[float], Bits]:
     return spawn(body, 1)[0]
 
 
-@in_full
 def test_the_same_bits_as_a_trainer_that_is_not_elastic() -> None:
     losses, wanted = plain()
     for ranks in (1, 2, 3, 5):
@@ -43,7 +42,6 @@ def test_the_same_bits_as_a_trainer_that_is_not_elastic() -> None:
             assert (got.losses, got.bits) == (losses, wanted)
 
 
-@in_full
 def test_ranks_that_hold_16_bits_alone_leave_and_join() -> None:
     def body(comm: Any, elastic: Any) -> Bits:
         trainer = make(comm, elastic=elastic, precision=Precision("bf16", master="bf16", rounding="kahan"))
@@ -76,7 +74,6 @@ def test_ranks_leave_and_join() -> None:
         assert got == (losses, wanted, [2, 4, 1, 3])
 
 
-@in_full
 def test_a_file_says_how_many_train(tmp_path: Path) -> None:
     wanted = tmp_path / "ranks"
 
@@ -96,7 +93,6 @@ def test_a_file_says_how_many_train(tmp_path: Path) -> None:
         assert got == ([3, 2, 2, 3], plain()[1])
 
 
-@in_full
 def test_ranks_that_the_mesh_cannot_use_follow_and_take_over() -> None:
     model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
     options = {
@@ -117,7 +113,6 @@ def test_too_few_ranks_for_the_mesh() -> None:
         train(2, [Kill(0, "F0.0", before=1)], "ddp", mesh=Mesh(pipe=2))
 
 
-@in_full
 def test_state_that_nobody_has() -> None:
     """Both of a pair die at once."""
     kills = [Kill(0, "UPDATE0", before=2), Kill(2, "UPDATE0", before=2)]
@@ -184,7 +179,6 @@ def test_what_it_refuses() -> None:
         make(fsdpx.FakeCommunicator(0, 2))
 
 
-@in_full
 def test_parameters_that_are_given(tmp_path: Path) -> None:
     """They outlive a death right after, and checkpoints are those of any trainer."""
 
@@ -242,7 +236,6 @@ def test_fit_goes_on(tmp_path: Path) -> None:
 DEATHS = [("LAMB", "COMMIT"), ("LAMB", "UPDATE1"), ("AdamW", "UPDATE1")]
 
 
-@in_full
 @pytest.mark.parametrize(("optimizer", "action"), few(DEATHS, 3))
 def test_a_rank_dies_when_all_have_agreed(optimizer: str, action: str) -> None:
     """LAMB still speaks then, so that some ranks meet the loss in the step and others after it."""
@@ -254,7 +247,6 @@ def test_a_rank_dies_when_all_have_agreed(optimizer: str, action: str) -> None:
         assert [(one.losses, one.bits) for one in got] == [(wanted.losses, wanted.bits)] * len(got)
 
 
-@in_full
 def test_a_rank_dies_in_the_last_step() -> None:
     """Nobody is left waiting when the others have gone home."""
 
@@ -370,7 +362,6 @@ def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
     assert run(2, body) == [plain()[1]] * 2
 
 
-@in_full
 def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdpx.core.checkpoint import save as saving
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from amount import CHECK, THOROUGH, examples, few, in_full, pairs
+from amount import CHECK, THOROUGH, examples, few, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs_threads import STEPS, Kill, calm, train
@@ -31,7 +31,6 @@ def speaks(action: Action) -> bool:
     return bool(VERBS[action.op].moves) or action.op in ("COMMIT", "NORM", "SETTLE")
 
 
-@in_full
 @pytest.mark.parametrize("strategy", few(RANKS, 6))
 def test_every_rank_at_every_action(strategy: str) -> None:
     wanted = calm(strategy, RANKS[strategy])
@@ -50,7 +49,6 @@ def test_every_rank_at_every_action(strategy: str) -> None:
         assert [r.lost for r in got[0].recoveries] == [(rank,)], where
 
 
-@in_full
 def test_replicas_are_copies_enough() -> None:
     """No step is made again, and nothing is copied: each rank of DDP has all there is."""
     for action, step in (("NORM", 2), ("UPDATE0", 3)):
@@ -58,7 +56,6 @@ def test_replicas_are_copies_enough() -> None:
         assert [(r.step, r.replayed) for r in got[0].recoveries] == [(step, 0)], action
 
 
-@in_full
 def test_steps_since_the_last_copies_are_made_again() -> None:
     got = train(3, [Kill(1, "GATHER0", before=5)], "fsdp", elastic=ElasticConfig(every=1))
     (happened,) = got[0].recoveries
@@ -66,7 +63,6 @@ def test_steps_since_the_last_copies_are_made_again() -> None:
     assert got[0].bits == calm("fsdp", 3)[0].bits
 
 
-@in_full
 def test_a_partly_updated_state_is_not_gone_on_with() -> None:
     """LAMB speaks in its updates: the rank that lives on has made the first when it meets the loss, and takes copies of
     the step before."""
@@ -82,7 +78,6 @@ POINTS = [
 ]  # fmt: skip
 
 
-@in_full
 @pytest.mark.parametrize("point", few(POINTS, 3))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_dies_during_a_recovery(strategy: str, point: str) -> None:
@@ -97,7 +92,6 @@ def test_a_rank_dies_during_a_recovery(strategy: str, point: str) -> None:
         assert sum(len(r.lost) for r in got[0].recoveries) == 2
 
 
-@in_full
 @settings(max_examples=examples(15))
 @given(
     ranks=st.integers(2, 5), strategy=st.sampled_from(list(RANKS)), every=st.integers(1, 3), data=st.data(),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from amount import in_full
 from assembled import assembled, bits, demand_equal, elements
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,7 +90,6 @@ def cases(draw: st.DrawFn) -> Case:
     return case
 
 
-@in_full
 @given(case=cases(), block=st.sampled_from([8, 24, 64, 1 << 22]), delays=st.sampled_from([None, None, None, 1]))
 def test_everybody_gets_what_it_wants(case: Case, block: int, delays: int | None) -> None:
     def body(comm: Communicator) -> int:
@@ -217,7 +215,6 @@ def test_formats_are_not_mixed(comm: Communicator) -> None:
         reshard_arrays(comm, have, want)
 
 
-@in_full
 def test_little_memory_is_needed_beside_the_arrays() -> None:
     """4 MiB in rows go to four ranks that want columns, through messages of 16 KiB."""
     spec = ParameterSpec((1024, 1024), cut=ShardSpec(1))

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from grids import Cuts, cuts_of, even, grid_at
 from ranks import from_rank_0
 
@@ -215,7 +214,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@in_full
 @pytest.mark.filterwarnings("ignore:fsdpx. dim . is :RuntimeWarning")  # paddings and ghost cells of all kinds meet
 @pytest.mark.parametrize(("kind", "dims", "ghosts"), CASES, ids=str)
 def test_fields_of_several_grids_on_any_parts(kind: str, dims: tuple[int, int], ghosts: bool) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from grids import Cuts, OfLine, bounds, even, grid_at, part, place_of, random_cuts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,7 +99,6 @@ def wanted(shape: Sequence[int]) -> np.ndarray:
     return np.sin(np.arange(6.0 * np.prod(shape))).reshape(2, *shape, 3)
 
 
-@in_full
 @pytest.mark.parametrize("name", MODELS)
 def test_parts_train_as_the_whole_does(name: str) -> None:
     """Even and uneven parts and two losses by turns: test_field_losses.py has all losses on both."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 from grids import Cuts, OfLine, bounds, even, grid_at, place_of, random_cuts
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -79,7 +79,6 @@ def alone(first: str) -> Any:
     return spawn(run, 1)[0]
 
 
-@in_full
 @pytest.mark.parametrize("first", few(list(FIRST), 8))
 def test_ghost_cells_are_the_padding(first: str) -> None:
     """On even parts and on uneven ones by turns."""
@@ -316,7 +315,6 @@ SIDES = ["none at walls", "low alone", "none in the middle"]
 WALLS = ["zeros", "reflect", "replicate", "circular"]
 
 
-@in_full
 @pytest.mark.parametrize("mode", WALLS)
 @pytest.mark.parametrize("kind", SIDES)
 def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str) -> None:

@@ -164,7 +164,7 @@ def test_contract_and_training_without_mpi(
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) > least, passed
+    assert int(passed[1]) >= least, done.stdout
 
 
 @pytest.mark.jobs

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from amount import in_full
 from stand_in import Cublas, Cupy, Device
 
 from fsdpx import spawn
@@ -33,7 +32,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return gpu
 
 
-@in_full
 def test_ranks_are_compared_with_the_host(script: Any) -> None:
     """Here the ranks are threads without NCCL: the comparison is right, and finds what is wrong."""
 
@@ -48,7 +46,6 @@ def test_ranks_are_compared_with_the_host(script: Any) -> None:
     spawn(run, 2)
 
 
-@in_full
 def test_models_take_turns(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     import workloads

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 from calls import CALLS, ROWS, SEGMENTS, N, Q, W, X, arguments_of, each, kernel_of, noise
 from stand_in import Cupy, Device
 
@@ -85,7 +85,6 @@ def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> Non
     )
 
 
-@in_full
 @needs_compiler
 @pytest.mark.parametrize("dtype", few(BOUNDS, 3))
 def test_kernels_give_what_numpy_gives(cupy: Cupy, dtype: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full, pairs
+from amount import few, pairs
 from bits import bits
 from meshes import train as train_on_mesh
 from models import CASES, KNOWN, make, own_part, part, placed, train
@@ -81,7 +81,6 @@ def test_masters_and_sums_are_float32_and_what_is_gathered_is_half_as_large() ->
 PLACES = [("fsdp", 1), ("zero2", 2), ("fsdp", 3), ("ddp", 5)]
 
 
-@in_full
 @pytest.mark.parametrize("case", ["mlp", "gpt"])
 def test_one_hash_with_chunks_at_any_world_size_and_strategy(case: str) -> None:
     def run(comm: Communicator, strategy: str) -> Any:
@@ -100,7 +99,6 @@ def losses_of_wide(comm: Communicator, mesh: Mesh, precision: Any, **options: An
     return train_on_mesh(comm, "wide", mesh, "fsdp", (4, 4, 4), precision=precision, optimizer=SGD, **options)[0]
 
 
-@in_full
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -153,7 +151,6 @@ def test_the_plan_is_what_is_used(strategy: str, precision: Precision, nbytes: i
     assert real["optimizer"] in (nbytes * numbers, nbytes * (numbers // 2), nbytes * (numbers - numbers // 2))
 
 
-@in_full
 def test_checkpoints_hold_the_masters_exactly(tmp_path: Path) -> None:
     def save(comm: Communicator) -> Any:
         _, parameters, trainer = train(comm, "gpt", "fsdp", precision=BF16)
@@ -202,7 +199,6 @@ def test_without_masters_everything_between_steps_is_16_bits(precision: Any, str
         assert slots == ({"m", "v", "lost"} if precision is KAHAN else {"m", "v"})
 
 
-@in_full
 def test_without_masters_one_hash_and_checkpoints_that_go_on(tmp_path: Path) -> None:
     """Rounding by chance is a function of parameter, element and step: not of ranks, nor of a pause."""
 
@@ -315,7 +311,6 @@ def test_averages_of_parameters_in_16_bits_do_not_add_up_what_rounding_does(roun
     fsdpx.spawn(run, 1)
 
 
-@in_full
 def test_fp16_layers_recover_from_overflow_on_all_ranks_alike() -> None:
     def run(comm: Communicator) -> Any:
         precision = Precision("fp16", loss_scale="dynamic", initial_scale=2.0**20)

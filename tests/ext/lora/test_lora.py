@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 
 import fsdpx
 from fsdpx import Trainer, nn, optim, spawn
@@ -89,7 +88,6 @@ def test_gradients_are_those_of_the_formula(place: str) -> None:
         np.testing.assert_allclose(found[f"{name}.lora_A.weight"], scale * up.T @ g, rtol=0, atol=1e-12)
 
 
-@in_full
 def test_training_with_dropout_is_the_same_on_every_mesh() -> None:
     """Numbers of three steps; the first loss is that of the plain model, and nothing frozen moves."""
 
@@ -107,7 +105,6 @@ def test_training_with_dropout_is_the_same_on_every_mesh() -> None:
         assert all(np.allclose(found[n], want[n], rtol=0, atol=1e-9) for n in want)
 
 
-@in_full
 def test_a_tensor_axis_trains_what_one_process_does(tmp_path: Path) -> None:
     """What the model gives, three steps, merged weights and files, which hold whole matrices."""
 
@@ -149,7 +146,6 @@ def test_the_program_and_the_wire_know_adapters_alone() -> None:
     assert counted == report.predicted["shard", "reduce_scatter"]
 
 
-@in_full
 def test_files_of_peft(tmp_path: Path) -> None:
     def run(comm: Communicator, rank: int = RANK, targets: Any = TARGETS) -> Trainer:
         return make(comm, nn.add_lora(plain(), rank, ALPHA, targets=targets))

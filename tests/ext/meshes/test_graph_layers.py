@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from mesh_graphs import (
     RANKS,
     WAYS,
@@ -201,7 +200,6 @@ def test_each_step_of_a_rollout_reads_its_forcing() -> None:
 
 
 @pytest.mark.parametrize(("format", "mode"), [("bf16", "plain"), ("bf16", "numba"), ("float16", "plain")])
-@in_full
 def test_16_bits_stay_16_bits(format: str, mode: str) -> None:
     """In all layers, on two ranks; results are close to those in float64."""
     graph, dtype = Graph.random(0, 2, 9, 20), parse_dtype(format)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from amount import in_full
 from layer_cases import layers_of, rows
 from mesh_graphs import draw_parameters, env_of, slope_of
 from test_contract import CASES
@@ -99,7 +98,6 @@ def run_case(comm: Communicator, mesh: fsdpx.Partition, make: Any, inputs: Any, 
     )
 
 
-@in_full
 def test_each_layer_is_equal_on_two_parts_or_refused() -> None:
     (whole,), parts = spawn(run, 1), spawn(run, 2)
     assert {name for name, found in whole.items() if not isinstance(found, str)} == RUN

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 from models import part
 from ranks import from_rank_0
 
@@ -64,7 +64,6 @@ PLACES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@in_full
 @pytest.mark.parametrize("place", few(PLACES, 3))
 def test_every_place_of_the_experts(place: str) -> None:
     options = PLACES[place]
@@ -101,7 +100,6 @@ def test_dropout_outputs_and_gradients_of_inputs_where_samples_are_cut() -> None
             np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-@in_full
 def test_chunks_leave_the_bits() -> None:
     """The balancing loss is that of a chunk."""
     (want, *_), *_ = spawn(lambda comm: train_experts(comm, reproducible_chunks=4, clip_norm=None), 1)
@@ -112,7 +110,6 @@ def test_chunks_leave_the_bits() -> None:
         assert all(np.array_equal(got[name], value) for name, value in want.items())
 
 
-@in_full
 def test_a_checkpoint_goes_on_wherever_experts_are(tmp_path: Path) -> None:
     text = np.random.default_rng(0).integers(0, 31, (4, 9))
 

@@ -10,7 +10,7 @@ from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 
 from fsdpx.core.array import lazy_numba
 from fsdpx.core.array.jit import REORDER, jit, specialize
@@ -219,7 +219,6 @@ print(float(kernels.relu(np, np.full(4096, 2.0, np.float32)).sum()))
 """
 
 
-@in_full
 def test_what_several_processes_need_at_once_is_compiled_once(cache):
     command = [sys.executable, "-c", TOGETHER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

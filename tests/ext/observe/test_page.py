@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from models import CASES, make
 
 from fsdpx import Mesh, data, spawn
@@ -96,7 +95,6 @@ WORDS = (
 )
 
 
-@in_full
 def test_the_page_of_a_run_is_whole_by_itself(of_a_mesh: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     folder = of_a_mesh
@@ -282,7 +280,6 @@ STEP = [
 ]  # fmt: skip
 
 
-@in_full
 def test_what_ranks_do_and_microbatches_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
@@ -298,7 +295,6 @@ def test_what_ranks_do_and_microbatches_are_named(tmp_path: Path, monkeypatch: p
     assert draw_steps(schedule, tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
 
 
-@in_full
 def test_a_picture_has_both_themes_memory_by_kind_and_arrows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     held = [{"activations": [(0.0, 3 << 20), (6.0, 1 << 20)], "parameters": [(0.0, 4 << 20)], "odd": [(5.0, 1 << 20)]}]
@@ -312,7 +308,6 @@ def test_a_picture_has_both_themes_memory_by_kind_and_arrows(tmp_path: Path) -> 
     assert ends == [(1, 1)]  # F waits for GATHER0; what other ranks are late with comes from no box
 
 
-@in_full
 def test_an_arrow_comes_from_the_message_of_the_same_line() -> None:
     """Two lines of a pipe send messages of one name."""
     pytest.importorskip("matplotlib")

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
 from bits import bits
 from models import CASES, make, part
 from threads import on_ranks
@@ -158,7 +157,6 @@ class Imported:
             self.flows.append((self._begun[key], stack[-1][1]))
 
 
-@in_full
 def test_a_trace_keeps_the_rules_of_its_format(traces: Path) -> None:
     path, error, messages = merge_traces(traces)
     with gzip.open(path, "rt") as file:
@@ -181,7 +179,6 @@ def test_a_trace_keeps_the_rules_of_its_format(traces: Path) -> None:
         assert counted(imported) == messages
 
 
-@in_full
 @pytest.mark.parametrize("late", [0, 2])
 def test_no_message_arrives_before_it_is_sent(traces: Path, late: int) -> None:
     """The clock of a rank is wrong by more than a message takes, as on a busy machine."""
@@ -196,7 +193,6 @@ def test_no_message_arrives_before_it_is_sent(traces: Path, late: int) -> None:
     assert 0 < max(one.delay for one in read_traces(traces)) <= 0.1
 
 
-@in_full
 def test_a_simulated_step_lies_beside_a_measured_one(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = traces / SIMULATED
     line = ["gpt-tiny", "--mesh", "pipe=2,shard=2", "--microbatches", "3", "--batch", "6", "--trace", str(path)]
@@ -274,7 +270,6 @@ def test_a_message_is_not_sent_after_it_came() -> None:
     assert (event.start, event.end) == (1.0, 3.5)
 
 
-@in_full
 def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> None:
     def run(comm: Communicator) -> None:
         trainer = trained(comm, TraceConfig(tmp_path, steps=2), steps=3, case="mlp")
@@ -410,7 +405,6 @@ def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> N
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-@in_full
 def test_missing_and_damaged_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "merge", str(tmp_path)]) == 2
     assert (

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 from bits import Bits, bits
 
 import fsdpx
@@ -71,7 +71,6 @@ CASES: list[tuple[int, Any, dict[str, Any]]] = [
 ]
 
 
-@in_full
 @pytest.mark.parametrize(("size", "what", "options"), few(CASES, 4), ids=str)
 def test_the_same_bits_as_in_memory(size: int, what: Any, options: dict[str, Any], tmp_path: Path) -> None:
     there = spawn(lambda comm: trained(comm, tmp_path, what, **options), size)
@@ -93,7 +92,6 @@ def test_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
     }
 
 
-@in_full
 @pytest.mark.parametrize("what", ["optimizer", BOTH], ids=str)
 def test_checkpoints_go_there_and_back(what: Any, tmp_path: Path) -> None:
     """Saved from disk on 3 ranks, taken into memory on 2, saved there and taken to disk on 1: the same training."""
@@ -178,7 +176,6 @@ def test_memory_is_that_of_a_few_pages(tmp_path: Path) -> None:
     )
 
 
-@in_full
 def test_show_counts_it_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "mlp", "--ranks", "2", "--offload", "optimizer,parameters"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -282,7 +279,6 @@ def test_a_full_disk_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.M
     assert told[0].endswith(" bytes: No space left on device")
 
 
-@in_full
 def test_two_jobs_in_one_folder_are_refused(tmp_path: Path) -> None:
     """While another process has it; once that is dead, its traces are none."""
     other = (
