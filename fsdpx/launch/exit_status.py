@@ -10,6 +10,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ __all__ = ["EXIT_CASES", "DeathRecorder", "Evidence", "JobEnding", "RestartPlan"
 _MAX_RESTART_DELAY_SECONDS = 60.0
 _MAX_WAIT_IN_VAIN_SECONDS = 2.0
 """Seconds that ranks may wait in MPI_Init for a rank that has already ended. After this time, the job is ended."""
+_MAX_LAUNCHER_SECONDS = 20.0
+"""Seconds that the launcher may take to end after all ranks have ended. After this time, the launcher is killed."""
 _DEATH_ERRORS = ("RankLost", "StateLost")
 """Errors that surviving ranks raise when another rank has died."""
 _SECONDARY_ERRORS = ("Aborted", "CommError", "CommTimeout", *_DEATH_ERRORS)
@@ -46,13 +49,16 @@ class DeathRecorder:
     ----------
     order : ranks that have ended, in the order in which they ended
     missed : ranks that had ended before they could be watched
-    in_vain : event that is set when ranks have waited too long in MPI_Init for a rank that has already ended
+    in_vain : event that is set when ranks have waited too long in MPI_Init for a rank that has already ended, or if
+        the launcher hangs
+    launcher_hangs : whether all ranks ended long ago, but the launcher did not. This is noticed only if all ranks of
+        the job are on this host
     """
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.order: list[int] = []
         self.missed: list[int] = []
-        self.in_vain = threading.Event()
+        self.in_vain, self.launcher_hangs = threading.Event(), False
         self._folder, self._ranks, self._host = folder, ranks, platform.node()
         self._stop = threading.Event()
         self._living: dict[int, int] = {}  # maps descriptors of processes and named pipes to ranks
@@ -70,6 +76,7 @@ class DeathRecorder:
         """Body of the thread: record the order in which the ranks of this host end, until `close` is called."""
         known: set[int] = set()
         since = math.inf  # time at which a rank was first seen waiting for a rank that has ended
+        all_ended = math.inf  # time at which all ranks were first seen to have ended
         with select.epoll() as deaths:
             while not self._stop.is_set():
                 notes = read_rank_statuses(self._folder) if len(known) < self._ranks and not self.order else {}
@@ -84,10 +91,12 @@ class DeathRecorder:
                     if rank not in self.order:
                         self.order.append(rank)
                 now = time.monotonic()
-                since = (
-                    min(since, now) if (self.order or self.missed) and find_waiting_ranks(self._folder) else math.inf
-                )
-                if now - since >= _MAX_WAIT_IN_VAIN_SECONDS:
+                waiting = (self.order or self.missed) and find_waiting_ranks(self._folder)
+                since = min(since, now) if waiting else math.inf
+                ended = len(self.order) + len(self.missed) == self._ranks and not self._living
+                all_ended = min(all_ended, now) if ended else math.inf
+                self.launcher_hangs = now - all_ended >= _MAX_LAUNCHER_SECONDS
+                if now - since >= _MAX_WAIT_IN_VAIN_SECONDS or self.launcher_hangs:
                     self.in_vain.set()
         for descriptor in self._living:
             os.close(descriptor)
@@ -399,9 +408,5 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 def _count_attempts_without_progress(endings: Sequence[JobEnding]) -> int:
     """Going backward from the last attempt to run the job, count the earlier attempts that got at least as far as the
     last one. Stop at the first attempt that did not get as far."""
-    count, last = 0, endings[-1].step or 0
-    for earlier in reversed(endings[:-1]):
-        if (earlier.step or 0) < last:
-            break
-        count += 1
-    return count
+    last = endings[-1].step or 0
+    return sum(1 for _ in takewhile(lambda earlier: (earlier.step or 0) >= last, reversed(endings[:-1])))

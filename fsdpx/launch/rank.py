@@ -59,14 +59,12 @@ def main() -> None:
     _patch_os_exit_to_record(note)
     hooks.add_exit_listener(note.record_final_status)
     _patch_signal_to_record_handlers(note)
-    error: BaseException | None = None
     try:
         run()
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
+    except BaseException as error:
         note.update(**_make_status_fields_of_exception(error))
+        raise
+    note.update(status=0)
 
 
 def escape_colon_words(program: Sequence[str]) -> list[str]:
@@ -119,11 +117,8 @@ class RankStatusWriter:
         self.update(final=True, status=status, error=error)
 
 
-def _make_status_fields_of_exception(error: BaseException | None) -> dict[str, Any]:
-    """Return the fields of the status file for a script that ended with the exception `error`. If `error` is None, the
-    script ended normally."""
-    if error is None:
-        return {"status": 0}
+def _make_status_fields_of_exception(error: BaseException) -> dict[str, Any]:
+    """Return the fields of the status file for a script that ended with the exception `error`."""
     if not isinstance(error, SystemExit):
         return {"status": 1, "error": type(error).__name__}
     return {"status": error.code if isinstance(error.code, int) else int(error.code is not None)}

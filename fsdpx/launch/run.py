@@ -304,6 +304,9 @@ def _run_job_once(
     deaths.close()
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     notes = read_rank_statuses(own)
+    if deaths.launcher_hangs:  # then the launcher's status tells only that it was killed
+        status = next((note.status for note in notes.values() if note.status), 0)
+        _log_line(f"all ranks have ended, but the launcher, {job.found.words[0]}, has not: it was killed")
     if logs is not None:
         logs.stop_and_write_rank_statuses({note.rank: note.to_json() for note in notes.values()})
     flights = _read_flight_records(own, notes)

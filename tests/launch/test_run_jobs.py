@@ -17,6 +17,7 @@ from trials import MPIEXEC, TRAINER, environment, none_left
 import fsdpx
 from fsdpx.__main__ import main
 from fsdpx.errors import LaunchError
+from fsdpx.launch import exit_status
 from fsdpx.launch.rank_status import LogFollower
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.jobs]
@@ -66,6 +67,22 @@ def test_however_one_rank_ends_the_job_ends_soon_and_names_it(
     assert str(done.returncode) in statuses.split("|"), done.stderr
     assert f" {said}" in done.stderr.partition(f"fsdpx run: rank {ranks - 1} on ")[2], done.stderr
     assert seconds < 20  # most of a second when nothing else runs
+    assert none_left(tmp_path)
+
+
+@pytest.mark.parametrize(("what", "status"), [("pass", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 1)])
+def test_a_launcher_that_goes_on_without_ranks_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str, status: int
+) -> None:
+    launcher, script = tmp_path / "mpiexec", tmp_path / "job.py"
+    launcher.write_text(f'#!/bin/sh\n{MPIEXEC} "$@"\ntrap "" TERM\n[ $1 = --version ] || while :; do sleep 1; done\n')
+    launcher.chmod(0o700)
+    script.write_text(f"import os, sys, fsdpx\nfsdpx.init()\nfsdpx.barrier()\n{what}\n")
+    monkeypatch.setattr(exit_status, "_MAX_LAUNCHER_SECONDS", 0.2)
+    for name, value in environment(TMPDIR=str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "-n", "2", "--max-restarts", "0", "--mpiexec", str(launcher), str(script)]) == status
+    assert f"all ranks have ended, but the launcher, {launcher}, has not: it was killed\n" in capsys.readouterr().err
     assert none_left(tmp_path)
 
 
