@@ -16,15 +16,8 @@ from hypothesis import strategies as st
 from threads import on_ranks
 
 import fsdpx.core.comm as comms
-from fsdpx.core.comm import (
-    CheckedCommunicator,
-    Communicator,
-    CountingCommunicator,
-    ReduceOp,
-    TrafficCounters,
-    init,
-    spawn,
-)
+from fsdpx import Communicator, ReduceOp, spawn
+from fsdpx.core.comm import CheckedCommunicator, CountingCommunicator, TrafficCounters, init
 from fsdpx.core.comm.calls import Call, GeneratorHandle, Handle, get_progress
 from fsdpx.core.comm.p2p_collectives import iterate_ring_all_reduce
 from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError, ShapeError
@@ -55,22 +48,20 @@ class TestContractInOtherOrdersOfArrival(CommunicatorContract):
 
 
 def test_spawn_returns_results_by_rank():
-    assert spawn(lambda comm, a, b: (comm.rank, comm.size, a + b), 3, 1, 2) == [
-        (0, 3, 3),
-        (1, 3, 3),
-        (2, 3, 3),
-    ]
+    assert spawn(lambda comm, a, b: (comm.rank, comm.size, a + b), 3, 1, 2) == [(rank, 3, 3) for rank in range(3)]
 
 
-def test_spawn_needs_a_rank():
-    with pytest.raises(ConfigError, match="at least 1 rank, not 0"):
-        spawn(lambda comm: None, 0)
-
-
-def test_spawn_says_which_argument_is_the_first():
-    text = r"^spawn\(4, ...\): first the function, then the number of ranks, as in spawn\(train, 4\)$"
-    with pytest.raises(ConfigError, match=text):
-        spawn(4, lambda comm: None)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((print, 0), "at least 1 rank, not 0"),
+        ((4, print), r"^spawn\(4, ...\): first the function, then the number of ranks, as in spawn\(train, 4\)$"),
+    ],
+    ids=["no rank", "the number first"],
+)
+def test_spawn_says_what_it_needs(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        spawn(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -125,26 +116,19 @@ def test_ranks_of_a_spawn_that_ctrl_c_breaks_off_end_at_their_next_call(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("calls", "ends"),
+    ("calls", "words"),
     [
-        (lambda c: c.all_reduce(np.zeros(3), what="the loss").wait(), "wait in all_reduce of the loss: all"),
-        (
-            lambda c: c.send(np.zeros(3), 1, 4, what="ACT2").wait(),
-            "wait in send of ACT2 to rank 1, tag 4: all ranks make",
-        ),
-        (lambda c: c.barrier().wait(), "wait in barrier"),
-        (lambda c: c.recv(np.zeros(2), 1).wait(), "wait in recv from rank 1, tag 0"),
-        (lambda c: c.all_gather_object(1), "wait in all_gather_object"),
-        (lambda c: comms.open_fault_tolerant_communicator(c), "wait in split"),
+        (lambda c: c.all_reduce(np.zeros(3), what="the loss").wait(), "all_reduce of the loss: all"),
+        (lambda c: c.send(np.zeros(3), 1, 4, what="ACT2").wait(), "send of ACT2 to rank 1, tag 4: all ranks make"),
+        (lambda c: c.barrier().wait(), "barrier"),
+        (lambda c: c.recv(np.zeros(2), 1).wait(), "recv from rank 1, tag 0"),
+        (lambda c: c.all_gather_object(1), "all_gather_object"),
+        (comms.open_fault_tolerant_communicator, "split"),
     ],
 )
-def test_a_rank_that_has_returned_is_named_whatever_the_others_wait_for(calls, ends):
-    def body(comm):
-        if comm.rank == 0:
-            calls(comm)
-
-    with pytest.raises(DesyncError, match=r"^rank 1 has returned while ranks \[0\] " + ends):
-        spawn(body, 2)
+def test_a_rank_that_has_returned_is_named_whatever_the_others_wait_for(calls, words):
+    with pytest.raises(DesyncError, match=rf"^rank 1 has returned while ranks \[0\] wait in {words}"):
+        spawn(lambda comm: None if comm.rank else calls(comm), 2)
 
 
 def test_a_vote_that_a_rank_has_returned_without_is_named():
@@ -159,7 +143,7 @@ def test_a_vote_that_a_rank_has_returned_without_is_named():
 
 def test_a_group_names_ranks_as_the_world_does():
     def body(comm):
-        part = comm.subgroup([0, 2]) if comm.rank != 1 else comm.subgroup([1])
+        part = comm.subgroup([1] if comm.rank == 1 else [0, 2])
         if comm.rank == 0:
             part.barrier().wait()
 
@@ -205,21 +189,14 @@ def test_the_environment_says_how_long_a_wait_may_last_and_a_note_where_the_late
         (lambda c: c.barrier(), lambda c: c.all_reduce(np.zeros(1)), "rank . called .* ranks .* called"),
         (lambda c: c.all_reduce(np.zeros(1)), lambda c: c.all_reduce(np.zeros(2)), "different collectives"),
         (lambda c: c.broadcast(np.zeros(2), 0), lambda c: c.broadcast(np.zeros(2), 1), "different"),
-        (
-            lambda c: c.all_reduce(np.zeros(2)),
-            lambda c: c.all_reduce(np.zeros(2), ReduceOp.MAX),
-            "'SUM'.*'MAX'|'MAX'.*'SUM'",
-        ),
+        (lambda c: c.all_reduce(X), lambda c: c.all_reduce(X, ReduceOp.MAX), "'SUM'.*'MAX'|'MAX'.*'SUM'"),
         (lambda c: c.send(np.zeros(2), 1), lambda c: c.recv(np.zeros(3), 0), "2 elements .* 3 elements"),
         (lambda c: c.gather(X[:2], X, 0), lambda c: c.gather(X[:3], None, 0), "piece of 3, rank 0 counts 2"),
     ],
-)  # fmt: skip
+)
 def test_ranks_that_disagree_raise_instead_of_waiting(first, second, words):
-    def body(comm):
-        (second if comm.rank else first)(comm).wait()
-
     with pytest.raises(DesyncError, match=words):
-        spawn(body, 2, timeout=10)
+        spawn(lambda comm: (second if comm.rank else first)(comm).wait(), 2, timeout=10)
 
 
 def test_abort_ends_all_ranks():
@@ -247,8 +224,7 @@ def test_width_one_moves_nothing_and_copies_only_what_must_be_copied():
     comm.all_gather(locked, locked[:]).wait()  # the shard is the full buffer: not even written
     with pytest.raises(ValueError, match="read-only"):
         comm.all_gather(x, locked)
-    handles = comm.recv(y, 0), comm.send(2 * x, 0)
-    for handle in handles:
+    for handle in (comm.recv(y, 0), comm.send(2 * x, 0)):
         handle.wait()
     np.testing.assert_array_equal(y, 2 * x)
 
@@ -260,20 +236,6 @@ class TestGuarded(CommunicatorContract):
         spawn(lambda comm: body(CheckedCommunicator(comm)), 3, timeout=60)
 
 
-def on_each_rank(size, calls):
-    """What each rank raises that calls `calls[rank](comm)`; the last of them is for all further ranks."""
-
-    def body(comm):
-        guarded = CheckedCommunicator(comm, timeout=0.5)
-        try:
-            calls[min(comm.rank, len(calls) - 1)](guarded)
-        except DesyncError as error:
-            return str(error)
-        return None
-
-    return spawn(body, size, timeout=30)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
@@ -282,44 +244,41 @@ def on_each_rank(size, calls):
         (lambda c: c.all_reduce(np.zeros(2)), lambda c: c.all_reduce(np.zeros(2, "f4")), ("t64", "t32")),
         (lambda c: c.all_reduce(np.zeros(2)), lambda c: c.all_reduce(np.zeros(3)), ("s 2", "s 3")),
         (
-            lambda c: c.reduce_scatter(np.zeros(3), np.zeros(1), ReduceOp.SUM),
-            lambda c: c.reduce_scatter(np.zeros(3), np.zeros(1), ReduceOp.AVG),
+            lambda c: c.reduce_scatter(X[:3], np.zeros(1)), lambda c: c.reduce_scatter(X[:3], np.zeros(1), "avg"),
             ("op SUM", "op AVG"),
         ),
         (lambda c: c.all_reduce(np.zeros(2)), lambda c: c.all_reduce(np.zeros(2), wire="f2"), ("wire float16",)),
         (lambda c: c.broadcast(np.zeros(2), 0), lambda c: c.broadcast(np.zeros(2), 1), ("root 0", "root 1")),
         (
-            lambda c: c.all_gather(np.zeros(1), np.zeros(3)),
-            lambda c: c.all_gather(np.zeros(1), np.zeros(3), [1, 1, 1]),
+            lambda c: c.all_gather(X[:1], np.zeros(3)), lambda c: c.all_gather(X[:1], np.zeros(3), [1, 1, 1]),
             ("counts even", "counts [1, 1, 1]"),
         ),
         (lambda c: c.barrier(what="x" * 300), lambda c: c.barrier(what="x" * 301), ("...",)),
     ],
 )  # fmt: skip
 def test_every_rank_hears_who_called_what(one, other, words):
-    messages = on_each_rank(3, [one, other])
-    assert len(set(messages)) == 1
-    assert "ranks called different collectives (call 1): rank 0: " in messages[0]
-    assert "; ranks 1, 2: " in messages[0]
-    for word in words:
-        assert word in messages[0]
+    def body(comm):
+        with pytest.raises(DesyncError) as caught:
+            (other if comm.rank else one)(CheckedCommunicator(comm, timeout=0.5))
+        return str(caught.value)
+
+    (message,) = set(spawn(body, 3, timeout=30))
+    for word in ("ranks called different collectives (call 1): rank 0: ", "; ranks 1, 2: ", *words):
+        assert word in message
 
 
 def test_a_rank_that_does_not_come_is_named():
     told = threading.Barrier(4)
+    text = r"waited 0.5 s: ranks \[1\] did not arrive at barrier of end \(call 1\).*which ranks \[0, 2, 3\] called"
 
     def body(comm):
-        error, guarded = None, CheckedCommunicator(comm, timeout=0.5)
+        guarded = CheckedCommunicator(comm, timeout=0.5)
         if comm.rank != 1:
-            with pytest.raises(DesyncError) as error:
+            with pytest.raises(DesyncError, match=text):
                 guarded.barrier(what="end")
         told.wait()
-        return error and str(error.value)
 
-    messages = spawn(body, 4)
-    for rank in (0, 2, 3):
-        assert "waited 0.5 s: ranks [1] did not arrive at barrier of end (call 1)" in messages[rank]
-        assert "which ranks [0, 2, 3] called" in messages[rank]
+    spawn(body, 4)
 
 
 def test_a_rank_that_has_returned_is_named_with_the_call_of_the_others():
@@ -343,34 +302,28 @@ def test_agreement_goes_on_for_ever_after(comm):
     guarded.close()
 
 
-def test_a_guard_that_waits_moves_other_transfers_on():
+@on_ranks(3, timeout=30)
+def test_a_guard_that_waits_moves_other_transfers_on(comm):
     """Rank 0 comes to the barrier when its ring has ended, and that needs steps of the ranks in the guard."""
-
-    def body(comm):
-        guarded = CheckedCommunicator(comm, timeout=5)
-        x = np.ones(6)
-        handle = guarded.all_reduce(x, algorithm="ring")
-        if comm.rank == 0:
-            handle.wait()
-        guarded.barrier().wait()
+    guarded = CheckedCommunicator(comm, timeout=5)
+    x = np.ones(6)
+    handle = guarded.all_reduce(x, algorithm="ring")
+    if comm.rank == 0:
         handle.wait()
-        return x.tolist()
+    guarded.barrier().wait()
+    handle.wait()
+    assert x.tolist() == [3.0] * 6
 
-    assert spawn(body, 3, timeout=30) == [[3.0] * 6] * 3
+
+REDUCED = {
+    ReduceOp.SUM: np.sum, ReduceOp.AVG: np.mean, ReduceOp.MAX: np.max, ReduceOp.MIN: np.min, ReduceOp.PROD: np.prod,
+}  # fmt: skip
 
 
 @given(st.integers(1, 5), st.integers(0, 23), st.sampled_from(list(ReduceOp)))
 @settings(derandomize=True, database=None, deadline=None, max_examples=examples(40))
 def test_any_size_and_length(size, n, op):
     values = [np.random.default_rng(rank).uniform(0.5, 2, n) for rank in range(size)]
-    whole = np.stack(values)
-    want = {
-        ReduceOp.SUM: whole.sum(0),
-        ReduceOp.AVG: whole.mean(0),
-        ReduceOp.MAX: whole.max(0),
-        ReduceOp.MIN: whole.min(0),
-        ReduceOp.PROD: whole.prod(0),
-    }[op]
 
     def body(comm):
         buf = values[comm.rank].copy()
@@ -378,7 +331,7 @@ def test_any_size_and_length(size, n, op):
         return buf
 
     found = spawn(body, size)
-    np.testing.assert_allclose(found[0], want, rtol=1e-14)
+    np.testing.assert_allclose(found[0], REDUCED[op](values, axis=0), rtol=1e-14)
     assert len({buf.tobytes() for buf in found}) == 1
 
 
@@ -387,20 +340,16 @@ def test_bytes_and_messages(size):
     def body(comm):
         counters = TrafficCounters()
         ring(CountingCommunicator(comm, "x", counters), np.ones(12 * size)).wait()
-        return counters
+        return counters.sum_counts("x", "send")
 
-    for counters in spawn(body, size):
-        assert counters.sum_counts("x", "send").calls == 2 * (size - 1)
-        assert counters.sum_counts("x", "send").bytes == 2 * (size - 1) * 12 * 8
+    messages = 2 * (size - 1)
+    assert spawn(body, size) == [comms.CallCount(messages, messages * 12 * 8)] * size
 
 
-def test_rings_under_way_at_once_are_told_apart_by_tag():
-    def body(comm):
-        bufs = [np.full(7, float(10**i * (comm.rank + 1))) for i in range(3)]
-        handles = [ring(comm, buf, tag=i, what=f"buf {i}") for i, buf in enumerate(bufs)]
-        for i in np.random.default_rng(comm.rank).permutation(3):
-            handles[i].wait()
-        return [buf.tolist() for buf in bufs]
-
-    for found in spawn(body, 3, delays=3):
-        assert found == [[6.0] * 7, [60.0] * 7, [600.0] * 7]
+@on_ranks(3, delays=3)
+def test_rings_under_way_at_once_are_told_apart_by_tag(comm):
+    bufs = [np.full(7, float(10**i * (comm.rank + 1))) for i in range(3)]
+    handles = [ring(comm, buf, tag=i, what=f"buf {i}") for i, buf in enumerate(bufs)]
+    for i in np.random.default_rng(comm.rank).permutation(3):
+        handles[i].wait()
+    assert [buf.tolist() for buf in bufs] == [[6.0] * 7, [60.0] * 7, [600.0] * 7]

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import on_ranks
 
-from fsdpx.core.comm import (
-    CheckedCommunicator,
-    CountingCommunicator,
-    FakeCommunicator,
-    Mesh,
-    MeshAxes,
-    ReduceOp,
-    TrafficCounters,
-    connect_axes,
-    make_single_rank_axes,
-    make_single_rank_communicator,
-    spawn,
-)
+from fsdpx import FakeCommunicator, Mesh, ReduceOp, spawn
+from fsdpx.core.comm import CheckedCommunicator, CountingCommunicator, TrafficCounters, make_single_rank_communicator
 from fsdpx.core.comm.communicator import CallCount
-from fsdpx.core.comm.mesh import AXES
+from fsdpx.core.comm.mesh import AXES, connect_axes, make_single_rank_axes
 from fsdpx.errors import DesyncError, MeshError
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -75,45 +67,44 @@ def test_a_mesh_that_does_not_fill_the_world_says_the_numbers(mesh, world, words
         mesh.resolve_open_axis(world)
 
 
-def test_bad_widths_are_named():
-    for width in (0, -1, 1.5, True):
-        with pytest.raises(MeshError, match=r"mesh axis tensor=.* must be an integer of at least 1"):
-            Mesh(tensor=width)
-    with pytest.raises(MeshError, match="only one axis can fill the world"):
-        Mesh(replica=None)
-    with pytest.raises(MeshError, match="rank 4 is not on mesh"):
-        Mesh(shard=4).coordinates_of(4)
-    with pytest.raises(MeshError, match=r"call resolve\(world_size\) first"):
-        _ = Mesh().size
-
-
-def members(axes: MeshAxes) -> dict[str, list[int]]:
-    """The world ranks along each axis, found by speaking along it."""
-    names = ("world", "data", *AXES)
-    return {name: getattr(axes, name).all_gather_object(axes.world.rank) for name in names}
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *(
+            (partial(Mesh, tensor=width), "mesh axis tensor=.* must be an integer of at least 1")
+            for width in (0, -1, 1.5, True)
+        ),
+        (partial(Mesh, replica=None), "only one axis can fill the world"),
+        (lambda: Mesh(shard=4).coordinates_of(4), "rank 4 is not on mesh"),
+        (lambda: Mesh().size, r"call resolve\(world_size\) first"),
+    ],
+)
+def test_what_no_mesh_has_is_named(call, words):
+    with pytest.raises(MeshError, match=words):
+        call()
 
 
 @pytest.mark.parametrize("check", [False, True])
 def test_axes_join_the_right_ranks(check):
     mesh = Mesh(pipe=2, replica=2, shard=1, tensor=2)
-    found = spawn(lambda comm: members(connect_axes(mesh, comm, check=check)), 8)
-    for rank, joined in enumerate(found):
-        place = mesh.coordinates_of(rank)
+
+    def body(comm):
+        axes, place = connect_axes(mesh, comm, check=check), mesh.coordinates_of(comm.rank)
+        joined = {name: getattr(axes, name).all_gather_object(comm.rank) for name in ("world", "data", *AXES)}
         assert joined["world"] == list(range(8))
         assert joined["data"] == joined["replica"] == mesh.ranks_along(place, ("replica", "shard"))
         for axis in AXES:
             assert joined[axis] == mesh.ranks_along(place, (axis,))
 
+    spawn(body, 8)
 
-def test_calls_are_counted_by_axis():
-    def body(comm):
-        axes = connect_axes(Mesh(replica=2), comm)
-        axes.data.all_reduce(np.ones(8)).wait()
-        axes.shard.all_reduce(np.ones(8)).wait()
-        axes.tensor.all_reduce(np.ones(8)).wait()
-        return list(axes.counters)
 
-    assert spawn(body, 4) == [[("data", "all_reduce", 1, 2 * 6 * 8), ("shard", "all_reduce", 1, 2 * 4 * 8)]] * 4
+@on_ranks(4)
+def test_calls_are_counted_by_axis(comm):
+    axes = connect_axes(Mesh(replica=2), comm)
+    for along in (axes.data, axes.shard, axes.tensor):
+        along.all_reduce(np.ones(8)).wait()
+    assert list(axes.counters) == [("data", "all_reduce", 1, 2 * 6 * 8), ("shard", "all_reduce", 1, 2 * 4 * 8)]
 
 
 def test_check_guards_every_axis():
@@ -145,7 +136,6 @@ def test_alone():
     assert list(axes.counters) == []
 
 
-N = 10
 CALLS = {
     "all_gather": (lambda c, x, own: c.all_gather(own, x), (64, 56, 64, 56)),
     "reduce_scatter": (lambda c, x, own: c.reduce_scatter(x, own), (64, 56, 64, 56)),
@@ -161,42 +151,43 @@ CALLS = {
 """Calls, and the bytes that ranks 0 to 3 send with pieces of 2, 3, 2 and 3 of 10 float64 elements."""
 
 
+def counted(comm, axis="shard"):
+    return CountingCommunicator(comm, axis, TrafficCounters())
+
+
 class TestCounted(CommunicatorContract):
     dtypes = "float32", "float16", "bool"
 
     def run(self, body):
-        spawn(lambda comm: body(CountingCommunicator(comm, "world", TrafficCounters())), 3, timeout=30)
+        spawn(lambda comm: body(counted(comm)), 3, timeout=30)
 
 
 @pytest.mark.parametrize("verb", CALLS)
 @pytest.mark.parametrize("rank", range(4))
 def test_bytes(verb, rank):
-    counters = TrafficCounters()
-    comm = CountingCommunicator(FakeCommunicator(rank, 4), "shard", counters)
-    x, (call, nbytes) = np.ones(N), CALLS[verb]
+    comm, x, (call, nbytes) = counted(FakeCommunicator(rank, 4)), np.ones(10), CALLS[verb]
     call(comm, x, x[: (2, 3, 2, 3)[rank]].copy()).wait()
-    assert list(counters) == [("shard", verb, 1, nbytes[rank])]
+    assert list(comm.counters) == [("shard", verb, 1, nbytes[rank])]
 
 
 def test_a_call_that_is_refused_is_not_counted():
-    counters = TrafficCounters()
+    comm = counted(FakeCommunicator(0, 4))
     with pytest.raises(ValueError, match="root=4"):
-        CountingCommunicator(FakeCommunicator(0, 4), "shard", counters).broadcast(np.ones(3), 4)
-    assert list(counters) == []
+        comm.broadcast(np.ones(3), 4)
+    assert list(comm.counters) == []
 
 
 def test_one_rank_counts_nothing():
-    counters = TrafficCounters()
-    comm = CountingCommunicator(FakeCommunicator(0, 1), "shard", counters)
+    comm = counted(FakeCommunicator(0, 1))
     comm.all_gather(np.ones(3), np.ones(3)).wait()
     comm.barrier().wait()
-    assert list(counters) == []
+    assert list(comm.counters) == []
 
 
 def test_groups_of_a_counted_communicator_count_on():
-    counters = TrafficCounters()
-    CountingCommunicator(FakeCommunicator(2, 4), "data", counters).subgroup([0, 2]).broadcast(np.ones(3), 0)
-    assert list(counters) == [("data", "broadcast", 1, 24)]
+    comm = counted(FakeCommunicator(2, 4), "data")
+    comm.subgroup([0, 2]).broadcast(np.ones(3), 0)
+    assert list(comm.counters) == [("data", "broadcast", 1, 24)]
 
 
 def test_sums_and_differences():
@@ -218,19 +209,6 @@ def test_sums_and_differences():
 
 
 def test_ranks_that_do_not_exist_are_no_peers_also_inside_wrappers() -> None:
-    fake = CountingCommunicator(FakeCommunicator(1, 4), "world", TrafficCounters())
-    assert (fake.has_peers, fake.subgroup([1, 2]).has_peers, make_single_rank_communicator().has_peers) == (
-        False,
-        False,
-        False,
-    )
-    assert (
-        spawn(
-            lambda comm: (
-                CountingCommunicator(comm, "world", TrafficCounters()).has_peers,
-                comm.split(comm.rank).has_peers,
-            ),
-            2,
-        )
-        == [(True, False)] * 2
-    )
+    fake = counted(FakeCommunicator(1, 4))
+    assert not any(comm.has_peers for comm in (fake, fake.subgroup([1, 2]), make_single_rank_communicator()))
+    assert spawn(lambda comm: (counted(comm).has_peers, comm.split(comm.rank).has_peers), 2) == [(True, False)] * 2

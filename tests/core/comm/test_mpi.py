@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,14 +93,9 @@ def test_a_new_reduction_needs_no_row_elsewhere(world, monkeypatch):
     from fsdpx.core.comm.mpi import mpi
 
     asked = []
-
-    def begin(comm, call):
-        asked.append(call.op)
-        return COMPLETED
-
     monkeypatch.setitem(CALL_SPECS, "scan", CALL_SPECS["all_reduce"])
     monkeypatch.setitem(COLLECTIVES, "scan", lambda comm, call: COMPLETED)
-    monkeypatch.setitem(mpi._NATIVE_CALLS, "scan", begin)
+    monkeypatch.setitem(mpi._NATIVE_CALLS, "scan", lambda comm, call: asked.append(call.op) or COMPLETED)
     for op in (ReduceOp.SUM, ReduceOp.MAX):
         world.start_call(Call("scan", (np.zeros(1),), op))
     assert asked == [ReduceOp.SUM]
@@ -114,8 +110,7 @@ def test_the_callers_communicator_is_duplicated(comm):
     mine = MpiCommunicator(MPI.COMM_WORLD)
     stray = MPI.COMM_WORLD.irecv(source=comm.rank, tag=0)
     buf = np.zeros(2)
-    handles = mine.recv(buf, comm.rank), mine.send(np.ones(2), comm.rank)
-    for handle in handles:
+    for handle in (mine.recv(buf, comm.rank), mine.send(np.ones(2), comm.rank)):
         handle.wait()
     assert buf.tolist() == [1, 1]
     MPI.COMM_WORLD.send("theirs", comm.rank, tag=0)
@@ -178,21 +173,12 @@ def test_the_functional_api_on_mpi(comm):
     initialize.finalize()
 
 
-class Petsc:
-    """As `PETSc.Comm`: a communicator that is none of mpi4py's, and gives one."""
-
-    def __init__(self, comm):
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
-
-    def tompi4py(self):
-        return self.comm
-
-
 @on_every_rank
 def test_communicators_that_give_one_of_mpi4py_are_taken(comm):
+    """As `PETSc.Comm` does."""
     from mpi4py import MPI
 
-    petsc = Petsc(MPI.COMM_WORLD)
+    petsc = SimpleNamespace(rank=comm.rank, size=comm.size, tompi4py=lambda: MPI.COMM_WORLD)
     if is_present("fields"):
         assert fsdpx.Grid(petsc, (4,), offsets=(4 * comm.rank,)).shape == (4 * comm.size,)
     assert len(DistributedSampler(comm.size, comm=petsc)) == 1
@@ -299,12 +285,8 @@ class TestWithoutDeaths(OnEveryRank):
         from fsdpx.core.comm.node.node import NodeCommunicator
 
         def body(comm: SurvivorCommunicator) -> None:
-            for given in (
-                MPI.COMM_WORLD,
-                NodeCommunicator(MpiCommunicator()),
-                CheckedCommunicator(MpiCommunicator()),
-                comm,
-            ):
+            others = NodeCommunicator(MpiCommunicator()), CheckedCommunicator(MpiCommunicator())
+            for given in (MPI.COMM_WORLD, *others, comm):
                 made = open_fault_tolerant_communicator(given)
                 assert (made.rank, made.size) == (comm.rank, comm.size)
                 assert can_survive(made) == environment.read_environment().ulfm

@@ -7,7 +7,9 @@ import time
 import numpy as np
 import pytest
 from ranks import carrier, on_every_rank, together
-from windows import ROOM, InWindows
+from windows import ROOM, InWindows, open_node
+from windows import room as room
+from windows import world as world
 
 from fsdpx.core.base import environment
 from fsdpx.core.comm import Communicator, ReduceOp, split_evenly
@@ -19,35 +21,17 @@ from fsdpx.testing.communicator import CommunicatorContract
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 
-def _node(machines=None, timeout=30.0):
-    from fsdpx.core.comm.node.node import NodeCommunicator
-
-    return NodeCommunicator(carrier(timeout), machines)
-
-
-def _pairs(size: int) -> list[int]:
-    """Machines of two ranks each where that comes out even, taken in turn: neighbors are on different machines."""
-    return [rank % (size // 2) if size % 2 == 0 else rank // 2 for rank in range(size)]
-
-
 @pytest.fixture(autouse=True)
 def _all_through_windows(monkeypatch):
     """Small arrays, too."""
-    from fsdpx.core.comm.node import node
-
-    monkeypatch.setattr(node, "SMALL_SUM_BYTES", -1)
-
-
-@pytest.fixture(scope="module")
-def world():
-    comm = _node()
-    yield comm
-    comm.close()
+    monkeypatch.setattr("fsdpx.core.comm.node.node.SMALL_SUM_BYTES", -1)
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    comm = _node(_pairs(environment.read_environment().expected_size or 1))
+    """Machines of two ranks each where that comes out even, taken in turn: neighbors are on different machines."""
+    size = environment.read_environment().expected_size or 1
+    comm = open_node([rank % (size // 2) if size % 2 == 0 else rank // 2 for rank in range(size)])
     yield comm
     comm.close()
 
@@ -55,13 +39,6 @@ def cluster():
 @pytest.fixture(scope="module")
 def rooms(world):
     return world.allocate_shared(ROOM), world.allocate_node_buffer(ROOM)
-
-
-@pytest.fixture
-def room(world):
-    memory = world.allocate_shared(ROOM)
-    yield memory
-    world.free_shared(memory)
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +173,8 @@ def test_a_few_bytes_inside_a_host_travel_on_the_board(comm, monkeypatch):
         fulls = [np.zeros(sum(counts), np.uint8) for _ in range(BOARD_SLOTS + 6)]
         handles = []
         for i, full in enumerate(fulls):
-            handles.append(
-                comm.all_gather(np.full(counts[comm.rank], i + comm.rank, np.uint8), full, counts, what=what)
-            )
+            own = np.full(counts[comm.rank], i + comm.rank, np.uint8)
+            handles.append(comm.all_gather(own, full, counts, what=what))
             if i % 20 == comm.rank:
                 time.sleep(0.002)
         for i, (handle, full) in enumerate(zip(handles, fulls, strict=True)):
@@ -218,36 +194,21 @@ def test_groups_have_boards_of_their_own(comm, room):
 
 
 def test_who_does_not_come_is_named():
-    comm, everyone = _node(), carrier()
+    comm, everyone = open_node(), carrier()
     room = comm.allocate_shared(4096)
     comm.set_timeout(0.3)
-
-    def body(comm):
-        buf = room[:800].view(np.float64)
-        if comm.rank == 0:
-            with pytest.raises(CommTimeout, match=r"all_reduce of page 'w' on rank 0 .* ranks \[1\b.*window"):
-                comm.all_reduce(buf, what="page 'w'").wait()
-
-    if comm.is_sharing_useful:
-        body(comm)
+    if comm.is_sharing_useful and comm.rank == 0:
+        with pytest.raises(CommTimeout, match=r"all_reduce of page 'w' on rank 0 .* ranks \[1\b.*window"):
+            comm.all_reduce(room[:800].view(np.float64), what="page 'w'").wait()
     everyone.barrier().wait()
     everyone.close()
 
 
-def test_a_machine_without_room_is_known_to_all(world, monkeypatch):
-    from fsdpx.core.comm.node import shared_windows as host
-
-    if world.rank == 0:
-        monkeypatch.setattr(host, "count_free_shared_bytes", lambda: 1000)
-    together(world, world, lambda comm: _none(comm.allocate_shared(600 if comm.size > 1 else 1200)))
-    small = world.allocate_shared(8 if world.size < 100 else 0)
-    together(world, world, lambda comm: _some(small))
-    world.free_shared(small)
-
-
-def _none(memory):
-    assert memory is None
-
-
-def _some(memory):
-    assert memory.nbytes == 8
+@on_every_rank
+def test_a_machine_without_room_is_known_to_all(comm, monkeypatch):
+    if comm.rank == 0:
+        monkeypatch.setattr("fsdpx.core.comm.node.shared_windows.count_free_shared_bytes", lambda: 1000)
+    assert comm.allocate_shared(600 if comm.size > 1 else 1200) is None
+    small = comm.allocate_shared(8)
+    assert small.nbytes == 8
+    comm.free_shared(small)

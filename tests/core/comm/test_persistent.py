@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name from here on
 import numpy as np
 import pytest
 from ranks import carrier, on_every_rank, together
+from windows import open_node
+from windows import room as room
+from windows import world as world
 
 from fsdpx.core.comm import ReduceOp, split_evenly
+from fsdpx.core.comm.communicator import make_balanced_partition
 from fsdpx.errors import CommTimeout, ShapeError
 
 pytest.importorskip("numba")
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
-
-
-def _node(timeout=30.0):
-    from fsdpx.core.comm.node.node import NodeCommunicator
-
-    return NodeCommunicator(carrier(timeout))
-
-
-@pytest.fixture(scope="module")
-def world():
-    comm = _node()
-    yield comm
-    comm.close()
-
-
-@pytest.fixture(scope="module")
-def room(world):
-    memory = world.allocate_shared(1 << 20)
-    yield memory
-    world.free_shared(memory)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +32,11 @@ def _terms(comm, n, dtype, seed=0):
     return [np.random.default_rng([seed, r]).standard_normal(n).astype(dtype) for r in range(comm.size)]
 
 
+def _own(comm, whole):
+    """The piece of this rank."""
+    return make_balanced_partition(whole.size, comm.size).get_piece(whole, comm.rank)
+
+
 def _total(terms, op=ReduceOp.SUM, wire=None):
     terms = terms if wire is None else [term.astype(wire).astype(term.dtype) for term in terms]
     total = terms[0].copy()
@@ -55,61 +45,63 @@ def _total(terms, op=ReduceOp.SUM, wire=None):
     return total / len(terms) if op is ReduceOp.AVG else total
 
 
+def where_ranks_share(test):
+    """On every rank, if there are several on a host."""
+
+    @functools.wraps(test)
+    def run(comm, **given):
+        if comm.is_sharing_useful:
+            test(comm, **given)
+
+    return on_every_rank(run)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
-@on_every_rank
+@where_ranks_share
 def test_repeated_sums_have_the_bits_of_sums_in_rank_order(comm, room, dtype, op):
-    if not comm.is_sharing_useful:
-        return
     for n in (1, 7, 1000, 4099):
         buf = room[64 : 64 + n * np.dtype(dtype).itemsize].view(dtype)
         cut = split_evenly(n, comm.size)
-        piece, start = np.empty(cut[comm.rank], dtype), sum(cut[: comm.rank])
+        piece = np.empty(cut[comm.rank], dtype)
         for call in range(4):
             terms = _terms(comm, n, dtype, call)
             want = _total(terms, op)
             buf[:] = terms[comm.rank]
             comm.reduce_scatter(buf, piece, op, cut if call % 2 else None).wait()
-            assert piece.tobytes() == want[start : start + piece.size].tobytes()
+            assert piece.tobytes() == _own(comm, want).tobytes()
             assert buf.tobytes() == terms[comm.rank].tobytes()
             comm.all_reduce(buf, op).wait()
             assert buf.tobytes() == want.tobytes()
 
 
-@on_every_rank
+@where_ranks_share
 def test_repeated_sums_of_rounded_summands_read_them_where_they_lie(comm, room):
     """Nothing travels: the array is as it was. Sums of what is not rounded are others, of the same arrays."""
     wire = np.dtype("bfloat16")
-    if not comm.is_sharing_useful:
-        return
     buf = room[64 : 64 + 4 * 4099].view(np.float32)
-    piece = np.empty(split_evenly(4099, comm.size)[comm.rank], np.float32)
-    start = sum(split_evenly(4099, comm.size)[: comm.rank])
+    piece = np.empty_like(_own(comm, buf))
     for call in range(4):
         terms, through = _terms(comm, 4099, np.float32, call), wire if call % 2 else None
         want = _total(terms, wire=through)
         buf[:] = terms[comm.rank]
         comm.reduce_scatter(buf, piece, wire=through).wait()
-        assert piece.tobytes() == want[start : start + piece.size].tobytes()
+        assert piece.tobytes() == _own(comm, want).tobytes()
         assert buf.tobytes() == terms[comm.rank].tobytes()
         comm.all_reduce(buf, wire=through).wait()
         assert buf.tobytes() == (want if through is None else want.astype(wire).astype(np.float32)).tobytes()
 
 
-@on_every_rank
+@where_ranks_share
 def test_streamed_results_are_the_same(comm, room, monkeypatch):
-    from fsdpx.core.comm.node import persistent
-
-    monkeypatch.setattr(persistent, "MIN_STREAMED_BYTES", 0)
-    if not comm.is_sharing_useful:
-        return
-    buf, cut = room[: 4 * 70_001].view(np.float32), split_evenly(70_001, comm.size)
-    terms = _terms(comm, 70_001, np.float32)
+    monkeypatch.setattr("fsdpx.core.comm.node.persistent.MIN_STREAMED_BYTES", 0)
+    buf, terms = room[: 4 * 70_001].view(np.float32), _terms(comm, 70_001, np.float32)
     buf[:] = terms[comm.rank]
-    piece, start = np.empty(cut[comm.rank] + 3, np.float32)[3:], sum(cut[: comm.rank])
+    want = _own(comm, _total(terms))
+    piece = np.empty(want.size + 3, np.float32)[3:]
     for _ in range(3):
         comm.reduce_scatter(buf, piece).wait()
-        assert piece.tobytes() == _total(terms)[start : start + piece.size].tobytes()
+        assert piece.tobytes() == want.tobytes()
 
 
 def test_ranks_with_plans_meet_ranks_without(world, room, common):
@@ -138,11 +130,9 @@ def test_ranks_with_plans_meet_ranks_without(world, room, common):
     group.close()
 
 
-@on_every_rank
+@where_ranks_share
 def test_arrays_that_move_are_found_again(comm, room):
     """Every rank uses its buffers in an order of its own; views are made anew and take the numbers of old ones."""
-    if not comm.is_sharing_useful:
-        return
     fixed = [room[i * 4096 : i * 4096 + 800].view(np.float64) for i in range(3)]
     for i in range(60):
         buf = fixed[(i * (comm.rank + 1)) % 3] if i % 2 else room[i * 800 : (i + 1) * 800].view(np.float64)
@@ -153,27 +143,25 @@ def test_arrays_that_move_are_found_again(comm, room):
         gc.collect(0)
 
 
-@on_every_rank
+@where_ranks_share
 def test_a_plan_is_not_taken_for_another_array_of_the_same_id(comm, room):
-    if not comm.is_sharing_useful:
-        return
-    buf, piece = room[:800].view(np.float64), np.empty(split_evenly(100, comm.size)[comm.rank])
-    comm.reduce_scatter(buf, piece).wait()
-    key = ("reduce_scatter", id(buf), id(piece), ReduceOp.SUM, (None,), "library", None)
-    assert key in comm._persistent_calls
+    buf = room[:800].view(np.float64)
+    piece = np.empty_like(_own(comm, buf))
     other = np.empty(piece.size + 1)
-    comm._persistent_calls["reduce_scatter", id(buf), id(other), ReduceOp.SUM, (None,), "library", None] = (
-        comm._persistent_calls[key]
+    comm.reduce_scatter(buf, piece).wait()
+    key, taken = (
+        ("reduce_scatter", id(buf), id(recv), ReduceOp.SUM, (None,), "library", None) for recv in (piece, other)
     )
+    comm._persistent_calls[taken] = comm._persistent_calls[key]
     with pytest.raises(ShapeError, match=r"reduce_scatter of page 0 on rank \d+: recv has \d+ elements"):
         comm.reduce_scatter(buf, other, what="page 0")
 
 
 def test_who_does_not_come_to_a_planned_call_is_named():
-    comm, everyone = _node(), carrier()
+    comm, everyone = open_node(), carrier()
     room, common = comm.allocate_shared(4096), comm.allocate_node_buffer(4096)
 
-    def body(comm):
+    if comm.is_sharing_useful:
         buf, full = room[:800].view(np.float64), common[:8].view(np.uint8)
         comm.all_reduce(buf).wait()
         comm.all_gather(full[comm.rank : comm.rank + 1], full[: comm.size]).wait()
@@ -185,7 +173,5 @@ def test_who_does_not_come_to_a_planned_call_is_named():
             with pytest.raises(CommTimeout, match=r"barrier of the end on rank 0 .* ranks \[1\b"):
                 comm.barrier(what="the end").wait()
 
-    if comm.is_sharing_useful:
-        body(comm)
     everyone.barrier().wait()
     everyone.close()

@@ -10,6 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name from here on
 import numpy as np
@@ -32,13 +33,12 @@ ADD = {
 }  # fmt: skip
 
 
-def _row(sources, outs, divisor=1, stream=False):
+def _add(kind, sources, outs, divisor=1, stream=False):
     ranks = len(sources)
-    head = [ranks, 0, sources[0].size, divisor, int(stream), len(outs)]
-    unused = [0] * (atomics.ADDRESS_WORDS * ranks)
-    return np.array(
-        [*head, *[0] * ranks, *map(get_data_pointer, sources), *unused, *map(get_data_pointer, outs)], np.int64
-    )
+    head, unused = [ranks, 0, sources[0].size, divisor, stream, len(outs)], [0] * (atomics.ADDRESS_WORDS * ranks)
+    addresses = [*map(get_data_pointer, sources), *unused, *map(get_data_pointer, outs)]
+    row = np.array([*head, *[0] * ranks, *addresses], np.int64)
+    ADD[kind](get_data_pointer(row))
 
 
 def _wanted(sources, divisor, wire=None, written=1):
@@ -73,8 +73,7 @@ def test_sums_have_the_bits_of_numpy_and_nothing_else_is_written(kind, n, ranks,
         source[3::7] *= np.array(2.0, dtype) ** rng.integers(-40, 40, source[3::7].size)
     whole = [np.full(n + shift + 1, 7, dtype) for _ in range(1 if stream else outs)]
     divisor = ranks if average and wire is None else 1
-    row = _row(sources, [out[shift : shift + n] for out in whole], divisor, stream)
-    ADD[kind](get_data_pointer(row))
+    _add(kind, sources, [out[shift : shift + n] for out in whole], divisor, stream)
     want = _wanted(sources, divisor, wire, len(whole))
     for out in whole:
         assert out[shift : shift + n].tobytes() == want.tobytes()
@@ -82,12 +81,11 @@ def test_sums_have_the_bits_of_numpy_and_nothing_else_is_written(kind, n, ranks,
         assert out[-1] == 7
 
 
-@pytest.mark.parametrize("kind", list(ADD))
+@pytest.mark.parametrize("kind", ADD)
 def test_a_sum_may_take_the_place_of_what_is_added(kind):
     sources = [np.random.default_rng(r).standard_normal(1001).astype(kind[0]) for r in range(3)]
     want = _wanted(sources, 1, kind[1], 3)
-    row = _row(sources, sources)
-    ADD[kind](get_data_pointer(row))
+    _add(kind, sources, sources)
     assert all(source.tobytes() == want.tobytes() for source in sources)
 
 
@@ -96,10 +94,9 @@ def test_every_kind_of_number_is_rounded_as_casts_round_it(wire):
     """All exponents with mantissas at and beside ties, NaN of all kinds among them."""
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     lower = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
-    x, out = (upper[:, None] | lower).reshape(-1).view(np.float32), np.empty(upper.size * lower.size, np.float32)
-    row = _row([x], [out])
-    ADD["float32", wire](get_data_pointer(row))
-    want = np.empty_like(x)
+    x = (upper[:, None] | lower).reshape(-1).view(np.float32)
+    out, want = np.empty_like(x), np.empty_like(x)
+    _add(("float32", wire), [x], [out])
     store(np, cast_float_to_dtype(np, x, np.dtype(wire)), want)
     np.testing.assert_array_equal(out.view(np.uint32), want.view(np.uint32))
 
@@ -241,21 +238,13 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
         assert first.wait(20) == 0
 
 
-def test_no_room_is_named_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(2)
+def test_no_room_is_named_on_all_ranks(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdpx.core.comm.node.shared_windows import MappedWindow
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-
-    def run(comm: Communicator) -> None:
-        with pytest.raises(
-            ConfigError, match=r"bytes of shared memory for a window: .*: No space left on device; give"
-        ):
-            MappedWindow(comm, 64, 1.0)
-
-    spawn(run, 2)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(ConfigError, match=r"bytes of shared memory for a window: .*: No space left on device; give"):
+        MappedWindow(comm, 64, 1.0)
 
 
 @pytest.mark.jobs

@@ -14,16 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threads import on_ranks
 
+from fsdpx import FakeCommunicator, ReduceOp, spawn
 from fsdpx.core.base import environment
-from fsdpx.core.comm import (
-    COMPLETED,
-    CheckedCommunicator,
-    FakeCommunicator,
-    ReduceOp,
-    local,
-    make_single_rank_communicator,
-    spawn,
-)
+from fsdpx.core.comm import COMPLETED, CheckedCommunicator, local, make_single_rank_communicator
 from fsdpx.core.comm.communicator import SurvivorCommunicator, can_survive, drain_transfers
 from fsdpx.core.comm.init import open_fault_tolerant_communicator
 from fsdpx.core.comm.local import RankDied
@@ -31,6 +24,7 @@ from fsdpx.errors import CommError, ConfigError, DesyncError, RankLost
 from fsdpx.testing.chaos import InjectedFault
 
 N = 3
+survivors = on_ranks(N, timeout=20, survive=True)
 
 
 def x() -> np.ndarray:
@@ -51,21 +45,15 @@ ISSUED: dict[str, Callable[[SurvivorCommunicator, int], Any]] = {
     "send": lambda c, dead: c.send(x(), dead if c.rank != dead else (dead + 1) % N),
     "recv": lambda c, dead: c.recv(x(), dead if c.rank != dead else (dead + 1) % N),
 }
-BLOCKING: dict[str, Callable[[SurvivorCommunicator, int], Any]] = {
+CALLS = ISSUED | {
     "split": lambda c, dead: c.split(0),
     "subgroup": lambda c, dead: c.subgroup(range(N)),
     "all_gather_object": lambda c, dead: c.all_gather_object("x"),
 }
 
 
-def finish(
-    call: Callable[[SurvivorCommunicator, int], Any], comm: SurvivorCommunicator, dead: int, issued: Any = None
-) -> None:
-    """Call, wait at the barrier `issued` if there is one, then for the end of the call."""
-    handle = call(comm, dead)
-    if issued is not None:
-        issued.wait(20)
-    while not handle.test():
+def until(ready: Callable[[], Any]) -> None:
+    while not ready():
         pass
 
 
@@ -82,15 +70,14 @@ def total(comm: SurvivorCommunicator) -> int:
 
 
 @pytest.mark.parametrize("dead", range(N))
-@pytest.mark.parametrize("verb", [*ISSUED, *BLOCKING])
+@pytest.mark.parametrize("verb", CALLS)
 def test_who_needs_a_rank_that_dies_hears_of_it(verb: str, dead: int) -> None:
     def body(comm: SurvivorCommunicator) -> Any:
         if comm.rank == dead:
             raise RankDied
-        call = (ISSUED | BLOCKING)[verb]
         name = {"all_reduce in a ring": "(send|recv)", "subgroup": "split"}.get(verb, verb)
         with pytest.raises(RankLost, match=f"^{name}.* on rank {comm.rank} of 3: rank {dead} has died") as caught:
-            finish(call, comm, dead)
+            until(CALLS[verb](comm, dead).test)
         assert caught.value.ranks == comm.get_failed_ranks() == (dead,)
         rest = recovered(comm)
         assert rest.get_failed_ranks() == ()
@@ -104,7 +91,7 @@ def test_who_needs_a_rank_that_dies_hears_of_it(verb: str, dead: int) -> None:
 @pytest.mark.parametrize("first", [True, False], ids=["the dead called first", "the dead never called"])
 @pytest.mark.parametrize("verb", ISSUED)
 def test_what_was_issued_before_the_death(verb: str, first: bool) -> None:
-    dead, issued, gone = 1, threading.Barrier(N - 1 if first else N), threading.Event()
+    dead, issued, gone = 1, threading.Barrier(N), threading.Event()
 
     def body(comm: SurvivorCommunicator) -> None:
         if comm.rank == dead:
@@ -116,30 +103,32 @@ def test_what_was_issued_before_the_death(verb: str, first: bool) -> None:
             raise RankDied
         if first:
             gone.wait(20)
-            while not comm.get_failed_ranks():
-                pass
+            until(comm.get_failed_ranks)
+
+        def call() -> None:
+            handle = ISSUED[verb](comm, dead)
+            if not first:
+                issued.wait(20)
+            until(handle.test)
+
         with pytest.raises(RankLost, match="rank 1 has died"):
-            finish(ISSUED[verb], comm, dead, None if first else issued)
+            call()
 
     spawn(body, N, timeout=20, survive=True)
 
 
-def test_what_all_have_come_to_succeeds_though_one_dies_then() -> None:
-    def body(comm: SurvivorCommunicator) -> int:
-        array = np.ones(2)
-        handle = comm.all_reduce(array)
-        if comm.rank == 0:
-            while not handle.test():
-                pass
-            raise RankDied
-        handle.wait()
-        while not comm.get_failed_ranks():
-            pass
-        handle.wait()
-        assert handle.test()
-        return int(array[0])
-
-    assert spawn(body, N, timeout=20, survive=True) == [None, 3, 3]
+@survivors
+def test_what_all_have_come_to_succeeds_though_one_dies_then(comm: SurvivorCommunicator) -> None:
+    array = np.ones(2)
+    handle = comm.all_reduce(array)
+    if comm.rank == 0:
+        until(handle.test)
+        raise RankDied
+    handle.wait()
+    until(comm.get_failed_ranks)
+    handle.wait()
+    assert handle.test()
+    assert array.tolist() == [3, 3]
 
 
 def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,14 +149,13 @@ def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pyte
             comm.recv(np.ones(1), 0).wait()
             comm.recv(np.ones(1), 1).wait()
         handle = comm.all_reduce(array)
-        if comm.rank == 0:
+        if comm.rank < 2:
             comm.send(np.ones(1), 2).wait()
+        if comm.rank == 0:
             assert inside.wait(20)
             comm.revoke()
             assert not handle.test()
             revoked.set()
-        if comm.rank == 1:
-            comm.send(np.ones(1), 2).wait()
         handle.wait()
         heard.append("done")
         return float(array[0])
@@ -191,63 +179,51 @@ def test_a_rank_that_dies_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sorted(spawn(body, N, timeout=20, survive=True), key=str) == [2, 2, None]
 
 
-def test_revoke_wakes_who_waits_in_groups() -> None:
+@survivors
+def test_revoke_wakes_who_waits_in_groups(comm: SurvivorCommunicator) -> None:
     """Ranks 0 and 1 have a group and a group of it; rank 1 hears of the death of rank 2 and gives all up."""
-
-    def body(comm: SurvivorCommunicator) -> str:
-        pair = comm.subgroup([0, 1] if comm.rank < 2 else [2])
-        inner = pair.subgroup(range(pair.size))
-        del pair
-        if comm.rank == 2:
-            raise RankDied
-        if comm.rank == 1:
-            del inner
-            with pytest.raises(RankLost, match="rank 2 has died"):
-                comm.barrier().wait()
-            assert recovered(comm).size == 2
-            return ""
-        with pytest.raises(RankLost) as caught:
-            inner.recv(np.ones(3), 1, what="ACT3").wait()
+    pair = comm.subgroup([0, 1] if comm.rank < 2 else [2])
+    inner = pair.subgroup(range(pair.size))
+    del pair
+    if comm.rank == 2:
+        raise RankDied
+    if comm.rank == 1:
+        del inner
+        with pytest.raises(RankLost, match="rank 2 has died"):
+            comm.barrier().wait()
         assert recovered(comm).size == 2
-        with pytest.raises(RankLost, match="revoked"):
-            inner.split(0)
-        return str(caught.value)
-
-    said = spawn(body, N, timeout=20, survive=True)[0]
-    assert said == (
-        "recv of ACT3 from rank 1, tag 0 on rank 0 of 2: another rank has revoked this communicator "
-        "because a rank has died"
-    )
+        return
+    revoked = "another rank has revoked this communicator because a rank has died"
+    with pytest.raises(RankLost, match=f"^recv of ACT3 from rank 1, tag 0 on rank 0 of 2: {revoked}$"):
+        inner.recv(np.ones(3), 1, what="ACT3").wait()
+    assert recovered(comm).size == 2
+    with pytest.raises(RankLost, match="revoked"):
+        inner.split(0)
 
 
-@pytest.mark.parametrize("verb", [*ISSUED, *BLOCKING])
-def test_nothing_begins_on_what_was_revoked(verb: str) -> None:
-    def body(comm: SurvivorCommunicator) -> tuple[int, int]:
-        group = comm.subgroup(range(N))
-        if comm.rank == 0:
-            group.revoke()
-        comm.barrier().wait()
-        with pytest.raises(RankLost, match="has revoked this communicator"):
-            (ISSUED | BLOCKING)[verb](group, (group.rank + 1) % N)
-        assert group.agree_on_flags(6 + comm.rank % 2) == 6
-        return group.shrink().size, total(comm)
-
-    assert spawn(body, N, timeout=20, survive=True) == [(N, N)] * N
+@pytest.mark.parametrize("verb", CALLS)
+@survivors
+def test_nothing_begins_on_what_was_revoked(comm: SurvivorCommunicator, verb: str) -> None:
+    group = comm.subgroup(range(N))
+    if comm.rank == 0:
+        group.revoke()
+    comm.barrier().wait()
+    with pytest.raises(RankLost, match="has revoked this communicator"):
+        CALLS[verb](group, (group.rank + 1) % N)
+    assert group.agree_on_flags(6 + comm.rank % 2) == 6
+    assert (group.shrink().size, total(comm)) == (N, N)
 
 
-def test_agreement_waits_for_what_others_wait_for() -> None:
+@survivors
+def test_agreement_waits_for_what_others_wait_for(comm: SurvivorCommunicator) -> None:
     """Ranks of a ring need steps of ranks that are in `agree` already."""
-
-    def body(comm: SurvivorCommunicator) -> list[float]:
-        array = np.arange(5.0)
-        handle = comm.all_reduce(array, algorithm="ring")
-        if comm.rank > 0:
-            handle.wait()
-        assert comm.agree_on_flags(1) == 1
+    array = np.arange(5.0)
+    handle = comm.all_reduce(array, algorithm="ring")
+    if comm.rank > 0:
         handle.wait()
-        return array.tolist()
-
-    assert spawn(body, N, timeout=20, survive=True) == [[0, 3, 6, 9, 12]] * N
+    assert comm.agree_on_flags(1) == 1
+    handle.wait()
+    assert array.tolist() == [0, 3, 6, 9, 12]
 
 
 def test_a_broken_transfer_does_not_follow_into_the_new_communicator() -> None:
@@ -295,11 +271,8 @@ def test_settle_waits_for_the_other_requests_of_a_handle() -> None:
 
 
 def test_ranks_that_vote_on_different_things() -> None:
-    def body(comm: SurvivorCommunicator) -> None:
-        comm.agree_on_flags(1) if comm.rank else comm.shrink()
-
     with pytest.raises(DesyncError, match=r"called (agree|shrink); ranks \[.*\] called (agree|shrink)"):
-        spawn(body, 2, timeout=20, survive=True)
+        spawn(lambda comm: comm.agree_on_flags(1) if comm.rank else comm.shrink(), 2, timeout=20, survive=True)
 
 
 @given(size=st.integers(2, 5), seed=st.integers(0, 2**32))
@@ -321,10 +294,9 @@ def test_whoever_dies_and_when_all_others_agree(size: int, seed: int) -> None:
         return history
 
     delays = draw.randrange(100) if draw.random() < 0.3 else None
-    histories = [history for history in spawn(body, size, timeout=20, survive=True, delays=delays) if history]
-    assert len(histories) == size - len(last)
-    assert all(history == histories[0] for history in histories)
-    assert {turn for turn, (_, said) in enumerate(histories[0]) if said == 0} == set(last.values())
+    (history, *others) = filter(None, spawn(body, size, timeout=20, survive=True, delays=delays))
+    assert others == [history] * (size - len(last) - 1)
+    assert {turn for turn, (_, said) in enumerate(history) if said == 0} == set(last.values())
 
 
 @given(size=st.integers(2, 6), seed=st.integers(0, 2**32), delays=st.sampled_from([None, None, None, 5]))
@@ -333,7 +305,7 @@ def test_survivors_have_one_history(size: int, seed: int, delays: int | None) ->
     draw = random.Random(seed)
     deaths = {rank: draw.randrange(45) for rank in draw.sample(range(size), draw.randint(1, size - 1))}
 
-    def body(comm: SurvivorCommunicator) -> list[tuple[int, int, float]]:
+    def body(comm: SurvivorCommunicator) -> list[tuple[int, float]]:
         born, done = comm.rank, 0
 
         def act() -> None:
@@ -351,8 +323,7 @@ def test_survivors_have_one_history(size: int, seed: int, delays: int | None) ->
             act()
             other = groups[0].rank ^ 1
             if other < groups[0].size:
-                handles = groups[0].send(array, other), groups[0].recv(np.ones(1), other)
-                for handle in handles:
+                for handle in [groups[0].send(array, other), groups[0].recv(np.ones(1), other)]:
                     handle.wait()
             act()
             ring.wait()
@@ -364,8 +335,7 @@ def test_survivors_have_one_history(size: int, seed: int, delays: int | None) ->
             act()
             return [pairs, comm.split(comm.rank % 2), comm]
 
-        history: list[tuple[int, int, float]] = []
-        groups: list[SurvivorCommunicator] | None = None
+        history, groups = [], None
         while len(history) < 6:
             flag, got = 1, 0.0
             try:
@@ -376,18 +346,18 @@ def test_survivors_have_one_history(size: int, seed: int, delays: int | None) ->
                 flag = 0
             act()
             if comm.agree_on_flags(flag):
-                history.append((len(history), comm.size, got))
-                continue
-            comm.revoke()
-            comm, groups = comm.shrink(), None
+                history.append((comm.size, got))
+            else:
+                comm.revoke()
+                comm, groups = comm.shrink(), None
         return history
 
     results = spawn(body, size, timeout=30, delays=delays, survive=True)
     left = [result for result in results if result is not None]
     assert len(left) >= size - len(deaths) >= 1
-    assert all(history == left[0] for history in left)
-    assert [number for number, _, _ in left[0]] == list(range(6))
-    assert left[0][-1][1] >= len(left)
+    assert left == [left[0]] * len(left)
+    assert len(left[0]) == 6
+    assert left[0][-1][0] >= len(left)
 
 
 def test_deaths_end_all_ranks_where_nobody_asked_to_survive() -> None:
@@ -432,23 +402,20 @@ def test_what_survives() -> None:
     assert not environment.read_environment({"OMPI_MCA_mpi_ft_enable": "0"}).ulfm
 
 
-def test_resilient_communicators() -> None:
-    def body(comm: SurvivorCommunicator) -> int:
-        mine, second = open_fault_tolerant_communicator(CheckedCommunicator(comm)), open_fault_tolerant_communicator()
-        assert can_survive(mine)
-        assert can_survive(second)
-        if comm.rank == 0:
-            mine.revoke()
-        return total(comm) + total(second)
+@survivors
+def test_resilient_communicators(comm: SurvivorCommunicator) -> None:
+    mine, second = open_fault_tolerant_communicator(CheckedCommunicator(comm)), open_fault_tolerant_communicator()
+    assert can_survive(mine)
+    assert can_survive(second)
+    if comm.rank == 0:
+        mine.revoke()
+    assert total(comm) == total(second) == N
 
-    assert spawn(body, N, timeout=20, survive=True) == [2 * N] * N
+
+def test_what_cannot_be_resilient() -> None:
     alone = open_fault_tolerant_communicator(make_single_rank_communicator())
-    assert (alone.agree_on_flags(5), alone.shrink().size, alone.get_failed_ranks(), can_survive(alone)) == (
-        5,
-        1,
-        (),
-        False,
-    )
+    assert (alone.agree_on_flags(5), alone.shrink().size, alone.get_failed_ranks()) == (5, 1, ())
+    assert not can_survive(alone)
     with pytest.raises(ConfigError, match=r"ranks of FakeCommunicator\(rank=0, size=2\) cannot die or come back: use"):
         open_fault_tolerant_communicator(FakeCommunicator(0, 2))
     with pytest.raises(ConfigError, match="neither an mpi4py communicator nor an fsdpx Communicator"):

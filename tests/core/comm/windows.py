@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
+from ranks import carrier
 
 from fsdpx.core.array.arena import get_data_pointer
 from fsdpx.core.comm.calls import HandleWithCallback, get_progress
@@ -14,9 +17,42 @@ from fsdpx.core.comm.communicator import ReduceOp
 ROOM = 1 << 20
 
 
+def open_node(machines: Any = None, timeout: float = 30.0) -> Any:
+    from fsdpx.core.comm.node.node import NodeCommunicator
+
+    return NodeCommunicator(carrier(timeout), machines)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Any]:
+    comm = open_node()
+    yield comm
+    comm.close()
+
+
+@pytest.fixture(scope="module")
+def room(world: Any) -> Iterator[np.ndarray]:
+    memory = world.allocate_shared(ROOM)
+    yield memory
+    world.free_shared(memory)
+
+
 def back(handle: Any, outside: np.ndarray, inside: np.ndarray) -> HandleWithCallback:
     """The handle of a call that is complete when its result has been copied out."""
     return HandleWithCallback(handle, partial(np.copyto, outside, inside))
+
+
+class Shelf:
+    """Shared memory that arrays take one place after the other of, from the beginning again at its end."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory, self.used = memory, 0
+
+    def place_like(self, array: np.ndarray) -> np.ndarray:
+        self.used %= ROOM - (1 << 14)
+        place = self.memory[self.used : self.used + array.nbytes].view(array.dtype)
+        self.used += -(-(array.nbytes + 1) // 64) * 64
+        return place
 
 
 class InWindows:
@@ -25,37 +61,24 @@ class InWindows:
     def __init__(self, comm: Any, room: np.ndarray, shared: np.ndarray | None = None) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.progress = get_progress(comm)
-        self.room, self.shared, self.used, self.used_shared = room, shared, 0, 0
+        self.room, self.common = Shelf(room), None if shared is None else Shelf(shared)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.comm, name)
 
     def _inside(self, array: np.ndarray) -> np.ndarray:
-        self.used = self.used % (ROOM - (1 << 14))
-        place = self.room[self.used : self.used + array.nbytes].view(array.dtype)
-        self.used += -(-(array.nbytes + 1) // 64) * 64
+        place = self.room.place_like(array)
         place[...] = array
-        return place
-
-    def _even(self, own: int, total: int, counts: Any) -> bool:
-        """Whether the pieces of all ranks are equal."""
-        return own * self.size == total and counts in (None, [own] * self.size)
-
-    def _common(self, array: np.ndarray) -> np.ndarray:
-        self.used_shared = self.used_shared % (ROOM - (1 << 14))
-        place = self.shared[self.used_shared : self.used_shared + array.nbytes].view(array.dtype)
-        self.used_shared += -(-(array.nbytes + 1) // 64) * 64
         return place
 
     def all_gather(self, send, recv, counts=None, *, what=""):
         if not _flat(send, recv):
             return self.comm.all_gather(send, recv, counts, what=what)
-        into = self._inside(recv) if self.shared is None else self._common(recv)
+        into = self._inside(recv) if self.common is None else self.common.place_like(recv)
         start = sum(counts[: self.rank]) if counts else recv.size * self.rank // self.size
         own = into[start : start + send.size]
-        if (
-            self.shared is None and self.used % 128 and (own.size, own.dtype) == (send.size, send.dtype)
-        ):  # now and then in place
+        alike = self.common is None and (own.size, own.dtype) == (send.size, send.dtype)
+        if alike and self.room.used % 128:  # now and then in place
             own[...] = send
         else:
             own = self._inside(send)
@@ -64,11 +87,12 @@ class InWindows:
     def reduce_scatter(self, send, recv, op=ReduceOp.SUM, counts=None, *, what="", wire=None):
         if not _flat(send, recv):
             return self.comm.reduce_scatter(send, recv, op, counts, what=what, wire=wire)
-        given = self._inside(send)
+        given, alike = self._inside(send), [recv.size] * self.size
         if recv.base is send or recv is send:
             start = (get_data_pointer(recv) - get_data_pointer(send)) // recv.itemsize
             out = given[start : start + recv.size]
-        elif self.used % 128 and self._even(recv.size, send.size, counts):  # now and then onto its own piece
+        elif self.room.used % 128 and sum(alike) == send.size and counts in (None, alike):
+            # now and then onto its own piece
             out = given[recv.size * self.rank : recv.size * (self.rank + 1)]
         else:
             out = self._inside(recv)
