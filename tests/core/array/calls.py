@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -125,10 +126,8 @@ def each(change: Any, value: Any) -> Any:
     return change(value) if isinstance(value, np.ndarray) else value
 
 
-def cast(value: Any, dtype: Any) -> Any:
-    if type(value) is tuple:
-        return tuple(cast(one, dtype) for one in value)
-    return value.astype(dtype) if isinstance(value, np.ndarray) and value.dtype == np.float64 else value
+def cast(array: np.ndarray, dtype: str) -> np.ndarray:
+    return array.astype(np.dtype(dtype)) if array.dtype == np.float64 else array.copy()
 
 
 def arguments_of(name: str, arguments: tuple[Any, ...], dtype: str) -> list[Any]:
@@ -136,4 +135,4 @@ def arguments_of(name: str, arguments: tuple[Any, ...], dtype: str) -> list[Any]
     wide = "float64" if dtype == "float64" else "float32"
     formats = [wide if place in WIDE.get(name, ()) else dtype for place in range(len(arguments))]
     formats = ["float64" if place in DOUBLE.get(name, ()) else kind for place, kind in enumerate(formats)]
-    return [each(np.ndarray.copy, cast(a, np.dtype(kind))) for a, kind in zip(arguments, formats, strict=True)]
+    return [each(partial(cast, dtype=kind), value) for value, kind in zip(arguments, formats, strict=True)]

@@ -6,7 +6,6 @@ by half a unit of the last place of its format; bounds follow from the formats a
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from inspect import isfunction
 from typing import Any, NamedTuple
 
@@ -36,13 +35,13 @@ erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 class Case(NamedTuple):
     """A call `run(np, *arrays)`, where arrays of float64 are of the format in question. size: of the terms of `want`,
-    which are added in float32. rounded: of those with a factor that is rounded to the format. tiny: what is as good as
-    0."""
+    which are added in float32; that of `want` itself if none is given. rounded: of those with a factor that is rounded
+    to the format. tiny: what is as good as 0."""
 
     run: Callable[..., Any]
     arrays: tuple[Any, ...]
     want: Any
-    size: Any
+    size: Any = None
     rounded: Any = 0.0
     tiny: float = 1e-42
 
@@ -56,7 +55,8 @@ def agree(got: Any, case: Case, share: float = TOLERANCE) -> None:
     want, values = np.asarray(case.want), np.asarray(got).astype(np.float64)
     assert values.shape == want.shape
     unit, least, limit = UNITS.get(np.asarray(got).dtype.name, (0.0, 0.0, math.inf))
-    size, rounded = (np.nan_to_num(np.asarray(s), nan=0.0, posinf=0.0) for s in (case.size, case.rounded))
+    size = np.abs(want) if case.size is None else case.size
+    size, rounded = (np.nan_to_num(np.asarray(s), nan=0.0, posinf=0.0) for s in (size, case.rounded))
     with np.errstate(invalid="ignore"):  # Inf less Inf
         allowed = share * size + case.tiny
         allowed = allowed + unit * (np.abs(want) + rounded + allowed) * (1 + unit) + least
@@ -88,49 +88,63 @@ def of(x, dtype):
     return np.asarray(x).astype(np.float32).astype(dtype).astype(np.float64)
 
 
-def changed(kernel, *rest):
-    """A kernel that changes its first array and may return one: both."""
+def behind(kernel, *rest):
+    """A kernel with what it gets behind its arrays."""
+    return lambda xp, *arrays: kernel(xp, *arrays, *rest)
 
-    def run(xp, a, *others):
-        a = a.copy()
-        made = kernel(xp, a, *others, *rest)
+
+def changed(kernel, place=0):
+    """A kernel that changes the array at this place and may return one: both."""
+
+    def run(xp, *arrays):
+        a = arrays[place].copy()
+        made = kernel(xp, *arrays[:place], a, *arrays[place + 1 :])
         return a if made is None else np.stack([made, a])
 
     return run
 
 
-def recomputed(approximate):
-    def run(xp, a, b):
-        b = b.copy()
-        return np.stack([kernels.recompute_gelu_and_backward(xp, a, b, approximate), b])
+def result(number, kernel):
+    """One of the results of a kernel."""
+    return lambda xp, *arrays: np.asarray(kernel(xp, *arrays)[number])
 
-    return run
+
+def total(kernel):
+    return lambda xp, *arrays: np.float64(kernel(xp, *arrays))
+
+
+def stacked(kernel):
+    return lambda xp, *arrays: np.stack(kernel(xp, *arrays))
 
 
 def gelu(x, dy, dtype) -> Cases:
     y, dx = x * below(x), dy * (below(x) + x * bell(x))
     size = np.abs(dy) * (below(x) + np.abs(x) * bell(x))
     bias = dy[0] if len(dy) else np.ones(x.shape[1])
-    h = of(x + bias, dtype)
-    biased, both = np.stack([h * below(h), h]), np.stack([np.abs(y), size])
+    h, both = of(x + bias, dtype), np.stack([np.abs(y), size])
     return {
-        "gelu": [Case(kernels.gelu, (x,), y, np.abs(y))],
+        "gelu": [Case(kernels.gelu, (x,), y)],
         "gelu_backward": [Case(kernels.gelu_backward, (x, dy), dx, size)],
-        "recompute_gelu_and_backward": [Case(recomputed("none"), (x, dy), np.stack([y, dx]), both)],
-        "bias_gelu": [Case(changed(kernels.bias_gelu), (x, bias), biased, np.abs(biased))],
+        "recompute_gelu_and_backward": [
+            Case(changed(kernels.recompute_gelu_and_backward, 1), (x, dy), np.stack([y, dx]), both)
+        ],
+        "bias_gelu": [Case(changed(kernels.bias_gelu), (x, bias), np.stack([h * below(h), h]))],
     }
 
 
 def gelu_tanh(x, dy, dtype) -> Cases:
+    recompute = kernels.recompute_gelu_and_backward
     u = x * (1.0 + CUBIC * x * x) * SLOPE
     s, slope = logistic(u), (1.0 + 3.0 * CUBIC * x * x) * SLOPE
     spread = 1.0 + np.abs(u) * (1.0 - s)
     y, dx = x * s, dy * (s + x * s * (1.0 - s) * slope)
     sizes = np.abs(x) * s * spread, np.abs(dy) * s * (spread + np.abs(x) * slope * (1.0 + np.abs(u)))
     return {
-        "gelu": [Case(partial(kernels.gelu, approximate="tanh"), (x,), y, sizes[0])],
-        "gelu_backward": [Case(partial(kernels.gelu_backward, approximate="tanh"), (x, dy), dx, sizes[1])],
-        "recompute_gelu_and_backward": [Case(recomputed("tanh"), (x, dy), np.stack([y, dx]), np.stack(sizes))],
+        "gelu": [Case(behind(kernels.gelu, "tanh"), (x,), y, sizes[0])],
+        "gelu_backward": [Case(behind(kernels.gelu_backward, "tanh"), (x, dy), dx, sizes[1])],
+        "recompute_gelu_and_backward": [
+            Case(changed(behind(recompute, "tanh"), 1), (x, dy), np.stack([y, dx]), np.stack(sizes))
+        ],
     }
 
 
@@ -157,10 +171,8 @@ def _gates(x, dy) -> Cases:
     slope, size = s + x * s * (1 - s), (s + np.abs(x) * s * (1 - s)) * (1 + np.abs(x))
     want, terms = (far * dy * slope, far * x * s), (np.abs(far * dy) * size, np.abs(far * x) * s)
     return {
-        "gated": [Case(kernels.gated, (x, dy), x * s * dy, np.abs(x * s * dy))],
-        "gated_backward": [
-            Case(lambda *a: np.stack(kernels.gated_backward(*a)), (x, dy, far), np.stack(want), np.stack(terms))
-        ],
+        "gated": [Case(kernels.gated, (x, dy), x * s * dy)],
+        "gated_backward": [Case(stacked(kernels.gated_backward), (x, dy, far), np.stack(want), np.stack(terms))],
     }
 
 
@@ -170,15 +182,15 @@ def elementwise(x, dy, dtype) -> Cases:
     bias = dy[0] if len(dy) else np.ones(x.shape[1])
     field = np.resize(x, (2, 3, 4, 5))
     return {
-        "channels_last": [Case(kernels.channels_last, (field,), field, 0 * field)],
+        "channels_last": [Case(kernels.channels_last, (field,), field, 0)],
         "add": [Case(kernels.add, (x, dy), x + dy, np.abs(x) + np.abs(dy))],
         "add_bias": [Case(changed(kernels.add_bias), (x, bias), x + bias, np.abs(x) + np.abs(bias))],
-        "relu": [Case(kernels.relu, (x,), np.maximum(x, 0), 0 * s)],
-        "relu_backward": [Case(kernels.relu_backward, (x, dy), np.where(x > 0, dy, 0), 0 * s)],
-        "sigmoid": [Case(kernels.sigmoid, (x,), s, s)],
+        "relu": [Case(kernels.relu, (x,), np.maximum(x, 0), 0)],
+        "relu_backward": [Case(kernels.relu_backward, (x, dy), np.where(x > 0, dy, 0), 0)],
+        "sigmoid": [Case(kernels.sigmoid, (x,), s)],
         **_gates(x, dy),
         "rotate": [_rotated(x, dy, dtype)],
-        "silu": [Case(kernels.silu, (x,), x * s, np.abs(x) * s)],
+        "silu": [Case(kernels.silu, (x,), x * s)],
         "silu_backward": [Case(kernels.silu_backward, (x, dy), dy * slope, np.abs(dy) * size)],
     }
 
@@ -190,21 +202,18 @@ def rectifiers(x, dy, dtype) -> Cases:
     plus = np.where(steep > 20.0, x, np.logaddexp(0.0, steep) / 2.0)
     part = np.where(steep > 20.0, 1.0, logistic(steep))
     s, t = of(logistic(x), dtype), of(np.tanh(x), dtype)
-
-    def run(name, *rest):
-        return lambda xp, *arrays: getattr(kernels, name)(xp, *arrays, *rest)
-
+    leaky_relu, leaky_relu_backward = behind(kernels.leaky_relu, 0.1), behind(kernels.leaky_relu_backward, 0.1)
+    softplus, softplus_backward = (
+        behind(kernel, 2.0, 20.0) for kernel in (kernels.softplus, kernels.softplus_backward)
+    )
+    sizes = np.abs(dy) * slope * (1 - below_zero), np.abs(dy) * part * (1 + np.abs(x))
     return {
-        "leaky_relu": [Case(run("leaky_relu", 0.1), (x,), leaky, np.abs(leaky))],
-        "leaky_relu_backward": [
-            Case(run("leaky_relu_backward", 0.1), (x, dy), np.where(x > 0, dy, 0.1 * dy), np.abs(dy))
-        ],
-        "elu": [Case(run("elu", 1.3), (x,), elu, np.abs(elu))],
-        "elu_backward": [Case(run("elu_backward", 1.3), (x, dy), dy * slope, np.abs(dy) * slope * (1 - below_zero))],
-        "softplus": [Case(run("softplus", 2.0, 20.0), (x,), plus, plus * (1 + np.abs(x)))],
-        "softplus_backward": [
-            Case(run("softplus_backward", 2.0, 20.0), (x, dy), dy * part, np.abs(dy) * part * (1 + np.abs(x)))
-        ],
+        "leaky_relu": [Case(leaky_relu, (x,), leaky)],
+        "leaky_relu_backward": [Case(leaky_relu_backward, (x, dy), np.where(x > 0, dy, 0.1 * dy), np.abs(dy))],
+        "elu": [Case(behind(kernels.elu, 1.3), (x,), elu)],
+        "elu_backward": [Case(behind(kernels.elu_backward, 1.3), (x, dy), dy * slope, sizes[0])],
+        "softplus": [Case(softplus, (x,), plus, plus * (1 + np.abs(x)))],
+        "softplus_backward": [Case(softplus_backward, (x, dy), dy * part, sizes[1])],
         "sigmoid_backward": [Case(kernels.sigmoid_backward, (s, dy), dy * (s * (1 - s)), np.abs(dy * s))],
         "tanh_backward": [Case(kernels.tanh_backward, (t, dy), dy * (1 - t * t), np.abs(dy))],
     }
@@ -213,31 +222,20 @@ def rectifiers(x, dy, dtype) -> Cases:
 def casts(x, dy, dtype) -> Cases:
     """Exact, or rounded once."""
 
-    def store(xp, a):
-        out = np.empty(a.shape, wide(dtype))
-        kernels.store(xp, a, out)
-        return out
-
-    def add_widened(xp, a, total):
-        total = total.copy()
-        kernels.add_widened(xp, a, total)
-        return total
-
     def by_chance(xp, a):
         out = np.empty(a.size, BF16)
         kernels.round_randomly(xp, a.reshape(-1), out, numbers(a.size))
         return out.reshape(a.shape)
 
-    total, single = (x * 1.001).astype(wide(dtype)), (x * 1.001).astype(np.float32)
-    rounded = single.astype(np.float64)
+    long, single = (x * 1.001).astype(wide(dtype)), (x * 1.001).astype(np.float32)
+    rounded, other = single.astype(np.float64), dy.astype(wide(dtype))
+    cast = behind(kernels.cast_float_to_dtype, dtype)
     return {
-        "to_float32": [Case(kernels.to_float32, (x,), x, 0 * x)],
-        "store": [Case(store, (x,), x, 0 * x)],
-        "cast_float_to_dtype": [
-            Case(lambda xp, a: kernels.cast_float_to_dtype(xp, a, dtype), (total,), total.astype("f8"), 0 * x)
-        ],
-        "add_widened": [Case(add_widened, (x, dy.astype(wide(dtype))), x + dy, np.abs(x) + np.abs(dy))],
-        "round_randomly": [Case(by_chance, (single,), rounded, 0 * x, np.abs(rounded) + 2.0**-126)],
+        "to_float32": [Case(kernels.to_float32, (x,), x, 0)],
+        "store": [Case(changed(kernels.store, 1), (x, other), x, 0)],
+        "cast_float_to_dtype": [Case(cast, (long,), long.astype("f8"), 0)],
+        "add_widened": [Case(changed(kernels.add_widened, 1), (x, other), x + dy, np.abs(x) + np.abs(dy))],
+        "round_randomly": [Case(by_chance, (single,), rounded, 0, np.abs(rounded) + 2.0**-126)],
     }
 
 
@@ -265,9 +263,6 @@ def layer_norm(x, dy, dtype) -> Cases:
     size_dx = (size_h + size_n * (np.abs(h) * size_n).mean(axis=1, keepdims=True)) * r
     y = (x - mean[:, None]) * rstd[:, None] * w + b
 
-    def forward(xp, *a):
-        return kernels.layer_norm(xp, *a, EPS)[0]
-
     def params(xp, *arrays):
         sums = np.zeros(x.shape[1], wide(dtype)), np.ones(x.shape[1], wide(dtype))
         kernels.layer_norm_backward_params(xp, *arrays, *sums)
@@ -277,7 +272,7 @@ def layer_norm(x, dy, dtype) -> Cases:
     size = np.stack([np.sum(np.abs(dy) * size_n, axis=0), 1.0 + np.sum(np.abs(dy), axis=0)])
     known = mean.astype(wide(dtype)), rstd.astype(wide(dtype))
     return {
-        "layer_norm": [Case(forward, (x, w, b), y, size_n * np.abs(w) + np.abs(b))],
+        "layer_norm": [Case(result(0, behind(kernels.layer_norm, EPS)), (x, w, b), y, size_n * np.abs(w) + np.abs(b))],
         "layer_norm_backward_input": [Case(kernels.layer_norm_backward_input, (x, w, *known, dy), dx, size_dx)],
         "layer_norm_backward_params": [Case(params, (x, *known, dy), want, size)],
     }
@@ -291,21 +286,12 @@ def rms_norm(x, dy, dtype) -> Cases:
     n, h = x * r, dy * w
     dx = (h - n * (h * n).mean(axis=1, keepdims=True)) * r
     size = (np.abs(h) + np.abs(n) * np.abs(h * n).mean(axis=1, keepdims=True)) * r
-    y = x * rstd[:, None] * w
-
-    def forward(xp, *a):
-        return kernels.rms_norm(xp, *a, EPS)[0]
-
-    def params(xp, *arrays):
-        total = np.ones(x.shape[1], wide(dtype))
-        kernels.rms_norm_backward_params(xp, *arrays, total)
-        return total
-
+    params, ones = changed(kernels.rms_norm_backward_params, 3), np.ones(x.shape[1], wide(dtype))
     sums, sizes = 1 + np.sum(dy * n, axis=0), 1 + np.sum(np.abs(dy * n), axis=0)
     return {
-        "rms_norm": [Case(forward, (x, w), y, np.abs(y))],
+        "rms_norm": [Case(result(0, behind(kernels.rms_norm, EPS)), (x, w), x * rstd[:, None] * w)],
         "rms_norm_backward_input": [Case(kernels.rms_norm_backward_input, (x, w, known, dy), dx, size)],
-        "rms_norm_backward_params": [Case(params, (x, known, dy), sums, sizes)],
+        "rms_norm_backward_params": [Case(params, (x, known, dy, ones), sums, sizes)],
     }
 
 
@@ -317,100 +303,67 @@ def losses(x, dy, dtype) -> Cases:
     picked = np.take_along_axis(x, target[:, None], axis=1)[:, 0]
     p, hit = np.exp(x - held), np.arange(x.shape[1]) == target[:, None]
     size, errors = p * (1.0 + np.abs(x - held)) + hit, np.square(x - dy)
-    apart = np.abs(x - dy)
+    apart, slope, terms = np.abs(x - dy), (x - dy) / 2, np.abs(x) + np.abs(dy)
     robust = [(0.0, apart, np.sign(x - dy))] + [
         (delta, np.where(apart <= delta, errors / 2, delta * (apart - delta / 2)), np.clip(x - dy, -delta, delta))
         for delta in (0.5, 4.0)
     ]
     entropy, sizes = np.logaddexp(0.0, x) - x * dy, np.abs(x) + np.abs(x * dy) + 1.0
+    cross_size = (np.abs(lse) + np.abs(picked) + 1.0).sum()
+    cross_backward = behind(kernels.cross_entropy_backward, 0.5)
+    squares = behind(kernels.squared_error_gradient_and_sum, 0.5)
+    entropy_backward = behind(kernels.binary_entropy_backward, 0.5)
 
-    def total(kernel):
-        return lambda xp, *a: np.float64(kernel(xp, *a))
+    def huber(name, *rest):
+        return behind(getattr(kernels, name), *rest)
 
-    def cross(xp, a):
-        return np.float64(kernels.cross_entropy(xp, a, target)[0])
-
-    def cross_backward(xp, a, b):
-        return kernels.cross_entropy_backward(xp, a, target, b, 0.5)
-
-    def huber(xp, a, b, n, delta):
-        return np.asarray(kernels.huber_error_gradient_and_sum(xp, a, b, delta, 0.5)[n])
-
-    terms = np.abs(lse) + np.abs(picked) + 1.0
     return {
-        "cross_entropy": [Case(cross, (x,), (lse - picked).sum(), terms.sum())],
-        "cross_entropy_backward": [Case(cross_backward, (x, lse.astype(wide(dtype))), (p - hit) / 2, size / 2)],
-        "squared_error": [Case(total(kernels.squared_error), (x, dy), errors.sum(), errors.sum())],
-        "squared_error_backward": [
-            Case(lambda xp, a, b: kernels.squared_error_backward(xp, a, b, 0.5), (x, dy), (x - dy) / 2,
-                 np.abs(x) + np.abs(dy))
+        "cross_entropy": [Case(result(0, kernels.cross_entropy), (x, target), (lse - picked).sum(), cross_size)],
+        "cross_entropy_backward": [
+            Case(cross_backward, (x, target, lse.astype(wide(dtype))), (p - hit) / 2, size / 2)
         ],
+        "squared_error": [Case(total(kernels.squared_error), (x, dy), errors.sum())],
+        "squared_error_backward": [Case(behind(kernels.squared_error_backward, 0.5), (x, dy), slope, terms)],
         "squared_error_gradient_and_sum": [
-            Case(lambda xp, a, b: kernels.squared_error_gradient_and_sum(xp, a, b, 0.5)[0], (x, dy), (x - dy) / 2,
-                 np.abs(x) + np.abs(dy)),
-            Case(total(lambda xp, a, b: kernels.squared_error_gradient_and_sum(xp, a, b, 0.5)[1]), (x, dy),
-                 errors.sum(), errors.sum()),
+            Case(result(0, squares), (x, dy), slope, terms), Case(result(1, squares), (x, dy), errors.sum()),
         ],
-        "huber_error": [
-            Case(total(partial(kernels.huber_error, delta=delta)), (x, dy), terms.sum(), terms.sum())
-            for delta, terms, _ in robust
-        ],
+        "huber_error": [Case(total(huber("huber_error", delta)), (x, dy), sums.sum()) for delta, sums, _ in robust],
         "huber_error_backward": [
-            Case(partial(kernels.huber_error_backward, delta=delta, factor=0.5), (x, dy), slopes / 2,
-                 np.abs(x) + np.abs(dy))
-            for delta, _, slopes in robust
+            Case(huber("huber_error_backward", delta, 0.5), (x, dy), slopes / 2, terms) for delta, _, slopes in robust
         ],
         "huber_error_gradient_and_sum": [
-            Case(partial(huber, n=n, delta=delta), (x, dy), *of_results)
-            for delta, terms, slopes in robust
-            for n, of_results in enumerate(((slopes / 2, np.abs(x) + np.abs(dy)), (terms.sum(), terms.sum())))
+            Case(result(n, huber("huber_error_gradient_and_sum", delta, 0.5)), (x, dy), *of_result)
+            for delta, sums, slopes in robust for n, of_result in enumerate([(slopes / 2, terms), (sums.sum(),)])
         ],
         "binary_entropy": [Case(total(kernels.binary_entropy), (x, dy), entropy.sum(), sizes.sum())],
         "binary_entropy_backward": [
-            Case(lambda xp, a, b: kernels.binary_entropy_backward(xp, a, b, 0.5), (x, dy), (logistic(x) - dy) / 2,
-                 logistic(x) + np.abs(dy))
+            Case(entropy_backward, (x, dy), (logistic(x) - dy) / 2, logistic(x) + np.abs(dy))
         ],
     }  # fmt: skip
 
 
 def sums(x, dy, dtype) -> Cases:
     start = dy[0] if len(dy) else np.ones(x.shape[1])
-
-    def rows(accumulate):
-        def run(xp, a, b):
-            b = b.copy()
-            kernels.sum_rows(xp, a, b, accumulate)
-            return b
-
-        return run
-
     line, flat = x.reshape(-1), np.square(x.reshape(-1))
     blocks = np.array([flat[at : at + 16].sum() for at in range(0, flat.size, 16)])
-    total, size = x.sum(axis=0), np.abs(x).sum(axis=0)
+    sizes, given = np.abs(x).sum(axis=0), (x, start.astype(wide(dtype)))
     return {
         "sum_rows": [
-            Case(rows(True), (x, start.astype(wide(dtype))), total + start, size + np.abs(start)),
-            Case(rows(False), (x, start.astype(wide(dtype))), total, size),
+            Case(changed(kernels.sum_rows, 1), given, x.sum(axis=0) + start, sizes + np.abs(start)),
+            Case(changed(behind(kernels.sum_rows, False), 1), given, x.sum(axis=0), sizes),
         ],
-        "square_sum": [Case(lambda xp, a: np.float64(kernels.square_sum(xp, a)), (line,), flat.sum(), flat.sum())],
-        "sum_squares_of_blocks": [
-            Case(lambda xp, a: kernels.sum_squares_of_blocks(xp, a, 16), (line,), blocks, blocks)
-        ],
+        "square_sum": [Case(total(kernels.square_sum), (line,), flat.sum())],
+        "sum_squares_of_blocks": [Case(behind(kernels.sum_squares_of_blocks, 16), (line,), blocks)],
     }
 
 
 def lookups(x, dy, dtype) -> Cases:
     index = (np.arange(len(x)) * 7) % 5
     table, size = np.ones((5, x.shape[1])), np.ones((5, x.shape[1]))
+    rows = table.astype(wide(dtype))
     np.add.at(table, index, x)
     np.add.at(size, index, np.abs(x))
-
-    def add(xp, a):
-        rows = np.ones(table.shape, wide(dtype))
-        kernels.embedding_backward(xp, rows, index, a)
-        return rows
-
-    return {"embedding_backward": [Case(add, (x,), table, size)]}
+    return {"embedding_backward": [Case(changed(kernels.embedding_backward), (rows, index, x), table, size)]}
 
 
 def dropped(x, dy, dtype) -> Cases:
@@ -421,10 +374,8 @@ def dropped(x, dy, dtype) -> Cases:
         return lambda xp, a: kernels.drop(xp, a, numbers(a.size), 0.3)[which].astype(a.dtype)
 
     return {
-        "drop": [Case(drop(0), (x,), x * keep / 0.7, np.abs(x)), Case(drop(1), (x,), keep, 0 * keep)],
-        "drop_backward": [
-            Case(lambda xp, a: kernels.drop_backward(xp, a, keep > 0, 0.3), (dy,), dy * keep / 0.7, np.abs(dy))
-        ],
+        "drop": [Case(drop(0), (x,), x * keep / 0.7, np.abs(x)), Case(drop(1), (x,), keep, 0)],
+        "drop_backward": [Case(behind(kernels.drop_backward, keep > 0, 0.3), (dy,), dy * keep / 0.7, np.abs(dy))],
     }
 
 
@@ -434,7 +385,6 @@ def numbers(size):
 
 def channels(x, dy, dtype) -> Cases:
     """Batch norm with columns as channels."""
-    slopes_of = kernels.batch_norm_backward_factors
     mean, scale = (np.linspace(low, 2, x.shape[1]).astype(wide(dtype)).astype("f8") for low in (-1, 0.5))
     m, s, n = mean.astype(wide(dtype)), scale.astype(wide(dtype)), (x - mean) * scale
     size_n = (np.abs(x) + np.abs(mean)) * scale
@@ -443,26 +393,19 @@ def channels(x, dy, dtype) -> Cases:
     dx = (dy - mean - (x - mean) * scale) * scale
     squares = np.square(x - mean).sum(axis=0), np.square(size_n / scale).sum(axis=0)
     with_dy = np.concatenate(sums), np.concatenate(size)
+
+    def scales(xp, s, m):
+        return kernels.batch_norm_scales_and_running_stats(xp, s.astype("f8"), None, m, None, None, 5.0, 0.1, 0.0)
+
+    def factors(xp, m, s):
+        return kernels.batch_norm_backward_factors(xp, np.append(m, s).astype("f8"), s.astype("f8"), m, 5.0)
+
     return {
         "channel_sums": [Case(kernels.channel_sums, (x,), x.sum(axis=0), np.abs(x).sum(axis=0))],
         "channel_squares": [Case(kernels.channel_squares, (x, m), *squares)],
-        "batch_norm_scales_and_running_stats": [
-            Case(
-                lambda xp, s, m: kernels.batch_norm_scales_and_running_stats(
-                    xp, s.astype("f8"), None, m, None, None, 5.0, 0.1, 0.0
-                )[1],
-                (s, m),
-                mean / np.sqrt(scale / 5 + 0.1),
-                np.abs(mean) / np.sqrt(scale / 5 + 0.1),
-            )
-        ],
+        "batch_norm_scales_and_running_stats": [Case(result(1, scales), (s, m), mean / np.sqrt(scale / 5 + 0.1))],
         "batch_norm_backward_factors": [
-            Case(
-                lambda xp, m, s, k=k: slopes_of(xp, np.append(m, s).astype("f8"), s.astype("f8"), m, 5.0)[k],
-                (m, s),
-                want,
-                np.abs(want),
-            )
+            Case(result(k, factors), (m, s), want)
             for k, want in enumerate((scale * mean, mean / 5, scale**2 / 5))
         ],
         "channel_affine": [Case(kernels.channel_affine, (x, m, s, m), n + mean, size_n + np.abs(mean))],
@@ -483,7 +426,7 @@ def attention(x, dy, dtype) -> Cases:
     scores = scale * q @ k.swapaxes(-1, -2)
     top = scores.max(axis=-1, keepdims=True)
     lse = np.log(np.exp(scores - top).sum(axis=-1, keepdims=True)) + top
-    p, o = np.exp(scores - lse), np.zeros_like(q)
+    p = np.exp(scores - lse)
     o = p @ v
     sizes = terms * (1 + scale * np.abs(q) @ np.abs(k).swapaxes(-1, -2) + np.abs(lse))
     held, base = of(o, dtype), lse[..., 0].astype(wide(dtype))
@@ -495,17 +438,12 @@ def attention(x, dy, dtype) -> Cases:
     size = off @ np.abs(k), off.swapaxes(-1, -2) @ np.abs(q), (p2 * sizes).swapaxes(-1, -2) @ np.abs(do)
     terms16 = np.abs(ds) @ np.abs(k), np.abs(ds).swapaxes(-1, -2) @ np.abs(q), p2.swapaxes(-1, -2) @ np.abs(do)
 
-    def forward(xp, *a):
-        return kernels.attention(xp, *a, False, scale)[0]
-
-    def backward(xp, q, k, v, o, lse, do):
-        return np.stack(list(kernels.attention_backward(xp, q, k, v, o, lse, do, False, scale)))
-
+    forward = result(0, behind(kernels.attention, False, scale))
+    backward = stacked(behind(kernels.attention_backward, False, scale))
+    results = map(np.stack, (want, size, terms16))
     return {
         "attention": [Case(forward, (q, k, v), o, (p * sizes) @ np.abs(v), p @ np.abs(v), FLUSHED)],
-        "attention_backward": [
-            Case(backward, (q, k, v, held, base, do), np.stack(want), np.stack(size), np.stack(terms16), FLUSHED)
-        ],
+        "attention_backward": [Case(backward, (q, k, v, held, base, do), *results, FLUSHED)],
     }
 
 
@@ -557,6 +495,4 @@ def cases(family: Callable[..., Cases], x: Any, dy: Any, dtype: Any) -> Iterator
     """(kernel, call) of a family; Inf and NaN are what they are meant to be."""
     with np.errstate(all="ignore"):
         found = family(x, dy, np.dtype(dtype))
-    for name, calls in found.items():
-        for call in calls:
-            yield name, call
+    yield from ((name, call) for name, calls in found.items() for call in calls)

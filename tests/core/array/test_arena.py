@@ -3,12 +3,12 @@
 import ctypes
 import gc
 import mmap
-import subprocess
 import sys
 import weakref
 
 import numpy as np
 import pytest
+from programs import run_program
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.arena import ALIGN, BLOCK_BYTES, Arena, get_data_pointer
@@ -34,10 +34,7 @@ def test_kept_buffers_begin_on_cache_lines_in_one_block_and_do_not_overlap() -> 
 
 def test_a_buffer_larger_than_a_block_has_its_own() -> None:
     arena = Arena(np)
-    small, large = (
-        arena.get_or_create_buffer("a", 5, "float64"),
-        arena.get_or_create_buffer("b", BLOCK_BYTES, "float64"),
-    )
+    small, large = (arena.get_or_create_buffer(str(n), n, "float64") for n in (5, BLOCK_BYTES))
     assert (small.nbytes, large.nbytes) == (40, 8 * BLOCK_BYTES)
     assert address(large) % ALIGN == 0
 
@@ -46,9 +43,7 @@ def test_a_passing_buffer_gives_its_memory_back_alone() -> None:
     arena = Arena(np)
     arena.get_or_create_buffer("stays", 5, "float32")
     alive = weakref.ref(arena.get_or_create_buffer("goes", 5, "float32", temporary=True))
-    owner = arena.kept["goes"]
-    assert owner.base is None
-    del owner
+    assert arena.kept["goes"].base is None
     arena.drop_buffer("goes")
     gc.collect()
     assert alive() is None
@@ -63,10 +58,8 @@ def test_what_is_not_written_takes_no_memory() -> None:
     made[0] = 1
     start = address(made) // mmap.PAGESIZE * mmap.PAGESIZE
     pages = np.zeros(BLOCK_BYTES // mmap.PAGESIZE, np.uint8)
-    found = ctypes.CDLL(None).mincore(
-        ctypes.c_void_p(start), ctypes.c_size_t(BLOCK_BYTES), ctypes.c_void_p(address(pages))
-    )
-    assert found == 0
+    where = ctypes.c_void_p(start), ctypes.c_size_t(BLOCK_BYTES), ctypes.c_void_p(address(pages))
+    assert ctypes.CDLL(None).mincore(*where) == 0
     assert 1 <= (pages & 1).sum() * mmap.PAGESIZE <= 2 << 20, "one page, or a huge one"
 
 
@@ -103,8 +96,8 @@ print(faults())
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_arrays_come_back_without_page_faults() -> None:
     """In a process of its own: the setting cannot be undone."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
-    assert int(done.stdout) < 100  # 40,960 pages of 4 KiB were written
+    (faults,) = run_program(PROGRAM)
+    assert int(faults) < 100  # 40,960 pages of 4 KiB were written
 
 
 @pytest.mark.parametrize("name", ["bf16", "float32", "float64"])

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -21,10 +22,14 @@ SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 63, 64, 65, 13
 
 
 @pytest.fixture(params=LIBRARIES)
-def library(request: pytest.FixtureRequest) -> Iterator[str]:
+def library(request: pytest.FixtureRequest) -> str:
     blas.select_library(request.param)
-    yield request.param
-    blas.select_library(None)
+    return request.param
+
+
+def normal(dtype: str, *shapes: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
 def error(got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> float:
@@ -32,13 +37,12 @@ def error(got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> float:
     return float(np.max(np.abs(got - want) / np.maximum(bound, 1e-300), initial=0.0))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
 @pytest.mark.parametrize("accumulate", [False, True])
 @settings(max_examples=examples(40), deadline=None)
 @given(SIZES, SIZES, SIZES, st.tuples(*[st.sampled_from(LAYOUTS)] * 3), st.integers(0, 99))
 def test_gemm_is_the_product(dtype, accumulate, m, n, k, layouts, seed) -> None:
-    rng = np.random.default_rng(seed)
-    a, b, c = (rng.standard_normal(s).astype(dtype) for s in ((m, k), (k, n), (m, n)))
+    a, b, c = normal(dtype, (m, k), (k, n), (m, n), seed=seed)
     before = c if accumulate else np.zeros_like(c)
     want = a.astype("f8") @ b.astype("f8") + before
     bound = np.abs(a).astype("f8") @ np.abs(b).astype("f8") + np.abs(before)
@@ -46,15 +50,13 @@ def test_gemm_is_the_product(dtype, accumulate, m, n, k, layouts, seed) -> None:
         blas.select_library(name)
         out = lay(c if accumulate else np.full_like(c, np.nan), layouts[0])
         blas.gemm(out, lay(a, layouts[1]), lay(b, layouts[2]), accumulate)
-        assert error(out, want, bound) < (1e-6 if dtype is np.float32 else 1e-14), name
-    blas.select_library(None)
+        assert error(out, want, bound) < (1e-6 if dtype == "f4" else 1e-14), name
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(SIZES, SIZES, SIZES, st.booleans(), st.tuples(st.booleans(), st.booleans()), st.integers(0, 99))
 def test_a_linear_layer_forward_and_backward(m, n, k, biased, adds, seed) -> None:
-    rng = np.random.default_rng(seed)
-    x, weight, bias, dy = (rng.standard_normal(s).astype("f4") for s in ((m, k), (n, k), (n,), (m, n)))
+    x, weight, bias, dy = normal("f4", (m, k), (n, k), (n,), (m, n), seed=seed)
     wide = [a.astype("f8") for a in (x, weight, bias, dy)]
     for name in LIBRARIES:
         blas.select_library(name)
@@ -68,18 +70,14 @@ def test_a_linear_layer_forward_and_backward(m, n, k, biased, adds, seed) -> Non
         assert error(dweight, wide[3].T @ wide[0] + adds[0], np.abs(wide[3]).T @ np.abs(wide[0]) + 1) < 1e-6, name
         if biased:
             assert error(dbias, wide[3].sum(0) + adds[1], np.abs(wide[3]).sum(0) + 1) < 1e-6, name
-    blas.select_library(None)
 
 
 def test_gradients_of_another_format_than_what_they_are_made_of() -> None:
     """Layers that are called by hand may mix them: nothing beyond the gradients is written."""
-    rng = np.random.default_rng(0)
-    x, dy, weight = rng.standard_normal((5, 3)), rng.standard_normal((5, 4)), rng.standard_normal((4, 3))
+    x, dy, weight = normal("f8", (5, 3), (5, 4), (4, 3))
+    both = blas.linear_backward_params, lambda *given: blas.linear_backward(np.empty((5, 3)), *given, weight)
     for adds in (False, True):
-        for call in (
-            blas.linear_backward_params,
-            lambda *given: blas.linear_backward(np.empty((5, 3)), *given, weight),
-        ):
+        for call in both:
             memory = np.full(64, 7.0, np.float32)
             dweight, dbias = memory[:12].reshape(4, 3), memory[24:28]
             call((dweight, adds), (dbias, adds), dy, x)
@@ -92,8 +90,7 @@ def test_gradients_of_another_format_than_what_they_are_made_of() -> None:
 @pytest.mark.parametrize("shape", [(64, 32, 32), (64, 48, 33), (64, 256, 64), (256, 512, 384)])
 def test_the_same_bits_at_every_alignment(library: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
-    rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((m, k)).astype("f4"), rng.standard_normal((k, n)).astype("f4")
+    a, b = normal("f4", (m, k), (k, n))
 
     def at(offset: int, values: np.ndarray) -> np.ndarray:
         storage = np.empty(values.size + 32, "f4")
@@ -113,19 +110,13 @@ def test_the_same_bits_at_every_alignment(library: str, shape: tuple[int, int, i
 @pytest.mark.parametrize("shape", [(700, 200, 130), (200, 700, 130), (64, 4200, 64)])
 def test_cut_among_threads(library: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
-    rng = np.random.default_rng(0)
-    x, weight, bias = (rng.standard_normal(s).astype("f4") for s in ((m, k), (n, k), (n,)))
-    before = blas.get_product_threads(), parallel.get_threads()
+    x, weight, bias = normal("f4", (m, k), (n, k), (n,))
     blas.set_product_threads(3)
     parallel.set_threads(3)
-    try:
-        y, dweight, dbias = np.empty((m, n), "f4"), np.empty((n, k), "f4"), np.empty(n, "f4")
-        blas.linear_forward(y, x, weight, bias)
-        blas.linear_backward_params((dweight, False), (dbias, False), y, x)
-        blas.gemm(y, x, weight.T, True)
-    finally:
-        blas.set_product_threads(before[0])
-        parallel.set_threads(before[1])
+    y, dweight, dbias = np.empty((m, n), "f4"), np.empty((n, k), "f4"), np.empty(n, "f4")
+    blas.linear_forward(y, x, weight, bias)
+    blas.linear_backward_params((dweight, False), (dbias, False), y, x)
+    blas.gemm(y, x, weight.T, True)
     product = x.astype("f8") @ weight.astype("f8").T
     size = np.abs(x).astype("f8") @ np.abs(weight).astype("f8").T
     assert error(y, 2 * product + bias, 2 * size + np.abs(bias)) < 1e-6
@@ -139,22 +130,19 @@ def test_cut_among_threads(library: str, shape: tuple[int, int, int]) -> None:
 def test_few_rows_have_the_bits_of_each_alone_in_every_library(shape: tuple[int, int], dtype: str) -> None:
     """A matrix is read once for all of them, as memory has it: BLAS would copy it, and add in an order of its own."""
     n, k = shape
-    rng = np.random.default_rng(0)
-    x, weight, bias = (rng.standard_normal(s).astype(dtype) for s in ((4, k), (n, k), (n,)))
-    found = {}
+    x, weight, bias = normal(dtype, (4, k), (n, k), (n,))
+    found = set()
     for name in LIBRARIES:
         blas.select_library(name)
-        together, line = np.empty((4, n), dtype), np.empty((4, n), dtype)
+        together, line, bare = (np.empty((4, n), dtype) for _ in range(3))
         blas.linear_forward(together, x, weight, bias)
         for i in range(4):
             blas.linear_forward(line[i : i + 1], x[i : i + 1], weight, bias)
-        bare = np.empty((4, n), dtype)
         blas.gemm(bare, x, weight.T)
         np.testing.assert_array_equal(bare + bias, together)
         np.testing.assert_array_equal(line, together)
-        found[name] = together.tobytes()
-    blas.select_library(None)
-    assert len(set(found.values())) == 1 or k == 1 or not has_numba()
+        found.add(together.tobytes())
+    assert len(found) == 1 or k == 1 or not has_numba()
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -206,21 +194,14 @@ def test_choice() -> None:
     assert blas.get_selected_library() == before
 
 
-VARIABLES = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"
-
-
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A host of two cores whose user said nothing of threads; afterwards all is as before."""
-    before = parallel.get_threads(), blas.get_product_threads()
-    for variable in VARIABLES:
+    """A host of two cores whose user said nothing of threads."""
+    for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(cores, "count_usable_cores", lambda: 2)
     yield
     blas.set_thread_limit(None)
-    blas.select_library(None)
-    parallel.set_threads(before[0])
-    blas.set_product_threads(before[1])
 
 
 @pytest.mark.usefixtures("two_cores")
@@ -236,7 +217,10 @@ def threads_of_numpy() -> int:
     return int(next(pool["num_threads"] for pool in threadpool_info() if "numpy" in pool["filepath"]))
 
 
-@pytest.mark.skipif("openblas" not in blas.list_available_blas_libraries(), reason="NumPy's OpenBLAS is not here")
+needs_openblas = pytest.mark.skipif("openblas" not in LIBRARIES, reason="NumPy's OpenBLAS is not here")
+
+
+@needs_openblas
 @pytest.mark.usefixtures("two_cores")
 def test_numpys_library_is_limited_while_fsdpx_computes_and_as_before_then() -> None:
     """Cut products need one thread in the library that multiplies, or their bits change."""
@@ -261,7 +245,7 @@ def test_numpys_library_is_limited_while_fsdpx_computes_and_as_before_then() -> 
             assert threads_of_numpy() == 3
 
 
-@pytest.mark.skipif("openblas" not in blas.list_available_blas_libraries(), reason="NumPy's OpenBLAS is not here")
+@needs_openblas
 @pytest.mark.usefixtures("two_cores")
 def test_threads_that_compute_at_the_same_time_limit_once() -> None:
     blas.select_library("openblas")
@@ -275,11 +259,8 @@ def test_threads_that_compute_at_the_same_time_limit_once() -> None:
         met.wait()
         seen.append(threads_of_numpy())
 
-    with threadpool_limits(limits=3, user_api="blas"):
+    with threadpool_limits(limits=3, user_api="blas"), ThreadPoolExecutor(2) as pool:
         cores.set_threads_per_rank(1)
-        threads = [threading.Thread(target=compute) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for done in [pool.submit(compute) for _ in range(2)]:
+            done.result()
     assert seen == [1, 1, 3, 3]

@@ -41,12 +41,8 @@ def on_each_of_two_threads() -> set[bool]:
         meeting.wait()
         survived[threading.current_thread().name] = survive()
 
-    before = parallel.get_threads()
-    try:
-        parallel.set_threads(2)
-        parallel.run_tasks(look, [(), ()])
-    finally:
-        parallel.set_threads(before)
+    parallel.set_threads(2)
+    parallel.run_tasks(look, [(), ()])
     assert len(survived) == 2
     return set(survived.values())
 

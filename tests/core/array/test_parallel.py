@@ -23,18 +23,14 @@ def many(monkeypatch):
     """Every call is worth cutting, even into single rows."""
     monkeypatch.setattr(parallel, "MIN_PARALLEL_SIZE", 1)
     monkeypatch.setattr(parallel, "MIN_PIECE_ELEMENTS", 1)
-    yield parallel.set_threads
-    parallel.set_threads(1)
+    return parallel.set_threads
 
 
 @SETTINGS
 @given(st.integers(0, 5000), st.integers(0, 300), st.sampled_from([1, 8, 64]), st.integers(1, 5))
 def test_cuts_cover_everything_once(size, grain, line, n):
     parallel.set_threads(n)
-    try:
-        pieces = parallel.split_range(size, grain, line)
-    finally:
-        parallel.set_threads(1)
+    pieces = parallel.split_range(size, grain, line)
     assert [i for start, stop in pieces for i in range(start, stop)] == list(range(size))
     assert all(start % line == 0 for start, _ in pieces)
     assert len(pieces) <= max(n * parallel.PER_THREAD, 1)

@@ -3,6 +3,7 @@
 import operator
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -34,16 +35,17 @@ def ghost(array):
 
 def same(function, *operands):
     """`function` on shapes gives the shape and dtype, or the kind of error, that it gives on arrays."""
+    ghosts = [each(ghost, operand) for operand in operands]
     try:
         with warnings.catch_warnings(action="ignore"):
             want = np.asarray(function(np, *operands))
     except (ValueError, TypeError, IndexError) as error:
         kind = next(k for k in (IndexError, ValueError, TypeError) if isinstance(error, k))
         with pytest.raises(kind):
-            function(xp, *(ghost(o) if isinstance(o, np.ndarray) else o for o in operands))
-        return
-    got = function(xp, *(ghost(o) if isinstance(o, np.ndarray) else o for o in operands))
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+            function(xp, *ghosts)
+    else:
+        got = function(xp, *ghosts)
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
 
 
 @SETTINGS
@@ -80,20 +82,13 @@ def test_basic_indexing(data, shape):
 @given(st.data(), hnp.array_shapes(min_dims=2, max_dims=4, min_side=2, max_side=4))
 def test_integer_array_indexing(data, shape):
     rows = data.draw(hnp.arrays(np.int64, st.sampled_from([(3,), (2, 1), ()]), elements=st.integers(0, 1)))
+    every = slice(None)
     for index in (
-        (rows,),
-        (slice(None), rows),
-        (rows, rows),
-        (rows, slice(None), 1),
-        (..., rows),
-        (None, rows, 0),
-        (slice(None), rows, slice(None), rows),
-        (slice(None), 1, None, rows),
-    ):
-        kept = tuple(i for i in index if i is not None and i is not ...)
-        if len(kept) <= len(shape):
-            want = np.ones(shape)[index].shape
-            assert ShapeArray(shape)[tuple(ghost(i) if isinstance(i, np.ndarray) else i for i in index)].shape == want
+        (rows,), (every, rows), (rows, rows), (rows, every, 1), (..., rows), (None, rows, 0),
+        (every, rows, every, rows), (every, 1, None, rows),
+    ):  # fmt: skip
+        if sum(i is not None and i is not ... for i in index) <= len(shape):
+            assert ShapeArray(shape)[each(ghost, index)].shape == np.ones(shape)[index].shape
 
 
 @SETTINGS
@@ -158,8 +153,6 @@ def test_a_huge_array_costs_nothing():
 def test_numbers_and_truth():
     x = ShapeArray((), "float32")
     assert (float(x), int(x), bool(x), x.item()) == (0.0, 0, False, 0.0)
-    with pytest.raises(ValueError, match=r"only an array of one element is a number, not shape \(2,\)"):
-        float(ShapeArray((2,)))
 
 
 def test_assignment_must_fit():
@@ -169,24 +162,41 @@ def test_assignment_must_fit():
     x[x > 0] = 0.0
     x[...] = ShapeArray((2, 1))
     x[0] = ShapeArray((1, 1, 3))
-    with pytest.raises(ValueError, match=r"from shape \(2, 3\) into shape \(3,\)"):
-        x[0] = ShapeArray((2, 3))
-    with pytest.raises(ValueError, match=r"from shape \(4,\) into shape \(3,\)"):
-        x[0] = ShapeArray((4,))
 
 
-def test_a_mask_selects_nobody_knows_how_much():
-    x = ShapeArray((2, 3))
-    with pytest.raises(TypeError, match="depends on data"):
-        x[x > 0]
-
-
-def test_in_place_keeps_dtype_and_refuses_what_numpy_refuses():
+def test_in_place_keeps_dtype():
     x = ShapeArray((2, 3), "float32")
     x += ShapeArray((3,), "float64")
     assert x.dtype == np.float32
-    with pytest.raises(TypeError, match="cannot cast output from float64 to int64"):
-        operator.iadd(ShapeArray((2,), "int64"), ShapeArray((2,)))
+
+
+PAIR, ROWS, SEVEN = ShapeArray((2,)), ShapeArray((2, 3)), ShapeArray((7,), "int64")
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: float(PAIR), ValueError, r"only an array of one element is a number, not shape \(2,\)"),
+        (lambda: operator.setitem(ROWS, 0, ROWS), ValueError, r"from shape \(2, 3\) into shape \(3,\)"),
+        (lambda: operator.setitem(ROWS, 0, ShapeArray((4,))), ValueError, r"from shape \(4,\) into shape \(3,\)"),
+        (lambda: ROWS[ROWS > 0], TypeError, "depends on data"),
+        (lambda: operator.iadd(SEVEN, ShapeArray((7,))), TypeError, "cannot cast output from float64 to int64"),
+        (lambda: xp.add.at(ROWS, SEVEN, ShapeArray((6, 3))), ValueError, "could not broadcast|from shape|mismatch"),
+        (lambda: xp.einsum("ab,bc->ac", ROWS, ShapeArray((4, 5))), ValueError, "'b' is both 3 and 4"),
+        (lambda: xp.einsum("ab,bc", ROWS), ValueError, "2 terms for 1 operands"),
+        (
+            lambda: attention(xp, *(ShapeArray((1, 1, 4, d)) for d in (2, 3, 3)), True, 1.0), ValueError,
+            "2 columns do not match 3 rows",
+        ),
+        (
+            lambda: embedding_backward(xp, ShapeArray((5, 3)), SEVEN, ShapeArray((7, 2))), ValueError,
+            r"from shape \(7, 2\)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()
 
 
 def test_numpy_operands_on_the_left():
@@ -194,42 +204,38 @@ def test_numpy_operands_on_the_left():
     assert (np.ones((4, 2)) @ ShapeArray((2, 3))).shape == (4, 3)
 
 
-def test_add_at_checks_shapes():
-    xp.add.at(ShapeArray((5, 3)), ShapeArray((7,), "int64"), ShapeArray((7, 3)))
-    with pytest.raises(ValueError, match=r"could not broadcast|from shape|mismatch"):
-        xp.add.at(ShapeArray((5, 3)), ShapeArray((7,), "int64"), ShapeArray((6, 3)))
+def test_add_at_takes_what_fits():
+    xp.add.at(ShapeArray((5, 3)), SEVEN, ShapeArray((7, 3)))
 
+
+OF_ONE: dict[str, list[dict[str, Any]]] = {
+    "pad": [{"pad_width": ((0, 0), (1, 2), (3, 0))}], "sort": [{}, {"axis": None}], "argsort": [{"axis": 0}],
+    "cumsum": [{"axis": -1}, {}], "cumprod": [{"axis": 0}], "diff": [{"axis": 1}], "roll": [{"shift": 1, "axis": 0}],
+    "repeat": [{"repeats": 3, "axis": 1}, {"repeats": [1, 0, 2], "axis": 1}], "tile": [{"reps": (2, 1, 1, 3)}],
+    "tril": [{}], "copy": [{}], "asarray": [{"dtype": np.float64}], "round": [{"decimals": 2}], "nan_to_num": [{}],
+    "fft.fft": [{}, {"n": 9, "axis": 1}], "fft.rfft": [{"axis": 0}], "fft.fft2": [{}], "fft.rfft2": [{}],
+    "fft.rfftn": [{"axes": (1, 2)}], "fft.fftn": [{"s": (5, 6), "axes": (0, 1)}], "fft.fftshift": [{}],
+    "linalg.norm": [{"axis": -1, "keepdims": True}],
+}  # fmt: skip
+"""Functions of one array, with options."""
 
 AT = np.array([2, 0, 1])
 COUNTED = {
+    **{
+        f"{name} {options}": lambda m, x, name=name, options=options: operator.attrgetter(name)(m)(x, **options)
+        for name, every in OF_ONE.items() for options in every
+    },
     "concatenate": lambda m, x: m.concatenate([x, x], axis=1),
     "concatenate, flat": lambda m, x: m.concatenate([x, x], axis=None),
     "stack": lambda m, x: m.stack((x, x)),
     "hstack": lambda m, x: m.hstack([x, x]),
     "vstack": lambda m, x: m.vstack([x[0, 0], x[1, 0]]),
-    "pad": lambda m, x: m.pad(x, ((0, 0), (1, 2), (3, 0))),
     "take": lambda m, x: m.take(x, m.asarray(AT), axis=1),
     "take, flat": lambda m, x: m.take(x, m.asarray(AT)),
     "take_along_axis": lambda m, x: m.take_along_axis(x, m.argsort(x, axis=1), axis=1),
     "fancy": lambda m, x: x[:, m.asarray(AT)],
     "fancy, a list": lambda m, x: x[:, [2, 0]],
     "where": lambda m, x: m.where(x > 0, x, 0.0),
-    "sort": lambda m, x: m.sort(x),
-    "sort, flat": lambda m, x: m.sort(x, axis=None),
-    "argsort": lambda m, x: m.argsort(x, axis=0),
-    "cumsum": lambda m, x: m.cumsum(x, axis=-1),
-    "cumsum, flat": lambda m, x: m.cumsum(x),
-    "cumprod": lambda m, x: m.cumprod(x, axis=0),
-    "diff": lambda m, x: m.diff(x, axis=1),
-    "roll": lambda m, x: m.roll(x, 1, axis=0),
-    "repeat": lambda m, x: m.repeat(x, 3, axis=1),
-    "repeat, each": lambda m, x: m.repeat(x, [1, 0, 2], axis=1),
-    "tile": lambda m, x: m.tile(x, (2, 1, 1, 3)),
-    "tril": lambda m, x: m.tril(x),
-    "copy": lambda m, x: m.copy(x),
-    "asarray": lambda m, x: m.asarray(x, dtype=np.float64),
-    "round": lambda m, x: m.round(x, 2),
-    "nan_to_num": lambda m, x: m.nan_to_num(x),
     "arctan2": lambda m, x: m.arctan2(x, x),
     "logaddexp": lambda m, x: m.logaddexp(x, x),
     "searchsorted": lambda m, x: m.searchsorted(m.asarray(np.arange(3.0)), x),
@@ -241,18 +247,9 @@ COUNTED = {
     "einsum, of one": lambda m, x: m.einsum("bij->j", x),
     "einsum, elements": lambda m, x: m.einsum("bij,ij->bij", x, x[0]),
     "einsum, of three": lambda m, x: m.einsum("bij,bjk,bkl->bil", x, x.swapaxes(1, 2), x),
-    "fft": lambda m, x: m.fft.fft(x),
-    "fft, padded": lambda m, x: m.fft.fft(x, n=9, axis=1),
     "ifft": lambda m, x: m.fft.ifft(m.fft.fft(x)),
-    "rfft": lambda m, x: m.fft.rfft(x, axis=0),
     "irfft": lambda m, x: m.fft.irfft(m.fft.rfft(x), n=4),
-    "fft2": lambda m, x: m.fft.fft2(x),
-    "rfft2": lambda m, x: m.fft.rfft2(x),
-    "rfftn": lambda m, x: m.fft.rfftn(x, axes=(1, 2)),
     "irfftn": lambda m, x: m.fft.irfftn(m.fft.rfftn(x, axes=(0, 2)), axes=(0, 2)),
-    "fftn, of a size": lambda m, x: m.fft.fftn(x, s=(5, 6), axes=(0, 1)),
-    "fftshift": lambda m, x: m.fft.fftshift(x),
-    "norm": lambda m, x: m.linalg.norm(x, axis=-1, keepdims=True),
     "inv": lambda m, x: m.linalg.inv(m.eye(3, dtype=np.float32) + 0 * x[:, :, :3]),
     "det": lambda m, x: m.linalg.det(x[:, :, :3]),
     "solve": lambda m, x: m.linalg.solve(m.eye(3, dtype=np.float32) + 0 * x[:, :, :3], x),
@@ -267,15 +264,15 @@ def test_functions_of_layers_give_what_numpy_gives_and_are_counted(name):
     with counting_work() as work:
         found = COUNTED[name](xp, ghost(x))
     assert work.nbytes + sum(one.nbytes * times for one, times in work.products.items()) >= found.nbytes
-    if any(word in name for word in FLOPS) and name not in ("fftshift", "einsum, of one", "einsum, elements"):
+    if any(word in name for word in FLOPS) and name not in ("fft.fftshift {}", "einsum, of one", "einsum, elements"):
         assert work.flops > 0
 
 
 def test_an_einsum_takes_the_flops_of_its_product():
-    for letters, flops in (("bij,bkj->bik", 2 * 2 * 3 * 3 * 4), ("bij,bkj->ik", 2 * 2 * 3 * 3 * 4)):
+    for letters in ("bij,bkj->bik", "bij,bkj->ik"):
         with counting_work() as work:
             xp.einsum(letters, ShapeArray((2, 3, 4)), ShapeArray((2, 3, 4)))
-        assert work.flops == flops
+        assert work.flops == 2 * 2 * 3 * 3 * 4
 
 
 @pytest.mark.parametrize("write", [
@@ -300,16 +297,8 @@ def test_views_and_what_is_an_array_already_cost_nothing():
 
 @pytest.mark.parametrize("name", ["unique", "nonzero", "linalg.svd", "fft.hfft", "percentile", "interp"])
 def test_a_function_that_is_not_known_is_named(name):
-    words = f"env.xp.{name}, which shape-only arrays do not support"
-    with pytest.raises(AttributeError, match=words.replace(".", "[.]")):
+    with pytest.raises(AttributeError, match=rf"env\.xp\.{name}, which shape-only arrays do not support"):
         operator.attrgetter(name)(xp)
-
-
-def test_einsum_names_what_is_wrong():
-    with pytest.raises(ValueError, match="'b' is both 3 and 4"):
-        xp.einsum("ab,bc->ac", ShapeArray((2, 3)), ShapeArray((4, 5)))
-    with pytest.raises(ValueError, match="2 terms for 1 operands"):
-        xp.einsum("ab,bc", ShapeArray((2, 3)))
 
 
 x, w, h = noise(6, 4), noise(4), noise(2, 3, 2, 4)
@@ -364,22 +353,17 @@ def test_what_is_remembered_takes_the_same_memory(name):
 
 
 def test_threads_that_count_memory_do_not_see_each_other():
-    inside, counted = threading.Barrier(2), [0, 0]
+    inside = threading.Barrier(2)
 
-    def count(thread):
+    def count(nbytes):
         with measuring_shape_only_memory() as meter:
             inside.wait()
-            array = shapes.zeros(10 * (thread + 1), "u1")
+            array = shapes.zeros(nbytes, "u1")
             inside.wait()
-            counted[thread] = meter.live
-            del array
+            return meter.live, array
 
-    threads = [threading.Thread(target=count, args=(thread,)) for thread in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert counted == [10, 20]
+    with ThreadPoolExecutor(2) as pool:
+        assert [live for live, _ in pool.map(count, (10, 20))] == [10, 20]
 
 
 def test_a_function_runs_once_for_each_kind_of_arguments():
@@ -411,10 +395,3 @@ def test_a_function_runs_once_for_each_kind_of_arguments():
         with pytest.raises(ValueError, match="too many dims"):
             call_cached(first_of, shapes, ShapeArray((1, 1, 1)))
     assert len(ran) == 12, "neither lists nor errors are remembered"
-
-
-def test_misfits_are_seen():
-    with pytest.raises(ValueError, match="2 columns do not match 3 rows"):
-        attention(shapes, *(ShapeArray((1, 1, 4, d)) for d in (2, 3, 3)), True, 1.0)
-    with pytest.raises(ValueError, match=r"from shape \(6, 2\)"):
-        embedding_backward(shapes, ShapeArray((5, 3)), ShapeArray((6,), "int64"), ShapeArray((6, 2)))

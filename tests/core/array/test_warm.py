@@ -1,11 +1,11 @@
 """After `warm` a kernel neither compiles nor loads anything; a cache that cannot be written is one warning."""
 
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 from amount import few
+from programs import run_program
 
 from fsdpx.core.array import parse_dtype
 from fsdpx.core.array.kernels import choice
@@ -55,15 +55,12 @@ def test_a_kernel_is_the_same_code_whoever_asked_for_it_first():
         "print(*(name for name in sys.argv[1:] if choice.get_implementation_name(name) == 'numba'))"
     )
     names = sorted(n for n in choice.import_all_compiled_kernels() if choice.FILES[n].startswith("fsdpx.core."))
-    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == names
+    assert run_program(code, *names) == names
 
 
 def test_a_warm_kernel_compiles_and_loads_nothing():
     """Also kernels whose files nobody has imported are warmed: those of a loss, before its layer computes anything."""
-    code = (
-        COUNT
-        + """
+    run_program(COUNT + """
 import sys
 from fsdpx.core.engine.warmup import list_kernel_warm_up_calls
 assert not any(name.startswith("fsdpx.core.array.kernels.loss") for name in sys.modules), "losses are imported"
@@ -77,18 +74,12 @@ kernels.cross_entropy(np, x, np.zeros(5, np.int32))
 assert ready() == before, ready() ^ before
 kernels.silu(np, x)
 assert ready() != before
-"""
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+""")  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", few(["'float32'", "Precision(compute='bf16')"], 2))
 def test_a_step_finds_all_kernels_warm(precision):
-    code = (
-        COUNT
-        + "from fsdpx import Precision\n"
-        + f"precision = {precision}"
-        + """
+    run_program(COUNT + f"from fsdpx import Precision; precision = {precision}" + """
 import warnings
 from fsdpx import nn, optim
 from fsdpx.core.engine.warmup import run_warm_up_calls_in_rotated_order, list_warm_up_calls
@@ -106,13 +97,11 @@ before = ready()
 x = np.zeros((3, 4), int)
 trainer.step(x, x)
 assert ready() == before, ready() ^ before
-"""
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=180)
+""")  # fmt: skip
 
 
 def test_a_read_only_cache_is_said_once_and_kernels_run():
-    code = """
+    run_program("""
 import errno, os, warnings
 os.environ["FSDPX_CACHE"] = "/dev/null/nowhere"
 import numpy as np
@@ -127,8 +116,7 @@ with warnings.catch_warnings(record=True) as caught:
     assert kernels.add(np, np.ones(3, np.float32), np.ones(3, np.float32)).tolist() == [2.0] * 3
 results = [str(c.message) for c in caught]
 assert len(results) == 1 and "set FSDPX_CACHE to a folder that can be written" in results[0], results
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
+""")
 
 
 def test_a_second_process_needs_no_compiler():
@@ -143,6 +131,4 @@ convolutions = "correlate", "correlate_backward_input", "correlate_backward_para
 warm_up_kernels(["gelu", *convolutions, "float16", "bfloat16"], np.float32)
 print("numba" in sys.modules, "llvmlite" in sys.modules)
 """
-    run = [sys.executable, "-W", "error", "-c", code]
-    results = (subprocess.run(run, check=True, timeout=120, capture_output=True, text=True).stdout for _ in range(2))
-    assert any(result.split() == ["False", "False"] for result in results)
+    assert any(run_program(code) == ["False", "False"] for _ in range(2))

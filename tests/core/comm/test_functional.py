@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from programs import run_program
 from ranks import OVER_GLOO, carrier
 from threads import on_ranks
 
@@ -168,13 +166,12 @@ def test_a_rank_of_spawn_cannot_open_another_world(comm):
 
 
 def test_importing_and_running_on_threads_loads_no_mpi_and_no_torch():
-    program = (
+    run_program(
         "import sys, numpy as np, fsdpx.core.comm as c, fsdpx.core.trainer.array_collectives as f\n"
         "import fsdpx.testing.communicator\n"
         "c.spawn(lambda comm: f.all_reduce(np.ones(3)), 2); f.all_reduce(1.0)\n"
         "assert not {'mpi4py', 'cupy', 'numba', 'torch'} & set(sys.modules), sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", ["mean", "average", "AVG", "Avg"])
