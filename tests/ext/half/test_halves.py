@@ -1,7 +1,8 @@
 """16 bits: casts on the bits of every number, and products within the rounding of their formats in every layout."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -29,7 +30,11 @@ SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 64, 65, 130]))
 def default() -> Iterator[None]:
     yield
     matmul.select_library(None)
-    blas.set_product_threads(1)
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> None:
+    matmul.select_library(request.param)
 
 
 def normal(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -56,9 +61,7 @@ def test_products_biases_and_sums(wide, m, k, n, layouts, seed) -> None:
         assert np.all(np.abs(out.astype("f8") - want - 1) <= bound), name
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_inf_and_nan_go_where_they_belong(name: str) -> None:
-    matmul.select_library(name)
+def test_inf_and_nan_go_where_they_belong(library: None) -> None:
     a, b = normal((6, 40), 0), normal((40, 5), 1)
     a[1, 3], b[7, 2] = np.inf, np.nan
     out = np.empty((6, 5), np.float32)
@@ -69,9 +72,7 @@ def test_inf_and_nan_go_where_they_belong(name: str) -> None:
     np.testing.assert_array_equal(np.isinf(out), np.isinf(want))
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_the_bits_of_a_product_are_the_same_wherever_arrays_lie(name: str) -> None:
-    matmul.select_library(name)
+def test_the_bits_of_a_product_are_the_same_wherever_arrays_lie(library: None) -> None:
     a, b = normal((33, 65), 0), normal((65, 31), 1)
     seen = set()
     for shift in (0, 1, 3, 17):
@@ -83,9 +84,7 @@ def test_the_bits_of_a_product_are_the_same_wherever_arrays_lie(name: str) -> No
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_cut_among_threads(name: str) -> None:
-    matmul.select_library(name)
+def test_cut_among_threads(library: None) -> None:
     a, b = normal((700, 300), 0), normal((300, 400), 1)
     want, got = np.empty((700, 400), np.float32), np.zeros((700, 400), np.float32)
     matmul.multiply_half_into(want, a, b)
@@ -106,61 +105,47 @@ def test_formats_of_one_width_do_not_share_a_product() -> None:
         assert out.tolist() == (x @ y).tolist(), kind
 
 
-def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong:
-        name, path, version = "oneDNN", "libwrong.so", "0"
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """A processor with these flags and instructions, and a oneDNN whose large results have an error."""
 
-        def multiply_half_into(self, out, a, b, accumulate, bias):
+    def change(flags: str, *instructions: str, error: float = 0.0) -> None:
+        def multiply(out, a, b, accumulate, bias):
             out[...] = a.astype("f4") @ b.astype("f4")
-            if out.size > 100:
-                out[-1, -1] += 0.1
+            out[-1, -1] += error * (out.size > 100)
 
-    monkeypatch.setattr(onednn, "load_onednn", Wrong)
-    monkeypatch.setattr(matmul, "list_half_instructions", lambda kind="bfloat16": ("avx512_bf16",))
-    _forget()
-    try:
-        with pytest.warns(RuntimeWarning, match=r"oneDNN in libwrong.so \(0\) multiplies wrongly"):
-            assert matmul.get_selected_library() == matmul.WIDENED
-    finally:
-        _forget()
+        library = SimpleNamespace(name="oneDNN", path="lib.so", version="0", multiply_half_into=multiply)
+        monkeypatch.setattr(onednn, "load_onednn", lambda: library)
+        monkeypatch.setattr(matmul, "read_cpuinfo_field", lambda what: flags)
+        monkeypatch.setattr(matmul, "list_half_instructions", lambda kind="bfloat16": instructions)
+        matmul._choose_default_library.cache_clear()
 
-
-def _forget() -> None:
+    yield change
     matmul._choose_default_library.cache_clear()
 
 
-def test_without_instructions_operands_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "list_half_instructions", lambda kind="bfloat16": ())
-    _forget()
-    try:
+def test_a_library_that_computes_wrongly_is_not_taken(pretend: Callable[..., None]) -> None:
+    pretend("avx512bw", "avx512_bf16", error=0.1)
+    with pytest.warns(RuntimeWarning, match=r"oneDNN in lib.so \(0\) multiplies wrongly"):
         assert matmul.get_selected_library() == matmul.WIDENED
-    finally:
-        _forget()
+
+
+def test_without_instructions_operands_are_widened(pretend: Callable[..., None]) -> None:
+    pretend("avx512bw")
+    assert matmul.get_selected_library() == matmul.WIDENED
 
 
 @pytest.mark.parametrize(("flags", "here"), [
     ("sse2 avx2 fma", ["widened"]), ("avx2 avx512f avx512bw", ["onednn", "widened"]),
     ("avx2 avx_vnni avx_ne_convert", ["onednn", "widened"]),
 ])  # fmt: skip
-def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(monkeypatch, flags, here) -> None:
-    class Library:
-        name, path, version = "it", "lib.so", "1"
-
-        def multiply_half_into(self, out, a, b, accumulate, bias):
-            out[...] = a.astype("f4") @ b.astype("f4")
-
-    monkeypatch.setattr(matmul, "read_cpuinfo_field", lambda what: flags)
-    monkeypatch.setattr(matmul, "list_half_instructions", lambda kind="bfloat16": ("amx_bf16",))
-    monkeypatch.setattr(onednn, "load_onednn", Library)
-    _forget()
-    try:
-        assert list(matmul.list_16bit_matmul_libraries()) == here
-        assert matmul.get_selected_library() == here[0]
-        if "onednn" not in here:
-            with pytest.raises(ConfigError, match=r"products by .onednn. are not available: choose one of widened"):
-                matmul.select_library("onednn")
-    finally:
-        _forget()
+def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(pretend, flags, here) -> None:
+    pretend(flags, "amx_bf16")
+    assert list(matmul.list_16bit_matmul_libraries()) == here
+    assert matmul.get_selected_library() == here[0]
+    if "onednn" not in here:
+        with pytest.raises(ConfigError, match=r"products by .onednn. are not available: choose one of widened"):
+            matmul.select_library("onednn")
 
 
 def test_an_unknown_library_is_refused() -> None:
@@ -244,9 +229,7 @@ def close(got: np.ndarray, want: np.ndarray, rounded: np.ndarray, summed: np.nda
     width=st.sampled_from([1, 4, 7, 8, 32, 40, 64]),
     seed=st.integers(0, 99),
 )
-def test_attention_against_float64(
-    way: str, causal: bool, sizes: tuple[int, ...], more: int, width: int, seed: int
-) -> None:
+def test_attention_against_float64(way, causal, sizes, more, width, seed) -> None:
     """Ragged sizes, keys of another length, and views as a layer passes them."""
     b, h, t = sizes
     full, scale = t + (0 if causal else more), 0.7 / width**0.5
@@ -261,9 +244,8 @@ def test_attention_against_float64(
     close(o, p @ v, p @ np.abs(v), terms * (p * (1 + scores)) @ np.abs(v))
     turned, along = v.swapaxes(-1, -2), np.sum(do * wide, axis=-1, keepdims=True)
     ds = p * (do @ turned - along) * scale
-    off = (
-        terms * p * (1 + scores) * (np.abs(do) @ np.abs(turned) + np.sum(np.abs(do * wide), -1, keepdims=True)) * scale
-    )
+    slopes = np.abs(do) @ np.abs(turned) + np.sum(np.abs(do * wide), -1, keepdims=True)
+    off = terms * p * (1 + scores) * slopes * scale
     close(d[0], ds @ k, np.abs(ds) @ np.abs(k), off @ np.abs(k))
     ds, off, p = (a.swapaxes(-1, -2) for a in (ds, off, p))
     close(d[1], ds @ q, np.abs(ds) @ np.abs(q), off @ np.abs(q))
@@ -278,11 +260,8 @@ def test_attention_does_not_depend_on_threads_or_on_where_arrays_lie(way: str, t
     slopes = kernels.attention_backward(np, q, k, v, *want, do, True, 0.3)
     moved = [np.concatenate([a, a], axis=-1)[..., :8] for a in (q, k, v)]
     parallel.set_threads(threads)
-    try:
-        got = kernels.attention(np, *moved, True, 0.3)
-        again = kernels.attention_backward(np, *moved, *got, do, True, 0.3)
-    finally:
-        parallel.set_threads(1)
+    got = kernels.attention(np, *moved, True, 0.3)
+    again = kernels.attention_backward(np, *moved, *got, do, True, 0.3)
     for one, other in zip((*got, again), (*want, slopes), strict=True):
         assert one.tobytes() == other.tobytes()
 
@@ -302,12 +281,11 @@ def test_attention_ends_where_a_position_sees_no_more(way: str) -> None:
 
 
 def test_words_are_for_processors_that_have_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
-    monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
-    monkeypatch.setattr(attention16, "read_cpuinfo_field", lambda field: "fma avx512f")
-    assert not attention16.has_bf16_dot_instruction.__wrapped__()
-    monkeypatch.setattr(attention16, "read_cpuinfo_field", lambda field: "avx512f avx512_bf16")
-    assert attention16.has_bf16_dot_instruction.__wrapped__()
+    for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"):
+        monkeypatch.delenv(name, raising=False)
+    for flags, has in (("fma avx512f", False), ("avx512f avx512_bf16", True)):
+        monkeypatch.setattr(attention16, "read_cpuinfo_field", lambda field, flags=flags: flags)
+        assert attention16.has_bf16_dot_instruction.__wrapped__() is has
     monkeypatch.setenv("NUMBA_CPU_NAME", "skylake")
     assert not attention16.has_bf16_dot_instruction.__wrapped__()
 
@@ -318,7 +296,7 @@ def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, 
     if not blas.get_gemm_address(np.dtype("f4")):
         pytest.skip("NumPy alone multiplies")
     a, b, bias = normal((m, k), 0), normal((n, k), 1).T, normal((n,), 2)
-    exact = a.astype("f8") @ b.astype("f8")
+    exact, unit = a.astype("f8") @ b.astype("f8"), 0 if wide else 2.0**-8
     bound = (k + 2) * 2.0**-23 * (np.abs(a.astype("f8")) @ np.abs(b.astype("f8")) + np.abs(bias.astype("f8")))
     for x, y in ((a, b), (np.asfortranarray(a), b), (a, np.ascontiguousarray(b)), (a[::-1], b)):
         out = np.zeros((m, n), np.float32 if wide else BF16)
@@ -327,21 +305,17 @@ def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, 
         assert products.try_multiply_small_bfloat16_into(out, x, y, False, bias) == is_supported
         matmul.multiply_half_into(out, x, y, bias=bias)
         want = exact[flip] + bias.astype("f8")
-        rounding = 0 if wide else 2.0**-8 * np.abs(want)
-        assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + rounding)
-        before = out.copy()
+        assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + unit * np.abs(want))
+        want = out.astype("f8") + exact[flip]
         matmul.multiply_half_into(out, x, y, accumulate=True)
-        want = before.astype("f8") + exact[flip]
-        rounding = 0 if wide else 2.0**-8 * np.abs(want)
-        assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + 2.0**-23 * np.abs(want) + rounding)
+        assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + (2.0**-23 + unit) * np.abs(want))
 
 
 def test_what_is_large_is_no_small_product() -> None:
     a, b = normal((1024, 64), 0), normal((64, 64), 1)
     assert not products.try_multiply_small_bfloat16_into(np.empty((1024, 64), BF16), a, b, False, None)
-    assert not products.try_multiply_small_bfloat16_into(
-        np.empty((4, 4), np.float16), *[np.ones((4, 4), np.float16)] * 2, False, None
-    )
+    of_float16 = [np.ones((4, 4), np.float16) for _ in range(3)]
+    assert not products.try_multiply_small_bfloat16_into(*of_float16, False, None)
 
 
 FORMATS = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -361,6 +335,11 @@ def same(got, want):
     assert np.array_equal(got.view(bits)[~nan], want.view(bits)[~nan])
 
 
+def demand_rounded(x, half):
+    with np.errstate(all="ignore"):
+        same(kernels.cast_float_to_dtype(np, x, half), x.astype(half))
+
+
 @both
 def test_every_number_is_widened_exactly(mode, half):
     h = every(half)
@@ -371,20 +350,17 @@ def test_every_number_is_widened_exactly(mode, half):
 @both
 def test_numbers_around_every_tie_are_rounded_to_even(mode, half):
     h = every(half)
-    exact = h[np.isfinite(h.astype(np.float32))].astype(np.float64)
-    exact = np.unique(exact)
+    exact = np.unique(h[np.isfinite(h.astype(np.float32))].astype(np.float64))
     ties = ((exact[1:] + exact[:-1]) / 2).astype(np.float32)  # 1 bit more than 16-bit floats have: exact
     x = np.concatenate([ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
-    with np.errstate(all="ignore"):
-        same(kernels.cast_float_to_dtype(np, x, half), x.astype(half))
+    demand_rounded(x, half)
 
 
 @both
 def test_ends(mode, half):
     tiny = np.finfo(np.float32).smallest_subnormal
     x = np.array([0.0, -0.0, np.inf, -np.inf, tiny, -tiny, 1e-38, 65519.9, 65520, 65536, 3.4e38, -3.4e38], np.float32)
-    with np.errstate(all="ignore"):
-        same(kernels.cast_float_to_dtype(np, x, half), x.astype(half))
+    demand_rounded(x, half)
 
 
 @both
@@ -398,9 +374,8 @@ def test_nan_stays_nan_whatever_its_bits(mode, half):
 @SETTINGS
 @given(bits=st.lists(st.integers(0, 2**32 - 1), max_size=70), mode=st.sampled_from(["plain", "numba"]))
 def test_any_bits_are_rounded_as_ml_dtypes_and_numpy_round(half, bits, mode):
-    x = np.array(bits, np.uint32).view(np.float32)
-    with np.errstate(all="ignore"), kernels.use_mode(mode):
-        same(kernels.cast_float_to_dtype(np, x, half), x.astype(half))
+    with kernels.use_mode(mode):
+        demand_rounded(np.array(bits, np.uint32).view(np.float32), half)
 
 
 @both
@@ -429,8 +404,7 @@ def chances(start, stop):
         n = (n ^ n >> 15) * 0x846CA68B & 0xFFFFFFFF
         return n ^ n >> 16
 
-    places = range(start, stop)
-    return np.array([mix(mix(p & 0xFFFFFFFF ^ key0) ^ key1 ^ p >> 32) >> 16 for p in places], np.uint32)
+    return np.array([mix(mix(p & 0xFFFFFFFF ^ key0) ^ key1 ^ p >> 32) >> 16 for p in range(start, stop)], np.uint32)
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, 1), (1, 2), (3, 9), (5, 1000), (2, 0), (2**32 - 5, 9), (2**33, 70)])
@@ -449,10 +423,10 @@ def test_rounding_by_chance_is_right_in_the_mean_and_moves_to_a_neighbor(mode):
         kernels.round_randomly(np, x, out, NumberRange(0, str(value), 0, n))
         got = out.astype(np.float64)
         low, high = np.unique(got)
-        step = high - low
         assert low < np.float32(value) < high
         assert high == np.nextafter(np.float64(low).astype(FORMATS[1]), FORMATS[1].type(np.inf)).astype(np.float64)
-        assert abs(got.mean() - np.float64(np.float32(value))) < 5 * step / 2 / n**0.5  # five standard deviations
+        deviation = (high - low) / 2 / n**0.5
+        assert abs(got.mean() - np.float64(np.float32(value))) < 5 * deviation
 
 
 def test_what_is_exact_or_no_number_stays_when_rounded_by_chance(mode):
