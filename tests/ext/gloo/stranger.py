@@ -25,11 +25,8 @@ SECONDS, STARTS = 8, 120
 
 
 class Bad:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
     def __reduce__(self) -> object:
-        return os.mkdir, (self.path,)
+        return os.mkdir, (sys.argv[1],)
 
 
 def claim(port: int, pickled: bytes) -> None:
@@ -58,7 +55,7 @@ def main() -> int:
     if len(sys.argv) > 2:
         own["FSDPX_SECRET"] = sys.argv[2]
     victim = subprocess.Popen([sys.executable, "-c", VICTIM], env={**os.environ, **own}, stderr=subprocess.PIPE)
-    threading.Thread(target=claim, args=(port, pickle.dumps(Bad(str(mark)))), daemon=True).start()
+    threading.Thread(target=claim, args=(port, pickle.dumps(Bad())), daemon=True).start()
     said = victim.communicate()[1].decode()
     print(said, end="", file=sys.stderr, flush=True)
     os._exit(int(mark.exists()))  # the stranger's thread may wait for ever

@@ -27,6 +27,7 @@ from fsdpx.core.base.environment import RendezvousStore, copy_without_rank_varia
 from fsdpx.core.comm import Communicator, init
 from fsdpx.errors import CommError, CommTimeout, ConfigError, LaunchError
 from fsdpx.examples import models
+from fsdpx.ext.gloo import rendezvous
 from fsdpx.ext.gloo.open_gloo import open_gloo
 from fsdpx.launch.launchers import find_launcher_to_use
 from fsdpx.launch.options import LaunchConfig
@@ -36,6 +37,10 @@ TESTS = Path(__file__).parents[2]
 ROOT = TESTS.parent
 without_mpi = pytest.mark.skipif(not OVER_GLOO, reason="for ranks without MPI")
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+
+def in_jobs(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.jobs(needs_torch(test))
 
 
 @pytest.fixture(scope="module")
@@ -85,22 +90,18 @@ class TestTheWorld:
         for _ in range(3):  # the first ones get things ready
             trainer.step(x, y)
         sent, move = [], GlooCommunicator.start_call
-        monkeypatch.setattr(
-            GlooCommunicator, "start_call", lambda self, call: sent.append(call.name) or move(self, call)
-        )
-        trainer.step(x, y)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(GlooCommunicator, "start_call", lambda *given: sent.append(given[1].name) or move(*given))
+            trainer.step(x, y)
         assert sent == []
         trainer.close()
 
     def test_what_it_cannot_do_is_refused_by_name(self, messages: Communicator) -> None:
-        with pytest.raises(
-            ConfigError, match=r"a window on GlooCommunicator.* use backend='node' or 'mpi', gloo inside"
-        ):
+        words = r"a window on GlooCommunicator.* use backend='node' or 'mpi', gloo inside"
+        with pytest.raises(ConfigError, match=words):
             messages.window(8)
-        with pytest.raises(
-            ConfigError, match=r"ranks of .*GlooCommunicator.* cannot die or come back: use ranks of MPI"
-        ):
+        words = r"ranks of .*GlooCommunicator.* cannot die or come back: use ranks of MPI"
+        with pytest.raises(ConfigError, match=words):
             models.make_mlp(1, 2).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), elastic=True)
 
     def test_a_wait_ends_with_the_name_of_what_it_waits_for(self, messages: Communicator) -> None:
@@ -123,27 +124,19 @@ class TestTheWorld:
 # -- jobs ----------------------------------------------------------------------------------------------------------
 
 
-Done = subprocess.CompletedProcess[str]
-
-
-def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variables: str) -> Done:
+def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variables: str) -> Any:
     """`words` for Python on ranks without MPI, which cannot even be imported. by: another launcher than `fsdpx run`."""
     (folder / "mpi4py").mkdir(exist_ok=True)
     (folder / "mpi4py" / "__init__.py").write_text("raise ImportError('this environment has no MPI')")
-    environ = (
-        copy_without_rank_variables()
-        | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OPENBLAS_NUM_THREADS": "1"}
-        | variables
-    )
+    own = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OPENBLAS_NUM_THREADS": "1", **variables}
     start = by or ("-m", "fsdpx", "run", "--backend", "gloo", "-n", str(ranks), "--max-restarts", "0")
     return subprocess.run(
-        [sys.executable, *start, *words], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280,
-        stdin=subprocess.DEVNULL,
+        [sys.executable, *start, *words], cwd=ROOT, env=copy_without_rank_variables() | own, capture_output=True,
+        text=True, timeout=280, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 
-@pytest.mark.jobs
-@needs_torch
+@in_jobs
 @pytest.mark.parametrize(
     ("ranks", "more", "chosen", "least"),
     [
@@ -152,9 +145,7 @@ def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variabl
     ],
     ids=["3", "4"],
 )
-def test_contract_and_training_without_mpi(
-    ranks: int, more: list[str], chosen: str, least: int, tmp_path: Path
-) -> None:
+def test_contract_and_training_without_mpi(ranks, more, chosen, least, tmp_path) -> None:
     """Run tests that MPI ranks pass: the contract over messages and, on one number of ranks each, tests that build on
     it: windows on hosts with one and two ranks (classes whose ranks share one host send no message), GPU arrays through
     the host, training on a mesh of any two axes. chosen: for -k. least: minimum number of tests that pass."""
@@ -167,8 +158,7 @@ def test_contract_and_training_without_mpi(
     assert int(passed[1]) >= least, done.stdout
 
 
-@pytest.mark.jobs
-@needs_torch
+@in_jobs
 def test_messages_that_nobody_waits_for_do_not_spoil_the_end(tmp_path: Path) -> None:
     """Neither side sends; each end of a connection wakes the thread that waits at the other one. It is a race, so
     three pairs of ranks try it."""
@@ -183,17 +173,13 @@ def test_messages_that_nobody_waits_for_do_not_spoil_the_end(tmp_path: Path) -> 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-SHORT = (
-    "fsdpx.examples.gpt --data fsdpx/core/comm --steps 2 --batch 8"
-    " --validate 2 --validation-batches 1 --no-tune --no-save"
-)
-
-
-@pytest.mark.jobs
-@needs_torch
+@in_jobs
 def test_gpt_has_the_hash_of_one_process_under_torchrun(tmp_path: Path) -> None:
     """`fsdpx run` starts the same ranks, which train in test_world.py."""
-    words = ["-m", *SHORT.split(), "--sample", "0", "--chunks", "4", "--hash"]
+    words = (
+        "-m fsdpx.examples.gpt --data fsdpx/core/comm --steps 2 --batch 8 --validate 2 --validation-batches 1 "
+        "--no-tune --no-save --sample 0 --chunks 4 --hash"
+    ).split()
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = [job(tmp_path, 1, *words, by=("-B",)), job(tmp_path, 2, *words, by=torchrun)]
     assert [one.returncode for one in done] == [0, 0], "\n".join(one.stderr for one in done)
@@ -201,8 +187,7 @@ def test_gpt_has_the_hash_of_one_process_under_torchrun(tmp_path: Path) -> None:
     assert len(hashes) == 1
 
 
-@pytest.mark.jobs
-@needs_torch
+@in_jobs
 @pytest.mark.parametrize(
     ("end", "ranks", "through", "status", "said"),
     [
@@ -211,9 +196,7 @@ def test_gpt_has_the_hash_of_one_process_under_torchrun(tmp_path: Path) -> None:
         ("raise RuntimeError('out of fuel')", 2, "windows", 1, "RuntimeError: out of fuel"),
     ],
 )
-def test_a_rank_that_ends_is_named_and_ends_the_job(
-    end: str, ranks: int, through: str, status: int, said: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_ends_is_named_and_ends_the_job(end, ranks, through, status, said, tmp_path) -> None:
     script = tmp_path / "script.py"
     wait = "comm.barrier().wait()" if through == "windows" else "comm.recv(np.zeros(3), 1, what='news').wait()"
     script.write_text(
@@ -228,20 +211,18 @@ def test_a_rank_that_ends_is_named_and_ends_the_job(
     assert time.monotonic() - began < 120  # not a timeout
 
 
-@pytest.mark.jobs
-@needs_torch
+@in_jobs
 def test_who_does_not_come_and_an_address_that_is_wrong_are_named(tmp_path: Path) -> None:
     """Each is one process alone, in which only this is tried."""
     here = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FSDPX_START_TIMEOUT": "1"}
     missing = job(tmp_path, 1, "import fsdpx; fsdpx.init()", by=("-c",), RANK="0", **here)
     assert missing.returncode == 1
-    assert f"rank 0 of 3 waited 1 s for ranks 1, 2 at MASTER_ADDR=127.0.0.1, MASTER_PORT={here['MASTER_PORT']}" in (
-        missing.stderr
-    )
+    where = f"MASTER_ADDR=127.0.0.1, MASTER_PORT={here['MASTER_PORT']}"
+    assert f"rank 0 of 3 waited 1 s for ranks 1, 2 at {where}" in missing.stderr
     nobody = job(tmp_path, 1, "import fsdpx; fsdpx.init()", by=("-c",), RANK="1", **here)
     assert re.search(
-        r"LaunchError: rank 1 of 3 cannot meet the others at MASTER_ADDR=127\.0\.0\.1, MASTER_PORT=\d+ \(no process "
-        r"has answered within 1 s: \[Errno \d+\] Connection refused\): both name the host of rank 0",
+        rf"LaunchError: rank 1 of 3 cannot meet the others at {where} \(no process has answered within 1 s: "
+        r"\[Errno \d+\] Connection refused\): both name the host of rank 0",
         nobody.stderr,
     )
 
@@ -249,8 +230,6 @@ def test_who_does_not_come_and_an_address_that_is_wrong_are_named(tmp_path: Path
 def rolls(*ranks: tuple[Any, ...], timeout: float = 0.5) -> list[Any]:
     """What becomes of ranks (rank, size, secret, local rank) that come to one store, each in a thread."""
     import torch.distributed as dist
-
-    from fsdpx.ext.gloo import rendezvous
 
     store, found = dist.HashStore(), list[Any]([None] * len(ranks))
 
@@ -291,8 +270,6 @@ def test_who_does_not_know_the_secret_does_not_come() -> None:
     """Another job's rank is named; a stranger who was there first gives way to the rank itself."""
     import torch.distributed as dist
 
-    from fsdpx.ext.gloo import rendezvous
-
     found = rolls((0, 2, b"one secret of many"), (1, 2, b"another secret"))
     assert "who came as rank 1 does not know the FSDPX_SECRET of this job" in found[0]
     store = dist.HashStore()
@@ -306,10 +283,8 @@ def test_who_does_not_know_the_secret_does_not_come() -> None:
     "said", [b"", b"\xff", b" [[[[", b" " + b"[" * 4000, b" [0, 1]", b' ["0", 2, 3, "h", null, "x"]', b"zz [0]", b" 7"]
 )
 def test_what_is_no_arrival_is_none(said: bytes) -> None:
-    from fsdpx.ext.gloo.rendezvous import RankArrival
-
-    assert RankArrival.parse_signed(said, b"") is None
-    assert RankArrival.parse_signed(said, b"a secret that is long") is None
+    for secret in (b"", b"a secret that is long"):
+        assert rendezvous.RankArrival.parse_signed(said, secret) is None
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
@@ -329,8 +304,7 @@ def test_init_of_gloo_alone_is_a_world_of_one_rank(monkeypatch: pytest.MonkeyPat
         open_gloo(init.CommunicatorRequest(read_environment({})))
 
 
-@pytest.mark.jobs
-@needs_torch
+@in_jobs
 def test_a_stranger_who_comes_first_is_refused_and_nothing_of_his_is_run(tmp_path: Path) -> None:
     words = [str(TESTS / "ext" / "gloo" / "stranger.py"), str(tmp_path / "run"), "0123456789abcdef01"]
     done = job(tmp_path, 1, *words, by=("-B",))
@@ -338,8 +312,7 @@ def test_a_stranger_who_comes_first_is_refused_and_nothing_of_his_is_run(tmp_pat
     assert "who came as rank 1 does not know the FSDPX_SECRET of this job" in done.stderr
 
 
-@pytest.mark.jobs
-@needs_torch
+@in_jobs
 def test_the_death_of_rank_0_ends_ranks_that_were_started_by_hand(tmp_path: Path) -> None:
     """The store dies with it, and nothing tells the others that wait in shared memory but their watchdogs."""
     code = (
@@ -349,12 +322,10 @@ def test_the_death_of_rank_0_ends_ranks_that_were_started_by_hand(tmp_path: Path
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code], env=copy_without_rank_variables() | own | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
+            [sys.executable, "-c", code], env=copy_without_rank_variables() | own | {"RANK": rank},
+            stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         )
-        for rank in range(3)
+        for rank in "012"
     ]  # fmt: skip
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [-9, 1, 1]
@@ -362,8 +333,6 @@ def test_the_death_of_rank_0_ends_ranks_that_were_started_by_hand(tmp_path: Path
 
 
 def test_without_pytorch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdpx.ext.gloo import rendezvous
-
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     settings = read_environment({"RANK": "0", "WORLD_SIZE": "2", "FSDPX_STORE": "store"})
     with pytest.raises(ConfigError, match=r"backend='gloo' needs PyTorch, .*: pip install '\.\[gloo\]'"):
@@ -386,8 +355,6 @@ def test_what_fsdpx_run_cannot_start_without_mpi_is_refused(options: dict[str, A
 
 
 def test_what_the_environment_does_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdpx.ext.gloo import rendezvous
-
     monkeypatch.setattr(rendezvous, "_import_torch_distributed", lambda: None)
     for environ, words in (
         (
