@@ -1,5 +1,6 @@
 """Local training: replicas that train by themselves and meet at the end of a round, at once or fragment by fragment."""
 
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,13 @@ def train(comm: Communicator, case: str, strategy: Any, sizes: tuple[int, ...], 
     return steps(trainer, case, sizes), trainer.parameters()
 
 
+def train_by_sgd(comm: Communicator, strategy: Any, mesh: Mesh | None = None) -> Any:
+    return train(comm, "gpt", strategy, (11, 11, 3), mesh=mesh, optimizer=optim.SGD(lr=0.1))
+
+
 @lru_cache
-def reference(case: str) -> Any:
-    return spawn(lambda comm: train(comm, case, "ddp", (11, 11, 3), optimizer=optim.SGD(lr=0.1)), 1)[0]
+def synchronous() -> Any:
+    return spawn(train_by_sgd, 1, "ddp")[0]
 
 
 MESHES = [
@@ -51,10 +56,8 @@ MESHES = [
 @pytest.mark.parametrize(("size", "mesh"), few(MESHES, 2), ids=str)
 def test_rounds_of_one_step_are_synchronous_training(size: int, mesh: Mesh | None) -> None:
     """With inner and outer SGD, also with parts of different size, of which some are empty."""
-    losses, want = reference("gpt")
-    for got_losses, got in spawn(
-        lambda comm: train(comm, "gpt", ALWAYS, (11, 11, 3), mesh=mesh, optimizer=optim.SGD(lr=0.1)), size, delays=size
-    ):
+    losses, want = synchronous()
+    for got_losses, got in spawn(train_by_sgd, size, ALWAYS, mesh, delays=size):
         np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
         assert_close(got, want, 1e-12)
 
@@ -84,7 +87,8 @@ def by_hand(local: LocalSGD, replicas: int, sizes: tuple[int, ...], pages: list[
 
     def run(comm: Communicator) -> dict[str, np.ndarray]:
         alone = [make(comm, "mlp", "ddp") for _ in range(replicas)]
-        outer, velocity, under_way = alone[0].parameters(), dict[str, Any](), dict[int, list[Any]]()
+        optimizer, velocity, under_way = local.outer_optimizer, dict[str, Any](), dict[int, Any]()
+        outer = alone[0].parameters()
         rng, trained, count = np.random.default_rng(5), [[0] * replicas for _ in pages], [0] * len(pages)
         for step, n in enumerate(sizes, start=1):
             x, y = KNOWN["mlp"].batch(rng, n)
@@ -99,14 +103,12 @@ def by_hand(local: LocalSGD, replicas: int, sizes: tuple[int, ...], pages: list[
                 if lag >= 0 and lag % local.sync_every == 0:
                     shares = [w / sum(trained[f]) for w in trained[f]]
                     moved = {k: sum((outer[k] - p[k]) * w for p, w in zip(own, shares, strict=True)) for k in names}
-                    under_way[f], trained[f] = [moved], [0] * replicas
+                    under_way[f], trained[f] = moved, [0] * replicas
                 if lag >= 0 and lag % local.sync_every == local.delay // 2:
                     count[f] += 1
-                    for k, g in under_way.pop(f)[0].items():
-                        v = velocity[k] = local.outer_optimizer.momentum * velocity.get(k, 0.0) + g
-                        outer[k] = outer[k] - local.outer_optimizer.lr(count[f]) * (
-                            g + local.outer_optimizer.momentum * v
-                        )
+                    for k, g in under_way.pop(f).items():
+                        v = velocity[k] = optimizer.momentum * velocity.get(k, 0.0) + g
+                        outer[k] = outer[k] - optimizer.lr(count[f]) * (g + optimizer.momentum * v)
                 if lag >= 0 and lag % local.sync_every == local.delay:
                     for p, trainer in zip(own, alone, strict=True):
                         p |= {k: local.mix * p[k] + (1 - local.mix) * outer[k] for k in names}
@@ -143,10 +145,8 @@ def test_between_rounds_nothing_is_sent() -> None:
     """One round sends what one step of data parallelism does, as predicted; a replica sees its own loss until then."""
 
     def run(comm: Communicator) -> tuple[list[float], int]:
-        local, ddp = (
-            make(comm, "mlp", s, optimizer=optim.SGD(lr=0.1))
-            for s in (LocalSGD(sync_every=4, outer_optimizer=MEAN), "ddp")
-        )
+        local = make(comm, "mlp", LocalSGD(sync_every=4, outer_optimizer=MEAN), optimizer=optim.SGD(lr=0.1))
+        ddp = make(comm, "mlp", "ddp", optimizer=optim.SGD(lr=0.1))
         local.inspect.reset_counters()
         losses = steps(local, "mlp", (8, 8, 8))
         assert local.report().traffic == {}
@@ -194,11 +194,8 @@ def test_fragments_travel_at_times_of_their_own(delay: int) -> None:
 
     ranks = spawn(run, 2, False)
     (seen, _, want), *_ = ranks
-    late = [2 + delay, 4 + delay, 6 + delay]
-    assert [text for text in seen if "DELTA" in text] == [
-        f"{s}DELTA{p}" for s, p in ((2, 0), (4, 1), (6, 2), (8, 0), (10, 1))
-    ]
-    assert [text for text in seen if "ADOPT" in text][:3] == [f"{s}ADOPT{p}" for p, s in enumerate(late)]
+    assert [text for text in seen if "DELTA" in text] == ["2DELTA0", "4DELTA1", "6DELTA2", "8DELTA0", "10DELTA1"]
+    assert [text for text in seen if "ADOPT" in text][:3] == [f"{2 * p + 2 + delay}ADOPT{p}" for p in range(3)]
     for (_, losses, _), (_, same, got) in zip(ranks, spawn(run, 2, True), strict=True):
         assert_close(got, want)
         assert losses == same
@@ -260,74 +257,60 @@ def test_outer_state_is_cut_over_replicas() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sync_every": 0}, r"LocalSGD\(sync_every=0\): a number of steps, 1 or more"),
-        (
-            {"sync_every": 2, "fragments": 3},
-            r"LocalSGD\(fragments=3\): a number from 1 to the steps of a round, sync_every=2",
-        ),
-        ({"sync_every": 4, "delay": 4}, r"LocalSGD\(delay=4\): a number of steps below those of a round, sync_every=4"),
-        ({"mix": 1.0}, r"LocalSGD\(mix=1.0\): a number in \[0, 1\) is needed"),
-        (
-            {"outer_optimizer": optim.SGD},
-            r"LocalSGD\(outer_optimizer=<class .*SGD'>\): an optimizer is needed, such as optim.SGD\(lr=1.0\)",
-        ),
-        ({"compression": "int9"}, "unknown codec 'int9'"),
-        (
-            {"inner_strategy": "async"},
-            r"LocalSGD\(inner_strategy='async'\): what the ranks of one replica do, such as 'fsdp'",
-        ),
-        (
-            {"inner_strategy": "diloco"},
-            r"LocalSGD\(inner_strategy='diloco'\): what the ranks of one replica do, such as 'fsdp'",
-        ),
+        ({"sync_every": 0}, "a number of steps, 1 or more"),
+        ({"sync_every": 2, "fragments": 3}, "a number from 1 to the steps of a round, sync_every=2"),
+        ({"sync_every": 4, "delay": 4}, "a number of steps below those of a round, sync_every=4"),
+        ({"mix": 1.0}, "a number in [0, 1) is needed"),
+        ({"outer_optimizer": optim.SGD}, "an optimizer is needed, such as optim.SGD(lr=1.0)"),
+        ({"inner_strategy": "async"}, "what the ranks of one replica do, such as 'fsdp'"),
+        ({"inner_strategy": "diloco"}, "what the ranks of one replica do, such as 'fsdp'"),
     ],
 )
 def test_rounds_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    """The last of the options is named."""
+    *_, (name, value) = options.items()
+    with pytest.raises(ConfigError, match=re.escape(f"LocalSGD({name}={value!r}): {message}")):
         LocalSGD(**options)
+
+
+def test_an_unknown_codec_is_named() -> None:
+    with pytest.raises(ConfigError, match="unknown codec 'int9'"):
+        LocalSGD(compression="int9")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"reproducible_chunks": 4},
-            "local training with reproducible_chunks=4: results depend on the mesh; leave reproducible_chunks out",
-        ),
+        ({"reproducible_chunks": 4},
+         "local training with reproducible_chunks=4: results depend on the mesh; leave reproducible_chunks out"),
         ({"precision": fsdpx.Precision(loss_scale="dynamic")}, "a dynamic loss scale: replicas would skip different"),
         ({"precision": "bf16-true"}, "local training with 16-bit masters: outer steps are smaller than"),
         ({"average": fsdpx.EMA()}, r"average=EMA\(decay=0.999\): the outer parameters are already a mean"),
         ({"elastic": True}, "elastic ranks take every step together; leave elastic out, or choose 'hybrid'"),
-        (
-            {"strategy": LocalSGD(fragments=9)},
-            r"LocalSGD\(fragments=9\): the model has 2 pages of parameters; a smaller gro",
-        ),
-        ({"strategy": LocalSGD(inner_strategy="zero2"), "mesh": Mesh(replica=2)}, None),
-        (
-            {"strategy": LocalSGD(inner_strategy="ddp"), "mesh": Mesh(shard=2)},
-            "strategy 'ddp' wants a shard axis of width 1",
-        ),
+        ({"strategy": LocalSGD(fragments=9)},
+         r"LocalSGD\(fragments=9\): the model has 2 pages of parameters; a smaller gro"),
+        ({"strategy": LocalSGD(inner_strategy="ddp"), "mesh": Mesh(shard=2)},
+         "strategy 'ddp' wants a shard axis of width 1"),
     ],
-)
+)  # fmt: skip
 @on_ranks(2)
-def test_what_it_cannot_serve_is_refused_on_all_ranks(comm: Any, options: Any, message: str | None) -> None:
-    chosen = {"strategy": "diloco", "precision": "float32", **options}
-    if message is None:
-        make(comm, "mlp", **chosen)
-        return
+def test_what_it_cannot_serve_is_refused_on_all_ranks(comm: Any, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make(comm, "mlp", **chosen)
+        make(comm, "mlp", **{"strategy": "diloco", "precision": "float32", **options})
+
+
+@on_ranks(2)
+def test_replicas_may_be_the_mesh_of_another_strategy(comm: Communicator) -> None:
+    make(comm, "mlp", LocalSGD(inner_strategy="zero2"), mesh=Mesh(replica=2), precision="float32")
 
 
 @on_ranks(2)
 def test_bad_calls_are_named(comm: Communicator) -> None:
-    with pytest.raises(
-        ConfigError, match="layer '1': it communicates with all ranks in every step; take one that does"
-    ):
+    words = "layer '1': it communicates with all ranks in every step; take one that does"
+    with pytest.raises(ConfigError, match=words):
         make(comm, "norms", "diloco")
-    with pytest.raises(
-        ConfigError, match=r"ranks differ in synchronization: rank 0 has sync_every=8, .*, rank 1 has sync_every=9, "
-    ):
+    words = r"ranks differ in synchronization: rank 0 has sync_every=8, .*, rank 1 has sync_every=9, "
+    with pytest.raises(ConfigError, match=words):
         make(comm, "mlp", LocalSGD(sync_every=8 + comm.rank))
     trainer = make(comm, "mlp", LocalSGD(sync_every=2, outer_optimizer=MEAN))
     steps(trainer, "mlp", (8,))
@@ -387,10 +370,9 @@ def test_loops_of_ones_own() -> None:
         trainer.update()
         trainer.accumulate(a, b)
         trainer.step(e, f)
-        axes = trainer.inspect.placement.axes
-        even, each = part(trainer.data_group, 6), 6 / axes.replica.size  # of the mean over a replica
-        x, y = (array[even] for array in KNOWN["mlp"].batch(rng, 6))
-        trainer.backward((trainer.forward(x) - y) / each)
+        rows = 6 / trainer.inspect.placement.axes.replica.size  # of the mean over a replica
+        x, y = (array[part(trainer.data_group, 6)] for array in KNOWN["mlp"].batch(rng, 6))
+        trainer.backward((trainer.forward(x) - y) / rows)
         trainer.update()
         return trainer.parameters()
 
