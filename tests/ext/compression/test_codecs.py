@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,6 +21,8 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.compression.powersgd import write_outer_product_into
 from fsdpx.testing import CodecContract
 
+QUANTISED = {"allowed_error": 1 / 127, "error_scale": "block"}
+"""Off by half a level per rank, and one of the sum."""
 KINDS: dict[str, tuple[Callable[[], Codec], dict[str, Any]]] = {
     "NoCompression": (NoCompression, {}),
     "PlainInDoublePrecision": (NoCompression, {"dtype": "float64"}),
@@ -30,31 +33,12 @@ KINDS: dict[str, tuple[Callable[[], Codec], dict[str, Any]]] = {
     "TopKInBlocks": (lambda: TopK(0.1, block=16), {"allowed_error": 1}),
     "AllOfTopK": (lambda: TopK(1), {}),
     "PowerSGD": (PowerSGD, {}),  # of gradients that are all vectors
+    "Int8": (Int8, QUANTISED),
+    "UnbiasedInt8": (lambda: Int8(unbiased=True), {**QUANTISED, "allowed_error": 2 / 127}),
+    "Int8InDoublePrecision": (Int8, {**QUANTISED, "dtype": "float64"}),
 }
 for _name, (_make, _more) in KINDS.items():
-    globals()[f"Test{_name}"] = type(
-        f"Test{_name}", (CodecContract,), {"make": lambda self, make=_make: make(), **_more}
-    )
-
-
-class TestInt8(CodecContract):
-    """Off by half a level per rank, and one of the sum."""
-
-    allowed_error, error_scale = 1 / 127, "block"
-
-    def make(self) -> Codec:
-        return Int8()
-
-
-class TestUnbiasedInt8(TestInt8):
-    allowed_error = 2 / 127
-
-    def make(self) -> Codec:
-        return Int8(unbiased=True)
-
-
-class TestInt8InDoublePrecision(TestInt8):
-    dtype = "float64"
+    globals()[f"Test{_name}"] = type(f"Test{_name}", (CodecContract,), {"make": staticmethod(_make), **_more})
 
 
 class Forgetful(Int8):
@@ -67,7 +51,7 @@ class Forgetful(Int8):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_contract_finds_a_codec_that_forgets(whole: bool) -> None:
-    contract = type("Contract", (CodecContract,), {"make": lambda self: Forgetful()})()
+    contract = type("Contract", (CodecContract,), {"make": staticmethod(Forgetful)})()
     with pytest.raises(AssertionError, match="Mismatched elements"):
         contract.test_error_feedback_loses_nothing(whole)
 
@@ -82,34 +66,27 @@ def test_codecs_by_name() -> None:
     mine = Int8(unbiased=True)
     assert make_gradient_codec(mine, "float32", "float32") is mine
     assert dict(NoCompression().memory_sizes(3)) == {}
-    for bad, words in {"zip": "unknown codec 'zip'", 3: "compression=3 is no Codec"}.items():
-        with pytest.raises(ConfigError, match=words):
-            make_gradient_codec(bad, "float32", "float32")
 
 
-@pytest.mark.parametrize("make", [lambda: NoCompression("tree"), lambda: Cast16("float32")])
-def test_bad_codecs_are_named(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"ring|16-bit"):
-        make()
+FRACTIONS = 0, -0.1, 1.01, float("nan"), True, "1"
+OPTIONS = [("warmup", -1), ("warmup", 1.5), ("block", 0), ("block", 1 << 17)]
+WRONG = [
+    (partial(make_gradient_codec, "zip", "float32", "float32"), "unknown codec 'zip'"),
+    (partial(make_gradient_codec, 3, "float32", "float32"), "compression=3 is no Codec"),
+    (partial(NoCompression, "tree"), "ring"),
+    (partial(Cast16, "float32"), "16-bit"),
+    *((partial(TopK, f), f"TopK(fraction={f!r}): the share of elements that travel, in (0, 1]") for f in FRACTIONS),
+    *((partial(TopK, 0.1, **{name: value}), f"TopK({name}={value}): a number") for name, value in OPTIONS),
+    # of TopK once, and no option any more
+    (partial(TopK, 0.1, momentum=0.9), "TopK(momentum=...): no such option: fraction, warmup, block"),
+    *((partial(PowerSGD, r), f"PowerSGD(rank={r}): a number of columns, 1 or more") for r in (0, -1, 1.5, True)),
+]
 
 
-@pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan"), True, "1"])
-def test_a_share_outside_of_0_to_1_is_named(fraction: Any) -> None:
-    words = f"TopK(fraction={fraction!r}): the share of elements that travel, in (0, 1]"
+@pytest.mark.parametrize(("make", "words"), WRONG, ids=[words.partition(":")[0] for _, words in WRONG])
+def test_bad_codecs_and_options_are_named(make: Callable[[], Codec], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        TopK(fraction)
-
-
-@pytest.mark.parametrize("options", [{"warmup": -1}, {"warmup": 1.5}, {"block": 0}, {"block": 1 << 17}])
-def test_bad_options_of_top_k_are_named(options: Any) -> None:
-    (name,) = options
-    with pytest.raises(ConfigError, match=rf"TopK\({name}={options[name]}\): a number"):
-        TopK(0.1, **options)
-
-
-def test_momentum_correction_is_no_option_any_more() -> None:
-    with pytest.raises(ConfigError, match=r"TopK\(momentum=...\): no such option: fraction, warmup, block"):
-        TopK(0.1, momentum=0.9)  # type: ignore[call-arg]
+        make()
 
 
 SHAPES = ((5,), (12, 20), (20,), (3, 2), (8, 4, 3, 3), (7,))
@@ -140,11 +117,8 @@ def test_what_arrived_and_what_is_kept_is_what_was_given(size: int, whole: bool,
     assert len({memory["basis"].tobytes() for _, memory in found}) == 1
     if size > 1:
         for rank, traffic in moved.items():
-            said = (
-                codec.predict_all_reduce_transfers(N, size, rank, 4)
-                if whole
-                else codec.predict_transfers(uneven(size), rank, 4)
-            )
+            parts, together = codec.predict_transfers, codec.predict_all_reduce_transfers
+            said = together(N, size, rank, 4) if whole else parts(uneven(size), rank, 4)
             assert traffic["all_reduce"] == (count * len(said), count * sum(nbytes for _, nbytes in said))
             assert len(said) == 2  # all P with what travels whole, then all Q
 
@@ -219,35 +193,6 @@ def test_bytes_of_resnet_18_are_as_published(rank: int, published: int) -> None:
     codec, plain = PowerSGD(rank).for_shapes(shapes), NoCompression()
     sent = sum(nbytes for _, nbytes in codec.predict_all_reduce_transfers(size, 16, 15, 4))
     assert round(plain.predict_all_reduce_transfers(size, 16, 15, 4)[0][1] / sent) == published
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("at", [2, 17])
-def test_what_is_no_number_arrives_and_is_not_kept(bad: float, at: int) -> None:
-    def spoilt(rank: int, step: int) -> np.ndarray:
-        grad = low_rank_gradient(rank, step)
-        grad[at] = bad if (rank, step) == (1, 0) else grad[at]
-        return grad
-
-    found = steps(PowerSGD(2).for_shapes(SHAPES), 2, 2, True, spoilt)
-    assert not np.isfinite(found[0][0][0]).all()
-    assert np.isfinite(found[0][0][1]).all()
-    assert all(np.isfinite(array).all() for _, memory in found for array in memory.values())
-
-
-def test_zeros_stay_zeros_and_other_numbers_are_refused() -> None:
-    codec = PowerSGD(2).for_shapes(SHAPES)
-    found = steps(codec, 2, 3, True, lambda rank, step: np.zeros(N, np.float32))
-    assert not arrived(found, 2, True).any()
-    words = r"g: codec PowerSGD carries gradients of float32 or float64, not int32"
-    with pytest.raises(ConfigError, match=words):
-        steps(codec, 1, 1, True, lambda rank, step: np.zeros(N, np.int32))
-
-
-@pytest.mark.parametrize("rank", [0, -1, 1.5, True])
-def test_bad_ranks_are_named(rank: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"PowerSGD\(rank={rank}\): a number of columns, 1 or more"):
-        PowerSGD(rank)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -27,7 +27,7 @@ def owed(trainer: Trainer) -> dict[str, np.ndarray]:
         if name.memory == "error":
             whole = mine.setdefault(layout.canonical_name(name.tensor), np.zeros(piece.spec.size))
             for block in piece.iterate_blocks(1 << 30):
-                index = np.concatenate([np.arange(*run_with_codec) for run_with_codec in block.runs])
+                index = np.concatenate([np.arange(*run) for run in block.runs])
                 whole[index] += block.array
     total: dict[str, np.ndarray] = {}
     for one in trainer.call_runner.world.all_gather_object(mine):
