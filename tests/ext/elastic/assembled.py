@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from fsdpx.core.checkpoint.local_shards import LocalShard
+from fsdpx.ext.elastic.reshard import describe_missing_elements, describe_shard
+from fsdpx.nn.layer import ParameterSpec
 
 Tensors = dict[str, np.ndarray]
 
@@ -34,6 +36,11 @@ def elements(part: LocalShard) -> np.ndarray:
     """Of the whole tensor, in the order in which `part` has them."""
     runs = [run for block in part.iterate_blocks(1 << 30) for run in block.runs]
     return np.concatenate([np.arange(*run) for run in runs]) if runs else np.empty(0, int)
+
+
+def missing(ranks: Iterable[Iterable[LocalShard]], wanted: dict[str, ParameterSpec]) -> list[str]:
+    """What no rank has, in words."""
+    return describe_missing_elements([[describe_shard(one) for one in parts] for parts in ranks], wanted)
 
 
 def demand_equal(parts: Iterable[LocalShard], whole: Tensors) -> None:

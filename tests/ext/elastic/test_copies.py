@@ -10,31 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few
-from assembled import Tensors, assembled, bits, demand_equal, elements
+from assembled import Tensors, assembled, bits, demand_equal, elements, missing
 from hypothesis import given
 from hypothesis import strategies as st
-from models import KNOWN, make, part
+from models import make
+from savers import steps as train
 from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Trainer, nn, optim
 from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_local_state_shards
 from fsdpx.core.checkpoint.scalars import collect_checkpoint_scalars
-from fsdpx.core.comm import Communicator
+from fsdpx.core.comm import Communicator, RankDied
 from fsdpx.core.state.ledger import list_checkpoint_tensors
 from fsdpx.errors import RankLost
-from fsdpx.ext.elastic.copies import (
-    StateCopies,
-    StateGeneration,
-    assign_copy_holders_to_each_rank,
-    form_state_backup_groups,
-)
-from fsdpx.ext.elastic.reshard import (
-    describe_missing_elements,
-    describe_shard,
-    iterate_up_to_date_shards,
-    reshard_arrays,
-)  # fmt: skip
+from fsdpx.ext.elastic.copies import StateCopies, assign_copy_holders_to_each_rank, form_state_backup_groups
+from fsdpx.ext.elastic.reshard import describe_shard, iterate_up_to_date_shards, reshard_arrays
 
 FROM = {
     "fsdp 2": (Mesh(), "fsdp", 2),
@@ -64,13 +55,6 @@ TO = {
 def build(comm: Communicator, setting: tuple[Mesh, str, int], case: str, seed: int = 3) -> Trainer:
     mesh, strategy, _ = setting
     return make(comm, case, strategy, mesh=mesh, group_bytes=600, seed=seed)
-
-
-def train(trainer: Trainer, case: str, first: int, last: int) -> None:
-    for k in range(first, last):
-        x, y = KNOWN[case].batch(np.random.default_rng(k), 8)
-        mine = part(trainer.data_group, 8)
-        trainer.step(x[mine], y[mine])
 
 
 def allocated(trainer: Trainer) -> int:
@@ -148,7 +132,7 @@ def move(parts: list[list[LocalShard]], to: str, case: str) -> list[list[LocalSh
 def demand_whole(name: str, case: str, dead: tuple[int, ...], to: str, copies: int = 1) -> None:
     left = left_by(name, case, copies)
     survivors = [parts for rank, parts in enumerate(left.parts) if rank not in dead]
-    assert describe_missing_elements([[describe_shard(one) for one in parts] for parts in survivors], left.wanted) == []
+    assert missing(survivors, left.wanted) == []
     for want in move(survivors, to, case):
         demand_equal(want, left.state)
 
@@ -192,8 +176,8 @@ def test_running_statistics_are_those_of_the_stage_that_moves_them(name: str) ->
 def test_each_stage_has_the_running_statistics_of_its_own_layers() -> None:
     def body(comm: Communicator) -> list[str]:
         model = nn.Sequential(nn.BatchNorm(3), nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm(3))
-        options: dict[str, Any] = {"optimizer": optim.SGD(lr=0.1), "mesh": Mesh(pipe=2), "tune": False}
-        trainer = model.as_distributed(loss=nn.MSELoss(), comm=comm, microbatches=1, **options)
+        options: dict[str, Any] = {"optimizer": optim.SGD(lr=0.1), "mesh": Mesh(pipe=2), "microbatches": 1}
+        trainer = model.as_distributed(loss=nn.MSELoss(), comm=comm, tune=False, **options)
         parts = iterate_up_to_date_shards(trainer.inspect.engine.state)
         return [part.name for part in parts if part.name.endswith("running_mean")]
 
@@ -208,7 +192,7 @@ def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name: str) -> None:
     known = {key: np.zeros(spec.size, bool) for key, spec in left.wanted.items()}
     for one in (one for parts in survivors for one in parts):
         known[one.name][elements(one)] = True
-    said = describe_missing_elements([[describe_shard(one) for one in parts] for parts in survivors], left.wanted)
+    said = missing(survivors, left.wanted)
     assert said
     assert [text.partition(":")[0] for text in said] == [key for key, there in known.items() if not there.all()]
 
@@ -220,16 +204,13 @@ def test_replicas_are_the_copies(name: str) -> None:
         kept = copies_of(comm, trainer)
         train(trainer, "mlp", 0, 1)
         generation(kept, comm, trainer)
-        state = trainer.inspect.engine.state
-        found = kept.needed, kept.list_complete_snapshots(), kept.nbytes, allocated(trainer)
-        return found, list(iterate_up_to_date_shards(state))
+        assert (kept.needed, kept.list_complete_snapshots(), kept.nbytes, allocated(trainer)) == (False, [], 0, 0)
+        return list(iterate_up_to_date_shards(trainer.inspect.engine.state))
 
     ranks = fsdpx.spawn(body, REPLICATED[name][2], timeout=60)
-    assert [found for found, _ in ranks] == [(False, [], 0, 0)] * len(ranks)
-    state = assembled(one for _, parts in ranks for one in parts)
+    state = assembled(one for parts in ranks for one in parts)
     for dead in range(len(ranks)):
-        survivors = [parts for i, (_, parts) in enumerate(ranks) if i != dead]
-        for want in move(survivors, "fsdp 3", "mlp"):
+        for want in move(ranks[:dead] + ranks[dead + 1 :], "fsdp 3", "mlp"):
             demand_equal(want, state)
 
 
@@ -243,19 +224,14 @@ def test_memory_is_that_of_the_formula(name: str, copies: int) -> None:
         for _ in range(4):
             generation(kept, comm, trainer)
             found.append(allocated(trainer))
-        payload = sum(one.array.nbytes for one in iterate_up_to_date_shards(trainer.inspect.engine.state))
-        return found, kept.nbytes, payload, len(list(iterate_up_to_date_shards(trainer.inspect.engine.state)))
+        assert found == [0, kept.nbytes // 2, kept.nbytes, kept.nbytes, kept.nbytes]
+        return kept.nbytes, [one.array.nbytes for one in iterate_up_to_date_shards(trainer.inspect.engine.state)]
 
     ranks = fsdpx.spawn(body, FROM[name][2], timeout=60)
-    total = sum(payload for _, _, payload, _ in ranks)
-    held_by_all = 2 * (1 + min(copies, len(ranks) - 1)) * total
-    assert (
-        held_by_all
-        <= sum(nbytes for _, nbytes, _, _ in ranks)
-        < held_by_all + 2 * (1 + copies) * 64 * sum(parts for *_, parts in ranks)
-    )
-    for found, nbytes, _, _ in ranks:
-        assert found == [0, nbytes // 2, nbytes, nbytes, nbytes]
+    payloads = [nbytes for _, parts in ranks for nbytes in parts]
+    held_by_all = 2 * (1 + min(copies, len(ranks) - 1)) * sum(payloads)
+    padding = 2 * (1 + copies) * 64 * len(payloads)
+    assert held_by_all <= sum(nbytes for nbytes, _ in ranks) < held_by_all + padding
 
 
 @on_ranks(4, timeout=60, delays=1)
@@ -266,8 +242,9 @@ def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
     def demand(*steps: int) -> None:
         found = kept.list_complete_snapshots()
         assert [one.step for one in found] == list(steps)
-        for one in found:
-            assert same(one, then[one.step])
+        for have, want in (pair for one in found for pair in zip(one.parts, then[one.step], strict=True)):
+            assert describe_shard(have) == describe_shard(want)
+            assert np.array_equal(bits(have.array), bits(want.array))
 
     def step(number: int) -> None:
         train(trainer, "mlp", number, number + 1)
@@ -306,13 +283,6 @@ def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
     assert kept.transfer_seconds >= kept.copy_seconds
 
 
-def same(found: StateGeneration, then: list[LocalShard]) -> bool:
-    pairs = zip(found.parts, then, strict=True)
-    return all(
-        describe_shard(a) == describe_shard(b) and np.array_equal(bits(a.array), bits(b.array)) for a, b in pairs
-    )
-
-
 @on_ranks(2, timeout=60)
 def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
     trainer = build(comm, FROM["fsdp 2"], "mlp")
@@ -331,7 +301,6 @@ def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
 @pytest.mark.parametrize("dead", [0, 3])
 def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
     """The others hear of it, and go on from the generation before, in new hands."""
-    from fsdpx.core.comm.local import RankDied
 
     def body(comm: Any) -> Any:
         trainer = build(comm, FROM["fsdp 4"], "mlp")
@@ -353,7 +322,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
         (found,) = kept.list_complete_snapshots()
         want = list(iterate_local_state_shards(new.inspect.engine.state))
         reshard_arrays(left, found.parts, want)
-        return then, want
+        return then + want
 
     def snapshot(kept: StateCopies, trainer: Trainer, comm: Communicator) -> None:
         kept.start_copying_to_buddies(collect_checkpoint_scalars(trainer.inspect.engine.state, None, None))
@@ -363,16 +332,13 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
 
     ranks = fsdpx.spawn(body, 4, timeout=60, survive=True)
     state = left_by("fsdp 4", "mlp").state
-    for one in (one for one in ranks if one is not None):
-        demand_equal(one[0], state)
-        demand_equal(one[1], state)
-    assert ranks[dead] is None
+    assert ranks.pop(dead) is None
+    for parts in ranks:
+        demand_equal(parts, state)
 
 
 def test_a_rank_that_dies_while_state_moves() -> None:
     """RankLost on all the others, and the next attempt without it succeeds from the same parts."""
-    from fsdpx.core.comm.local import RankDied
-
     left = left_by("fsdp 4", "wide")
 
     def body(comm: Any) -> Any:
@@ -405,11 +371,11 @@ def chance(placed: list[tuple[int, ...]], losses: int) -> float:
 
 @given(hosts=HOSTS, copies=st.integers(0, 6))
 def test_copies_are_spread_evenly_over_other_ranks(hosts: list[str], copies: int) -> None:
-    placed, ranks = assign_copy_holders_to_each_rank(hosts, copies), range(len(hosts))
-    wanted = min(copies, len(hosts) - 1)
-    for rank in ranks:
-        assert len(set(placed[rank])) == wanted
-        assert rank not in placed[rank]
+    placed, wanted = assign_copy_holders_to_each_rank(hosts, copies), min(copies, len(hosts) - 1)
+    assert len(placed) == len(hosts)
+    for rank, holders in enumerate(placed):
+        assert len(set(holders)) == wanted
+        assert rank not in holders
         assert sum(rank in kept for kept in placed) == wanted
 
 

@@ -24,15 +24,15 @@ def run(ranks: int, body: Any, *args: Any) -> list[Any]:
     return [r for r in spawn(body, ranks, *args, survive=True, timeout=30) if r is not None]
 
 
+def step_alone(comm: Any, options: dict[str, Any]) -> tuple[list[float], Bits]:
+    """One rank, not elastic."""
+    trainer = make(comm, elastic=False, **options)
+    return [trainer.step(x, y) for x, y in BATCHES], bits(trainer)
+
+
 @cache
 def plain() -> tuple[list[float], Bits]:
-    """One rank, not elastic."""
-
-    def body(comm: Any) -> tuple[list[float], Bits]:
-        trainer = make(comm, elastic=False)
-        return [trainer.step(x, y) for x, y in BATCHES], bits(trainer)
-
-    return spawn(body, 1)[0]
+    return spawn(step_alone, 1, {})[0]
 
 
 def test_the_same_bits_as_a_trainer_that_is_not_elastic() -> None:
@@ -42,27 +42,18 @@ def test_the_same_bits_as_a_trainer_that_is_not_elastic() -> None:
             assert (got.losses, got.bits) == (losses, wanted)
 
 
-def test_ranks_that_hold_16_bits_alone_leave_and_join() -> None:
-    def body(comm: Any, elastic: Any) -> Bits:
-        trainer = make(comm, elastic=elastic, precision=Precision("bf16", master="bf16", rounding="kahan"))
-        for number, (x, y) in enumerate(BATCHES):
-            if elastic and number in (1, 2, 3):
-                trainer.call_runner.resize_to({1: 4, 2: 1, 3: 3}[number])
-            trainer.step(x, y)
-        return bits(trainer)
-
-    want = spawn(body, 1, False)
-    assert set(run(4, body, ElasticConfig(ranks=2, every=1))) == set(want)
+ALONE = {"precision": Precision("bf16", master="bf16", rounding="kahan")}
 
 
-def test_ranks_leave_and_join() -> None:
-    losses, wanted = plain()
+@pytest.mark.parametrize("options", [{}, ALONE], ids=["float32", "16 bits alone"])
+def test_ranks_leave_and_join(options: dict[str, Any]) -> None:
+    losses, wanted = spawn(step_alone, 1, options)[0]
 
     def body(comm: Any) -> Any:
-        trainer = make(comm, elastic=ElasticConfig(ranks=2, every=1))
+        trainer = make(comm, elastic=ElasticConfig(ranks=2, every=1), **options)
         sizes, found = [], []
         for number, (x, y) in enumerate(BATCHES):
-            if number in (1, 2, 3):
+            if number:
                 trainer.call_runner.resize_to({1: 4, 2: 1, 3: 3}[number])
             found.append(trainer.step(x, y))
             sizes.append(trainer.call_runner.training_ranks)
@@ -80,10 +71,10 @@ def test_a_file_says_how_many_train(tmp_path: Path) -> None:
     def body(comm: Any) -> Any:
         trainer = make(comm, elastic=ElasticConfig(resize=wanted))
         sizes = []
-        for number, (x, y) in enumerate(BATCHES):
+        for (x, y), text in zip(BATCHES, (None, "2\n", None, "7"), strict=True):
             comm.barrier().wait()
-            if comm.rank == 0 and number in (1, 3):
-                wanted.write_text("2\n" if number == 1 else "7")
+            if comm.rank == 0 and text:
+                wanted.write_text(text)
             comm.barrier().wait()
             trainer.step(x, y)
             sizes.append(trainer.call_runner.training_ranks)
@@ -102,10 +93,8 @@ def test_ranks_that_the_mesh_cannot_use_follow_and_take_over() -> None:
     wanted = train(4, **options)[0]
     got = train(6, [Kill(1, "NORM", before=1)], **options)
     assert sum(one.idle == [True] * len(BATCHES) for one in got) == 1  # of 5 that live 4 train
-    for one in got:
-        assert np.allclose(one.losses, wanted.losses, rtol=1e-12)
-        assert one.losses == got[0].losses
-        assert one.bits == got[0].bits
+    assert np.allclose(got[0].losses, wanted.losses, rtol=1e-12)
+    assert [(one.losses, one.bits) for one in got] == [(got[0].losses, got[0].bits)] * 5
 
 
 def test_too_few_ranks_for_the_mesh() -> None:
@@ -124,21 +113,18 @@ def test_state_that_nobody_has() -> None:
 
 
 def test_the_whole_batch_on_every_rank() -> None:
-    def body(comm: Any) -> Any:
-        trainer = make(comm)
-        x, y = BATCHES[0]
-        with pytest.raises(DataError, match="whole batch"):
-            trainer.step(x + comm.rank, y)
+    x, y = BATCHES[0]
+
+    def body(comm: Any, elastic: bool) -> Any:
+        trainer = make(comm, elastic=elastic)
+        if elastic:
+            with pytest.raises(DataError, match="whole batch"):
+                trainer.step(x + comm.rank, y)
         trainer.step(x, y)
         return trainer.evaluate(x, y), trainer.predict(x)
 
-    def alone(comm: Any) -> Any:
-        trainer = make(comm, elastic=False)
-        trainer.step(*BATCHES[0])
-        return trainer.evaluate(*BATCHES[0]), trainer.predict(BATCHES[0][0])
-
-    loss, output = spawn(alone, 1)[0]
-    for got in run(3, body):
+    loss, output = spawn(body, 1, False)[0]
+    for got in run(3, body, True):
         assert got[0] == loss
         np.testing.assert_allclose(got[1], output, rtol=0, atol=1e-5 * np.abs(output).max())
 
@@ -166,13 +152,9 @@ def test_what_it_refuses() -> None:
             trainer.call_runner.resize_to(0)
 
     run(2, body)
-    for options, message in (
-        ({"copies": -1}, r"ElasticConfig\(copies=-1\): a whole number, 0 or more"),
-        ({"every": 0}, r"ElasticConfig\(every=0\): a whole number, 1 or more"),
-        ({"ranks": 1.5}, r"ElasticConfig\(ranks=1.5\): a whole number, 1 or more"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            ElasticConfig(**options)
+    for name, value, least in (("copies", -1, 0), ("every", 0, 1), ("ranks", 1.5, 1)):
+        with pytest.raises(ConfigError, match=rf"ElasticConfig\({name}={value}\): a whole number, {least} or more"):
+            ElasticConfig(**{name: value})
     with pytest.raises(ConfigError, match=r"elastic='yes': True, False or fsdpx.ElasticConfig"):
         spawn(lambda comm: make(comm, elastic="yes"), 1)
     with pytest.raises(ConfigError, match="cannot die or come back"):
@@ -198,14 +180,13 @@ def test_parameters_that_are_given(tmp_path: Path) -> None:
             trainer.load(tmp_path / "nothing")
         return after, trainer.global_step
 
-    def alone(comm: Any) -> Bits:
+    def alone(comm: Any) -> Any:
         trainer = make(comm, elastic=False)
         trainer.load(tmp_path / "saved")
         trainer.step(*BATCHES[1])
-        return bits(trainer)
+        return bits(trainer), 2
 
-    got = run(3, body)
-    assert got == [(spawn(alone, 1)[0], 2)] * 2
+    assert run(3, body) == spawn(alone, 1) * 2
 
 
 def test_fit_goes_on(tmp_path: Path) -> None:
@@ -215,8 +196,7 @@ def test_fit_goes_on(tmp_path: Path) -> None:
 
     def body(comm: Any, folder: str, kills: list[Kill], ranks: int | None = None, background: bool = True) -> Any:
         trainer = make(comm, elastic=ElasticConfig(every=2, ranks=ranks))
-        killer = Killer(comm.rank, kills)
-        trainer.inspect.engine.add_observer(killer)
+        trainer.inspect.engine.add_observer(Killer(comm.rank, kills))
         loader = data.DataLoader(source, ROWS, comm=trainer.data_group, shuffle=True, reproducible_chunks=ROWS)
         history = trainer.fit(
             loader, epochs=2, validation=[BATCHES[0]], every=4, progress=False,
@@ -229,8 +209,8 @@ def test_fit_goes_on(tmp_path: Path) -> None:
     assert run(3, body, "idle", [], 2) == wanted
     for background in few([True, False], 2):
         assert run(3, body, f"wild-{background}", kills, None, background) == wanted[:1]
-        again = run(2, body, f"wild-{background}", [])  # goes on where the other ended
-        assert again[0][2] == wanted[0][2]
+        (_, _, again), *_ = run(2, body, f"wild-{background}", [])  # goes on where the other ended
+        assert again == wanted[0][2]
 
 
 DEATHS = [("LAMB", "COMMIT"), ("LAMB", "UPDATE1"), ("AdamW", "UPDATE1")]
@@ -243,8 +223,7 @@ def test_a_rank_dies_when_all_have_agreed(optimizer: str, action: str) -> None:
     wanted = train(4, **options)[0]
     for rank, step in few([(0, 1), (3, 2)], 3):
         got = train(4, [Kill(rank, action, before=step)], **options)
-        assert len(got) == 3
-        assert [(one.losses, one.bits) for one in got] == [(wanted.losses, wanted.bits)] * len(got)
+        assert [(one.losses, one.bits) for one in got] == [(wanted.losses, wanted.bits)] * 3
 
 
 def test_a_rank_dies_in_the_last_step() -> None:

@@ -5,10 +5,11 @@ import pickle
 import tracemalloc
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from assembled import assembled, bits, demand_equal, elements
+from assembled import assembled, bits, demand_equal, elements, missing
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make
@@ -17,12 +18,12 @@ from threads import on_ranks
 import fsdpx
 from fsdpx import Mesh
 from fsdpx.core.array.namespace import parse_dtype
-from fsdpx.core.checkpoint.local_shards import LocalShard
+from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_local_state_shards
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.communicator import CountingCommunicator, TrafficCounters
+from fsdpx.core.state.ledger import list_checkpoint_tensors
 from fsdpx.ext.elastic.reshard import (
     MAX_MESSAGES_IN_FLIGHT,
-    describe_missing_elements,
     describe_shard,
     find_element_runs_of_shard,
     reshard_arrays,
@@ -60,11 +61,8 @@ def tilings(draw: st.DrawFn, name: str, spec: ParameterSpec, values: np.ndarray)
         full = values.reshape(spec.shape)
         local = full if spec.cut is None else spec.cut.take_shard(full, rank, width)
         flat = np.ascontiguousarray(local).reshape(-1)
-        marks = draw(st.lists(st.integers(0, flat.size), max_size=3))
-        edges = [0, *sorted(marks), flat.size]
-        found += [
-            LocalShard(name, flat[a:b].copy(), a, spec, rank, width) for a, b in zip(edges, edges[1:], strict=False)
-        ]
+        edges = [0, *sorted(draw(st.lists(st.integers(0, flat.size), max_size=3))), flat.size]
+        found += [LocalShard(name, flat[a:b].copy(), a, spec, rank, width) for a, b in pairwise(edges)]
     return found
 
 
@@ -90,14 +88,18 @@ def cases(draw: st.DrawFn) -> Case:
     return case
 
 
+def bytes_sent(comm: Communicator, have: list[LocalShard], want: list[LocalShard], block: int) -> int:
+    counters = TrafficCounters()
+    reshard_arrays(CountingCommunicator(comm, "here", counters), have, want, block)
+    return counters.sum_counts(verb="send").bytes
+
+
 @given(case=cases(), block=st.sampled_from([8, 24, 64, 1 << 22]), delays=st.sampled_from([None, None, None, 1]))
 def test_everybody_gets_what_it_wants(case: Case, block: int, delays: int | None) -> None:
-    def body(comm: Communicator) -> int:
-        counters = TrafficCounters()
-        reshard_arrays(CountingCommunicator(comm, "here", counters), case.have[comm.rank], case.want[comm.rank], block)
-        return counters.sum_counts(verb="send").bytes
-
-    sent = fsdpx.spawn(body, len(case.have), timeout=20, delays=delays)
+    sent = fsdpx.spawn(
+        lambda comm: bytes_sent(comm, case.have[comm.rank], case.want[comm.rank], block),
+        len(case.have), timeout=20, delays=delays,
+    )  # fmt: skip
     assert sum(sent) == travels(case)
     for wanted in case.want:
         demand_equal(wanted, case.values)
@@ -117,20 +119,18 @@ def travels(case: Case) -> int:
 
 @given(case=cases())
 def test_runs_and_words_are_those_of_elements_one_by_one(case: Case) -> None:
-    left = [have for rank, have in enumerate(case.have) if rank != 0]
-    known = defaultdict(set)
-    shapes = {part.name: part.spec for have in case.have for part in have}
-    for part in (part for have in case.have for part in have):
+    left, known = case.have[1:], defaultdict(set)
+    parts = [part for have in case.have for part in have]
+    shapes = {part.name: part.spec for part in parts}
+    for part in parts:
         found = find_element_runs_of_shard(describe_shard(part))
         mine = [e for a, b in zip(found.start.tolist(), found.stop.tolist(), strict=True) for e in range(a, b)]
         assert mine == elements(part).tolist()
-        at = np.cumsum([0, *(found.stop - found.start)])[: found.at.size]
-        np.testing.assert_array_equal(found.at, at)
+        np.testing.assert_array_equal(found.at, np.cumsum([0, *(found.stop - found.start)])[: found.at.size])
     for part in (part for have in left for part in have):
         known[part.name].update(elements(part).tolist())
-    said = describe_missing_elements([[describe_shard(part) for part in have] for have in left], shapes)
-    gone = {name: set(range(spec.size)) - known[name] for name, spec in shapes.items()}
-    assert [text.partition(":")[0] for text in said] == [name for name, some in gone.items() if some]
+    said = [text.partition(":")[0] for text in missing(left, shapes)]
+    assert said == [name for name, spec in shapes.items() if set(range(spec.size)) - known[name]]
 
 
 def flat(name: str, first: int, last: int, size: int = 48, kind: str = "float32") -> LocalShard:
@@ -138,52 +138,38 @@ def flat(name: str, first: int, last: int, size: int = 48, kind: str = "float32"
 
 
 def test_what_is_missing_is_said_in_words() -> None:
-    have = [
-        [describe_shard(flat("a", 0, 12)), describe_shard(flat("b", 0, 48))],
-        [describe_shard(flat("a", 24, 40))],
-        [],
-    ]
-    want = {
-        "a": ParameterSpec((48,)),
-        "b": ParameterSpec((6, 8)),
-        "c": ParameterSpec((3,)),
-        "none": ParameterSpec((0,)),
-    }
-    assert describe_missing_elements(have, want) == ["a: elements 12..24, 40..48 of 48", "c: elements 0..3 of 3"]
-    assert describe_missing_elements(have[:1], {"a": ParameterSpec((48,))}) == ["a: elements 12..48 of 48"]
-    every_other = [[describe_shard(flat("a", i, i + 1)) for i in range(0, 48, 2)]]
-    assert describe_missing_elements(every_other, {"a": ParameterSpec((48,))}) == [
-        "a: elements 1..2, 3..4, 5..6, 7..8 and 20 more runs of 48"
-    ]
+    have = [[flat("a", 0, 12), flat("b", 0, 48)], [flat("a", 24, 40)], []]
+    want = {name: ParameterSpec(shape) for name, shape in {"a": (48,), "b": (6, 8), "c": (3,), "none": (0,)}.items()}
+    assert missing(have, want) == ["a: elements 12..24, 40..48 of 48", "c: elements 0..3 of 3"]
+    a = {"a": want["a"]}
+    assert missing(have[:1], a) == ["a: elements 12..48 of 48"]
+    every_other = [flat("a", i, i + 1) for i in range(0, 48, 2)]
+    assert missing([every_other], a) == ["a: elements 1..2, 3..4, 5..6, 7..8 and 20 more runs of 48"]
 
 
 def test_a_cut_tensor_misses_its_rows() -> None:
     spec = ParameterSpec((3, 4), cut=ShardSpec(1))
     half = LocalShard("a", np.zeros(6), 0, spec, 0, 2)
-    assert describe_missing_elements([[describe_shard(half)]], {"a": spec}) == ["a: elements 2..4, 6..8, 10..12 of 12"]
+    assert missing([[half]], {"a": spec}) == ["a: elements 2..4, 6..8, 10..12 of 12"]
 
 
 def test_descriptors_are_small() -> None:
     spec = ParameterSpec((1024, 1024), cut=ShardSpec(1, 1, 64))
-    parts = [
-        describe_shard(LocalShard(f"m/blocks.{k}.mlp.up.weight", np.zeros(8), 8 * k, spec, k % 4, 4))
-        for k in range(1000)
-    ]
+    names = [f"m/blocks.{k}.mlp.up.weight" for k in range(1000)]
+    parts = [describe_shard(LocalShard(n, np.zeros(8), 8 * k, spec, k % 4, 4)) for k, n in enumerate(names)]
     assert len(pickle.dumps(parts)) < 80_000
     assert pickle.loads(pickle.dumps(parts)) == parts
 
 
 def test_those_that_have_the_same_take_turns() -> None:
     """Four ranks have all, a fifth wants all: each sends a quarter."""
-    values = np.arange(64, dtype=np.float64)
 
     def body(comm: Communicator) -> int:
-        counters = TrafficCounters()
-        mine = [] if comm.rank == 4 else [LocalShard("a", values.copy(), 0, ParameterSpec((64,)), 0, 1)]
+        mine = [] if comm.rank == 4 else [flat("a", 0, 64, 64, "float64")]
         wanted = [LocalShard("a", np.zeros(64), 0, ParameterSpec((64,)), 0, 1)]
-        reshard_arrays(CountingCommunicator(comm, "here", counters), mine, wanted, block=64)
-        np.testing.assert_array_equal(wanted[0].array, values)
-        return counters.sum_counts(verb="send").bytes
+        sent = bytes_sent(comm, mine, wanted, block=64)
+        np.testing.assert_array_equal(wanted[0].array, np.arange(64.0))
+        return sent
 
     assert fsdpx.spawn(body, 5, timeout=20) == [128, 128, 128, 128, 0]
 
@@ -233,14 +219,10 @@ def test_little_memory_is_needed_beside_the_arrays() -> None:
     tracemalloc.stop()
     for rank in range(4):
         np.testing.assert_array_equal(columns[rank].reshape(1024, 256), values[:, rank * 256 : (rank + 1) * 256])
-    plans = 4 * 64 * 4096  # bytes: indices of the edges of one part
-    assert peak < 4 * MAX_MESSAGES_IN_FLIGHT * block + plans
+    assert peak < 4 * MAX_MESSAGES_IN_FLIGHT * block + 4 * 64 * 4096  # indices of the edges of one part
 
 
 def test_the_whole_of_a_trainer_is_what_its_ranks_hold() -> None:
-    from fsdpx.core.checkpoint.local_shards import iterate_local_state_shards
-    from fsdpx.core.state.ledger import list_checkpoint_tensors
-
     trainer = fsdpx.spawn(lambda comm: make(comm, "norms", "fsdp", mesh=Mesh(shard=1), frozen=["0.bias"]), 1)[0]
     found = assembled(iterate_local_state_shards(trainer.inspect.engine.state))
     wanted = list_checkpoint_tensors(trainer.inspect.placement)
