@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from models import part
 
 import fsdpx
 from fsdpx import Trainer, nn, optim, spawn
@@ -43,10 +44,8 @@ def make(comm: Communicator, model: nn.Layer, **options: Any) -> Trainer:
 
 def batch(trainer: Trainer) -> tuple[np.ndarray, np.ndarray]:
     """This rank's part of 12 samples."""
-    x = np.random.default_rng(0).integers(0, 13, (12, 6))
-    size, rank = trainer.data_group.size, trainer.data_group.rank
-    mine = slice(12 * rank // size, 12 * (rank + 1) // size)
-    return x[mine], (3 * x[mine] + 1) % 13
+    x = np.random.default_rng(0).integers(0, 13, (12, 6))[part(trainer.data_group, 12)]
+    return x, (3 * x + 1) % 13
 
 
 def filled(trainer: Trainer) -> dict[str, np.ndarray]:
@@ -183,13 +182,11 @@ def test_files_of_peft(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(
-        ConfigError, match=r"add_lora\(targets=\): 'q_proj' matches no Linear layer; there are '0\.up', .*'1'$"
-    ):
+    words = r"add_lora\(targets=\): 'q_proj' matches no Linear layer; there are '0\.up', .*'1'$"
+    with pytest.raises(ConfigError, match=words):
         nn.add_lora(nn.Sequential(nn.MLP(4), nn.Linear(4, 2)), targets=["*.up", "q_proj"])
-    with pytest.raises(
-        ConfigError, match=r"'blocks\.0\.mlp\.up' LoRALinear\(.*, since its adapters have dropout=0\.5: use"
-    ):
+    words = r"'blocks\.0\.mlp\.up' LoRALinear\(.*, since its adapters have dropout=0\.5: use"
+    with pytest.raises(ConfigError, match=words):
         spawn(lambda comm: make(comm, nn.add_lora(plain(), dropout=0.5, targets="mlp.up"), mesh=Mesh(tensor=2)), 2)
     tied = nn.add_lora(plain(), targets="head")
     with pytest.raises(ConfigError, match=r"gather_merged_parameters: 'head.weight' is tied to 'embed.weight'"):

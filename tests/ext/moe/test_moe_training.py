@@ -11,21 +11,26 @@ from amount import few
 from models import part
 from ranks import from_rank_0
 
-from fsdpx import Mesh, dry_run, nn, optim, spawn
+from fsdpx import Mesh, Trainer, dry_run, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.report import ReportSummary
 from fsdpx.ext.observe.routing import ExpertLoad
+from fsdpx.testing import assert_close
 
 SAMPLES, STEPS = 4, 2
+
+
+def make(comm: Communicator, model: nn.Layer, **options: Any) -> Trainer:
+    given = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "precision": "float64", **options}
+    return model.as_distributed(comm=comm, **given)
 
 
 def train_experts(comm: Communicator, **options: Any) -> tuple[dict[str, np.ndarray], ReportSummary, Any]:
     """Parameters after two steps. The balancing loss is of a microbatch: data ranks share two of them."""
     model = nn.Llama(31, 8, 2, 2, 8, hidden=6, experts=5, balance=0.1)
-    given = {"precision": "float64", "clip_norm": 0.5, "group_bytes": 600, **options}
-    adamw = optim.AdamW(lr=1e-2)
-    trainer = model.as_distributed(loss=nn.CrossEntropyLoss(), optimizer=adamw, comm=comm, seed=3, **given)
+    options = {"optimizer": optim.AdamW(lr=1e-2), "clip_norm": 0.5, "group_bytes": 600, **options}
+    trainer = make(comm, model, seed=3, **options)
     mine = part(trainer.data_group, SAMPLES)
     for step in range(STEPS):
         text = np.random.default_rng(step).integers(0, 31, (SAMPLES, 9))
@@ -68,10 +73,8 @@ PLACES: dict[str, dict[str, Any]] = {
 def test_every_place_of_the_experts(place: str) -> None:
     options = PLACES[place]
     want, summary, _ = alone(2)
-    ranks = spawn(lambda comm: train_experts(comm, **options), options["mesh"].size)
-    for got, told, _ in ranks:
-        for name, value in want.items():
-            np.testing.assert_allclose(got[name], value, rtol=1e-10, atol=1e-10, err_msg=name)
+    for got, told, _ in spawn(lambda comm: train_experts(comm, **options), options["mesh"].size):
+        assert_close(got, want, 1e-10)
         for path, one in told.expert_load.items():
             assert one.chosen == summary.expert_load[path].chosen
             assert one.dropped_choices == 0
@@ -84,9 +87,7 @@ def test_dropout_outputs_and_gradients_of_inputs_where_samples_are_cut() -> None
     x = np.random.default_rng(0).standard_normal((3, 5, 4))
 
     def run(comm: Communicator, **options: Any) -> list[np.ndarray]:
-        trainer = model.as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", **options
-        )
+        trainer = make(comm, model, loss=nn.MSELoss(), **options)
         losses = [trainer.step(x, x + 1), trainer.evaluate(x, x)]
         y = trainer.forward(x)
         dx = trainer.backward(y - x)
@@ -94,57 +95,47 @@ def test_dropout_outputs_and_gradients_of_inputs_where_samples_are_cut() -> None
         return [np.array(losses), y, dx, trainer.predict(x), *trainer.parameters().values()]
 
     (want,) = spawn(run, 1)
-    mesh = Mesh(tensor=2, shard=1)
-    for got in spawn(lambda comm: run(comm, mesh=mesh, sequence="samples"), 2):
+    for got in spawn(lambda comm: run(comm, mesh=Mesh(tensor=2, shard=1), sequence="samples"), 2):
         for ours, theirs in zip(got, want, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_chunks_leave_the_bits() -> None:
     """The balancing loss is that of a chunk."""
-    (want, *_), *_ = spawn(lambda comm: train_experts(comm, reproducible_chunks=4, clip_norm=None), 1)
+    def run(comm: Communicator, options: dict[str, Any]) -> dict[str, np.ndarray]:
+        return train_experts(comm, reproducible_chunks=4, clip_norm=None, **options)[0]
+
+    (want,) = spawn(run, 1, {})
     for options in ({"strategy": "fsdp"}, {"mesh": Mesh(pipe=2, shard=1), "schedule": "1f1b"}):
-        (got, *_), *_ = spawn(
-            lambda comm, options=options: train_experts(comm, reproducible_chunks=4, clip_norm=None, **options), 2
-        )
-        assert all(np.array_equal(got[name], value) for name, value in want.items())
+        assert_close(spawn(run, 2, options)[0], want)
 
 
 def test_a_checkpoint_goes_on_wherever_experts_are(tmp_path: Path) -> None:
     text = np.random.default_rng(0).integers(0, 31, (4, 9))
 
     def run(comm: Communicator, goes_on: bool, **options: Any) -> dict[str, np.ndarray]:
-        model, adamw = nn.Llama(31, 8, 1, 2, 8, hidden=6, experts=5), optim.AdamW(lr=1e-2)
-        trainer = model.as_distributed(
-            loss=nn.CrossEntropyLoss(), optimizer=adamw, comm=comm, precision="float64", **options
-        )
-        mine = slice(2 * trainer.data_group.rank, 2 * trainer.data_group.rank + 2)
+        model = nn.Llama(31, 8, 1, 2, 8, hidden=6, experts=5)
+        trainer = make(comm, model, optimizer=optim.AdamW(lr=1e-2), **options)
+        mine = text[part(trainer.data_group, 4)]
         if goes_on:
             trainer.load(tmp_path / "saved")
         else:
-            trainer.step(text[mine, :-1], text[mine, 1:])
+            trainer.step(mine[:, :-1], mine[:, 1:])
             trainer.save(tmp_path / "saved")
-        trainer.step(text[mine, :-1], text[mine, 1:])
+        trainer.step(mine[:, :-1], mine[:, 1:])
         return trainer.parameters()
 
-    places = {"mesh": Mesh(tensor=2, shard=2), "sequence": "samples"}
-    want, *_ = spawn(lambda comm: run(comm, False, **places), 4)
+    want, *_ = spawn(lambda comm: run(comm, False, mesh=Mesh(tensor=2, shard=2), sequence="samples"), 4)
     got, *_ = spawn(lambda comm: run(comm, True, strategy="fsdp"), 2)
-    for name, value in want.items():
-        np.testing.assert_allclose(got[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+    assert_close(got, want, 1e-12)
 
 
 def test_a_dry_run_supposes_even_choices() -> None:
     """16 positions of a rank, 2 choices each: 16 stay, 16 leave and 16 come, of 64 bytes and a weight of 8."""
     x = np.zeros((4, 8), np.int64)
     model, options = nn.Llama(31, 8, 2, 2, 8, hidden=6, experts=4), {"mesh": Mesh(tensor=2, shard=1)}
-    options |= {
-        "loss": nn.CrossEntropyLoss(),
-        "optimizer": optim.SGD(lr=1),
-        "precision": "float64",
-        "sequence": "samples",
-    }
-    moved = dry_run(model, x, x, ranks=2, **options).report.traffic
+    options |= {"loss": nn.CrossEntropyLoss(), "precision": "float64", "sequence": "samples"}
+    moved = dry_run(model, x, x, ranks=2, optimizer=optim.SGD(lr=1), **options).report.traffic
     assert moved["tensor", "all_to_all"].bytes == 2 * 2 * (16 * (64 + 8) + 16 * 64)
     assert moved["tensor", "all_gather"].bytes == 2 * 4 * 8
 
@@ -152,30 +143,22 @@ def test_a_dry_run_supposes_even_choices() -> None:
 def test_texts_go_on_wherever_experts_are() -> None:
     model = nn.Llama(31, 8, 1, 2, 8, hidden=6, experts=5)
 
-    def run(comm: Communicator, **options: Any) -> list[int]:
-        sgd = optim.SGD(lr=1)
-        trainer = model.as_distributed(
-            loss=nn.CrossEntropyLoss(), optimizer=sgd, comm=comm, precision="float64", **options
-        )
-        return trainer.generate([3, 1, 4], 5).tolist()
+    def run(comm: Communicator, mesh: Mesh | None = None) -> list[int]:
+        return make(comm, model, mesh=mesh).generate([3, 1, 4], 5).tolist()
 
-    want, *_ = spawn(run, 1)
-    assert spawn(lambda comm: run(comm, mesh=Mesh(tensor=2, shard=1)), 2) == [want] * 2
+    assert spawn(run, 2, Mesh(tensor=2, shard=1)) == spawn(run, 1) * 2
 
 
 def test_what_samples_cannot_be_cut_for() -> None:
-    def made(model: nn.Layer) -> Any:
-        options = {"mesh": Mesh(tensor=2, shard=1), "sequence": "samples"}
-        return spawn(
-            lambda comm: model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm, **options), 2
-        )
-
-    with pytest.raises(
-        ConfigError, match=r"'0' BatchNorm.* takes statistics over samples, which sequence='samples' cuts"
+    norms = nn.Sequential(nn.BatchNorm(4), nn.MoE(4, 3, 3))
+    outputs = nn.Graph({"a": (nn.Linear(4, 4), "x"), "b": (nn.MoE(4, 3, 3), "x")}, outputs=("a", "b"))
+    options = {"loss": nn.MSELoss(), "mesh": Mesh(tensor=2, shard=1), "sequence": "samples"}
+    for model, words in (
+        (norms, r"'0' BatchNorm.* takes statistics over samples, which sequence='samples' cuts"),
+        (outputs, "a model with several outputs must give them whole: choose another sequence"),
     ):
-        made(nn.Sequential(nn.BatchNorm(4), nn.MoE(4, 3, 3)))
-    with pytest.raises(ConfigError, match="a model with several outputs must give them whole: choose another sequence"):
-        made(nn.Graph({"a": (nn.Linear(4, 4), "x"), "b": (nn.MoE(4, 3, 3), "x")}, outputs=("a", "b")))
+        with pytest.raises(ConfigError, match=words):
+            spawn(lambda comm, model=model: make(comm, model, **options), 2)
 
 
 def test_reports_logs_and_metrics_tell_of_the_load(tmp_path: Path) -> None:
@@ -185,9 +168,8 @@ def test_reports_logs_and_metrics_tell_of_the_load(tmp_path: Path) -> None:
     router = np.array([[9.0] * 4, [8.0] * 4, [-9.0] * 4, [-9.0] * 4])
 
     def run(comm: Communicator) -> Any:
-        sgd = optim.SGD(lr=1e-3)
-        options = {"mesh": Mesh(tensor=2, shard=1), "sequence": "samples", "precision": "float64"}
-        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=sgd, comm=comm, **options)
+        options = {"loss": nn.MSELoss(), "mesh": Mesh(tensor=2, shard=1), "sequence": "samples"}
+        trainer = make(comm, model, optimizer=optim.SGD(lr=1e-3), **options)
         trainer.load_parameters(trainer.parameters() | {"0.router": router})
         options = {"log": tmp_path, "progress": False, "tensorboard": False}
         history = trainer.fit([(x, x)] * 2, validation=[(x, x)], every=1, **options)
@@ -217,6 +199,5 @@ def test_ranks_of_mpi(world: Communicator) -> None:
     want = from_rank_0(world, parameters_alone)
     options = {"sequence": "samples"} if world.size > 1 else {}
     got, summary, _ = train_experts(world, mesh=Mesh(tensor=world.size, shard=1), microbatches=2, check=True, **options)
-    for name, value in want.items():
-        np.testing.assert_allclose(got[name], value, rtol=1e-10, atol=1e-10, err_msg=name)
+    assert_close(got, want, 1e-10)
     assert [one.dropped_choices for one in summary.expert_load.values()] == [0, 0]

@@ -108,45 +108,43 @@ def test_a_declaration_takes_any_layout_and_arrays_that_are_only_read():
     assert function.compiled_kinds == {("float64 2 any r", "float64 1 C w")}
 
 
-def _spoil(file, how, whole):
-    if how == "another user's":
-        os.chown(file, 65534, 65534)
-    elif how == "world":
-        file.chmod(0o646)
-    elif how == "bit":
-        file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
-    elif how == "as large as a disk":
-        os.truncate(file, 1 << 40)
-    elif isinstance(how, bytes):
-        file.write_bytes(how)
-    else:
-        file.unlink()
-        file.symlink_to("/etc/passwd")
+def _turn_a_bit(file):
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
+
+
+def _link(file):
+    file.unlink()
+    file.symlink_to("/etc/passwd")
 
 
 HUGE = marshal.dumps(())[:1].replace(b")", b"(") + b"\xff\xff\xff\x7f"
 SPOILT = {
-    "bit": "digest does not fit", b"": "digest does not fit", HUGE: "digest does not fit",
-    "link": "is a link", "world": "mode 0646",
-    "as large as a disk": "more than 67,108,864", "another user's": "belongs to user 65534",
-}  # fmt: skip
+    "bit": (_turn_a_bit, "digest does not fit"),
+    "empty": (lambda file: file.write_bytes(b""), "digest does not fit"),
+    "huge tuple": (lambda file: file.write_bytes(HUGE), "digest does not fit"),
+    "link": (_link, "is a link"),
+    "world": (lambda file: file.chmod(0o646), "mode 0646"),
+    "as large as a disk": (lambda file: os.truncate(file, 1 << 40), "more than 67,108,864"),
+    "another user's": (lambda file: os.chown(file, 65534, 65534), "belongs to user 65534"),
+}
 
 
-@pytest.mark.parametrize("how", SPOILT, ids=str)
+@pytest.mark.parametrize("how", SPOILT)
 def test_code_that_was_spoilt_or_planted_is_never_run_but_compiled(cache, how):
     if how == "another user's" and os.geteuid():
         pytest.skip("only root can give a file away")
     x, y = _numbers("float32")
     found = jit(_along)(x, y.copy(), 2.0, False)
     (file,) = cache.iterdir()
-    whole, kept = file.read_bytes(), marshal.loads(code_cache.read_with_digest(file))
-    _spoil(file, how, whole)
-    with pytest.warns(RuntimeWarning, match=f"^fsdpx: {file}.*{SPOILT[how]}.*; it is ignored$") as warned:
+    kept = marshal.loads(code_cache.read_with_digest(file))
+    spoil, words = SPOILT[how]
+    spoil(file)
+    with pytest.warns(RuntimeWarning, match=f"^fsdpx: {file}.*{words}.*; it is ignored$") as warned:
         assert jit(_along)(x, y.copy(), 2.0, False) == found
     assert len(warned) == 1
-    assert (
-        marshal.loads(code_cache.read_with_digest(file)) == kept
-    )  # marshal itself writes what is referred to once in two ways
+    # marshal itself writes what is referred to once in two ways
+    assert marshal.loads(code_cache.read_with_digest(file)) == kept
     assert file.lstat().st_mode & 0o777 == 0o644
     assert file.lstat().st_uid == os.geteuid()
 
@@ -220,9 +218,8 @@ print(float(kernels.relu(np, np.full(4096, 2.0, np.float32)).sum()))
 
 
 def test_what_several_processes_need_at_once_is_compiled_once(cache):
-    command = [sys.executable, "-c", TOGETHER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    ranks = [subprocess.Popen([sys.executable, "-c", TOGETHER], **pipes) for _ in range(2)]
     for rank in ranks:
         rank.stdin.write("\n")
         rank.stdin.flush()
@@ -316,9 +313,8 @@ def test_the_same_package_elsewhere_takes_the_same_code():
     code = _along.__code__
 
     def file(**other):
-        return code_cache._get_code_path(
-            FunctionType(code.replace(**other), globals(), "_along"), False, ("float32 2 C",)
-        )
+        function = FunctionType(code.replace(**other), globals(), "_along")
+        return code_cache._get_code_path(function, False, ("float32 2 C",))
 
     here = file()
     assert file(co_filename="/elsewhere/kernels.py", co_firstlineno=1) == here
