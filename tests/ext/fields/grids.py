@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +70,34 @@ def numbered(comm: Any, dims: Sequence[int], cuts: Cuts, order: Sequence[int], *
     return fsdpx.Grid(comm, [b - a for a, b in mine], offsets=[a for a, _ in mine], **more)
 
 
+def by_turns(shape: Sequence[int], grids: Iterable[Sequence[int]], turn: int = 0) -> list[tuple[Any, Cuts]]:
+    """Even parts and uneven ones on one grid after the other; with an odd `turn`, uneven ones first."""
+    return [(dims, (even, random_cuts)[(turn + k) % 2](shape, dims)) for k, dims in enumerate(grids)]
+
+
+def uneven(shape: Sequence[int], *grids: Sequence[int]) -> list[tuple[Any, Cuts]]:
+    """Each grid with uneven parts."""
+    return [(dims, random_cuts(shape, dims)) for dims in grids]
+
+
 def part(a: np.ndarray, cuts: Cuts, place: Sequence[int], first: int = 2) -> np.ndarray:
     """What the rank at `place` has of an array whose dims from `first` on are cells."""
     return np.ascontiguousarray(a[(slice(None),) * first + tuple(slice(*ends) for ends in bounds(cuts, place))])
+
+
+def index_with_ghosts(grid: fsdpx.Grid, width: int | None = None, first: int = 2) -> tuple[slice, ...]:
+    """Where a rank's part with its ghost cells is in an array whose dims from `first` on are cells, with as many ghost
+    cells at each end as arrays of the grid have, or `width`."""
+    cells = []
+    for start, n, (low, high) in zip(grid.offsets, grid.local_shape, grid.ghosts, strict=True):
+        begin = start + (0 if width is None else width - low)
+        cells.append(slice(begin, begin + low + n + high))
+    return (slice(None),) * first + tuple(cells)
+
+
+def part_with_ghosts(a: np.ndarray, grid: fsdpx.Grid, width: int | None = None, first: int = 2) -> np.ndarray:
+    """What a rank has of an array with ghost cells, as in `index_with_ghosts`."""
+    return np.ascontiguousarray(a[index_with_ghosts(grid, width, first)])
 
 
 def whole(found: Sequence[np.ndarray], parts: FieldPartition, dims: Sequence[int], first: int = 2) -> np.ndarray:
@@ -206,10 +231,3 @@ def demand_adjoint(ran: Ran, x: np.ndarray, zero: np.ndarray | float = 0.0) -> N
     """<F x, dy> = <x, F* dy> to 1e-13 of |F x| |dy|, for the dy of `demand_layer_of_whole`. zero: the result for 0."""
     y, dy = ran.y - zero, noise(*ran.y.shape, seed=1)
     assert abs((y * dy).sum() - (x * ran.dx).sum()) <= 1e-13 * np.linalg.norm(y) * np.linalg.norm(dy)
-
-
-def demand_error(kind: Any, call: Callable[[], Any], message: str) -> None:
-    """The call raises an error of this class, or of one of several, whose text contains the message."""
-    with pytest.raises(kind) as error:
-        call()
-    assert message in str(error.value)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import cuts_of, demand_error, env_of, grid_at, noise, part, place_of, random_cuts, run_alone, whole
+from grids import cuts_of, env_of, grid_at, noise, part, place_of, random_cuts, run_alone, whole
+from trainings import demand_error
 
 from fsdpx import Grid, data, nn, optim, spawn
 from fsdpx.core.comm import Communicator

@@ -7,16 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import (
-    PARTITIONS,
-    demand_adjoint,
-    demand_error,
-    demand_layer_of_whole,
-    demand_loss_of_whole,
-    env_of,
-    noise,
-    run_alone,
-)
+from grids import PARTITIONS, demand_adjoint, demand_layer_of_whole, demand_loss_of_whole, env_of, noise, run_alone
+from trainings import demand_error
 
 import fsdpx
 from fsdpx import nn, optim, spawn

@@ -8,16 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import (
-    PARTITIONS,
-    cuts_of,
-    demand_adjoint,
-    demand_error,
-    demand_layer_of_whole,
-    env_of,
-    noise,
-    padded,
-)
+from grids import PARTITIONS, cuts_of, demand_adjoint, demand_layer_of_whole, env_of, noise, padded
+from trainings import demand_error
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, ShapeError

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, cuts_of, demand_error, demand_loss_of_whole, env_of, grid_at, loss_over, noise, part
+from grids import PARTITIONS, cuts_of, demand_loss_of_whole, env_of, even, grid_at, loss_over, noise, part, uneven
+from trainings import demand_error, demand_like_alone, demand_refused, make_trainer
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -15,7 +16,7 @@ from fsdpx.core.array.kernels.memory_order import channels_last, put_channels_fi
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.shard_specs import FieldPartition
-from fsdpx.testing import LossContract
+from fsdpx.testing import LossContract, assert_close
 
 SHAPE = 9, 11
 VOLUME = 6, 5, 7
@@ -48,10 +49,14 @@ def axes(a: np.ndarray) -> tuple[int, ...]:
     return tuple(range(2, a.ndim))
 
 
+def wavenumbers(a: np.ndarray) -> np.ndarray:
+    """The length of each mode's wave vector."""
+    return np.sqrt(sum(k**2 for k in np.meshgrid(*[np.fft.fftfreq(n, 1 / n) for n in a.shape[2:]], indexing="ij")))
+
+
 def band(e: np.ndarray, low: float, high: float) -> np.ndarray:
     """By an FFT."""
-    k = np.meshgrid(*[np.fft.fftfreq(n, 1 / n) for n in e.shape[2:]], indexing="ij")
-    length = np.sqrt(sum(one**2 for one in k))
+    length = wavenumbers(e)
     modes = np.fft.fftn(e, axes=axes(e)) * ((length >= low) & (length < high))
     return np.fft.ifftn(modes, axes=axes(e)).real
 
@@ -83,8 +88,7 @@ def h1(a: np.ndarray, weight: float, spacing: float, periodic: bool, order: int)
 
 def spectrum(a: np.ndarray) -> np.ndarray:
     """Amplitudes by wavenumber, from all modes of a complex FFT."""
-    k = np.meshgrid(*[np.fft.fftfreq(n, 1 / n) for n in a.shape[2:]], indexing="ij")
-    length = np.rint(np.sqrt(sum(one**2 for one in k))).astype(int)
+    length = np.rint(wavenumbers(a)).astype(int)
     power = np.abs(np.fft.fftn(a, axes=axes(a), norm="forward")) ** 2
     return np.sqrt(np.stack([power[..., length == j].sum(-1) for j in range(length.max() + 1)], -1))
 
@@ -98,24 +102,29 @@ def crps(y: np.ndarray, t: np.ndarray, fair: float) -> float:
     return float((np.abs(x - t[:, None]).mean(1) - share * pairs).mean())
 
 
+def log_ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.log((a + 1e-3) / (b + 1e-3))
+
+
+def norms(a: np.ndarray) -> np.ndarray:
+    """Of each sample."""
+    return np.linalg.norm(a.reshape(len(a), -1), axis=1)
+
+
 FORMULAS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    "mse": lambda e, t: float((e**2).mean()),
-    "relative": lambda e, t: float(np.mean([np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(e, t, strict=True)])),
-    "eps": lambda e, t: float(
-        np.mean([np.linalg.norm(a) / (np.linalg.norm(b) + 0.1) for a, b in zip(e, t, strict=True)])
-    ),
+    "mse": lambda e, t: (e**2).mean(),
+    "relative": lambda e, t: (norms(e) / norms(t)).mean(),
+    "eps": lambda e, t: (norms(e) / (norms(t) + 0.1)).mean(),
     "rmse": lambda e, t: root(e),
-    "vrmse": lambda e, t: float(np.sqrt((e**2).mean(axes(e)) / (t.var(axes(e), ddof=1) + 1e-7)).mean()),
-    "conserved": lambda e, t: float(np.abs(e.mean(axes(e))).mean()),
-    "most": lambda e, t: float(np.abs(e).reshape(len(e), -1).max(axis=1).mean()),
+    "vrmse": lambda e, t: np.sqrt((e**2).mean(axes(e)) / (t.var(axes(e), ddof=1) + 1e-7)).mean(),
+    "conserved": lambda e, t: np.abs(e.mean(axes(e))).mean(),
+    "most": lambda e, t: np.abs(e).reshape(len(e), -1).max(axis=1).mean(),
     "boundary": lambda e, t: root(ends(e)),
-    "h1": lambda e, t: float((h1(e, 1.0, 1.0, False, 2) / h1(t, 1.0, 1.0, False, 2)).mean()),
-    "h1 periodic": lambda e, t: float((h1(e, 0.3, 0.5, True, 4) / (h1(t, 0.3, 0.5, True, 4) + 0.1)).mean()),
-    "spectrum": lambda e, t: float(np.sqrt(((spectrum(t + e) - spectrum(t)) ** 2).sum(-1)).mean()),
-    "log spectrum": lambda e, t: float(
-        np.sqrt((np.log((spectrum(t + e) + 1e-3) / (spectrum(t) + 1e-3))[..., 1:4] ** 2).mean(-1)).mean()
-    ),
-    "one member": lambda e, t: float(np.abs(e).mean()),
+    "h1": lambda e, t: (h1(e, 1.0, 1.0, False, 2) / h1(t, 1.0, 1.0, False, 2)).mean(),
+    "h1 periodic": lambda e, t: (h1(e, 0.3, 0.5, True, 4) / (h1(t, 0.3, 0.5, True, 4) + 0.1)).mean(),
+    "spectrum": lambda e, t: np.linalg.norm(spectrum(t + e) - spectrum(t), axis=-1).mean(),
+    "log spectrum": lambda e, t: np.sqrt((log_ratio(spectrum(t + e), spectrum(t))[..., 1:4] ** 2).mean(-1)).mean(),
+    "one member": lambda e, t: np.abs(e).mean(),
     "low": lambda e, t: root(band(e, 0, 2)),
     "middle": lambda e, t: root(band(e, 2, 3.5)),
     "high": lambda e, t: root(band(e, 3.5, np.inf)),
@@ -136,9 +145,8 @@ def test_losses_are_their_formulas(name: str, cells: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("dims", "seed"), PARTITIONS, ids=str)
 def test_losses_of_parts_are_those_of_the_whole(name: str, dims: tuple[int, ...], seed: int) -> None:
     """Values and gradients; parts of any sizes, some of them empty."""
-    cells, loss = (SHAPE if len(dims) == 2 else VOLUME), PLAIN[name]
-    y, target = fields(name, 2, *cells)
-    demand_loss_of_whole(loss, y, target, dims, seed)
+    y, target = fields(name, 2, *(SHAPE if len(dims) == 2 else VOLUME))
+    demand_loss_of_whole(PLAIN[name], y, target, dims, seed)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -146,17 +154,17 @@ def test_losses_of_parts_are_those_of_the_whole(name: str, dims: tuple[int, ...]
 def test_what_counts_nothing_may_be_nan(name: str, how: str) -> None:
     """Values and gradients are those of the cells that count, on one rank and on several."""
     y, target = fields(name, 2, *SHAPE)
-    w = {"mask": LAND[None], "area": AREA, "nan": LAND[None]}[how] * np.ones((3, 1, 1))
+    w = (AREA if how == "area" else LAND) * np.ones((3, 1, 1))
     bad = target.copy()
     bad[:, w == 0] = np.nan
     of_members = np.tile(w, (MEMBERS.get(name, 1), 1, 1))
     worse = y if how == "nan" else np.where(of_members > 0, y, np.inf)
 
     def made(parts: FieldPartition, place: list[int]) -> nn.Loss:
-        given = {"mask": LAND, "area": AREA, "nan": None}[how]
-        return LOSSES[name](
-            skipna=how == "nan", weights=None if given is None else part(given, parts.cuts, place, given.ndim - 2)
-        )
+        if how == "nan":
+            return LOSSES[name](skipna=True)
+        given = AREA if how == "area" else LAND
+        return LOSSES[name](weights=part(given, parts.cuts, place, given.ndim - 2))
 
     alone = made(FieldPartition.on_one_rank(SHAPE), [0, 0])
     total, weight, saved = alone.forward(env_of(None), worse, bad)
@@ -192,9 +200,6 @@ def test_a_sample_of_which_nothing_is_known_counts_nothing() -> None:
 class TestContract(LossContract):
     """Each of them."""
 
-    loss: nn.Loss
-    name: str
-
     @pytest.fixture(
         params=[
             *PLAIN.items(), ("l2", nn.RelativeL2(weights=LAND)), ("mse", nn.MSELoss(weights=AREA, skipna=True)),
@@ -228,15 +233,13 @@ def test_nothing_cancels_in_the_variance_of_a_target() -> None:
 
 def fitted(comm: Communicator, dims: tuple[int, int] | None, **options: Any) -> Any:
     """The metrics of one validation."""
-    whole = np.random.default_rng(0).standard_normal((4, 8, 12, 2))
-    given: dict[str, Any] = {"optimizer": optim.SGD(lr=1e-2), "comm": comm, "precision": "float64"}
-    mask, u = np.arange(96).reshape(8, 12) % 5 > 0, whole
-    if dims is not None:
-        given["domain"] = grid = fsdpx.Grid(comm, (8 // dims[0], 12 // dims[1]), dims=dims)
-        place, u = grid.coords, grid.take_local(whole)
-        mask = mask[tuple(slice(c[r], c[r + 1]) for c, r in zip(grid.parts.cuts, place, strict=True))]
-    trainer = nn.Conv2d(2, 2, 3, padding=1).as_distributed(loss=nn.RelativeL2(weights=mask), **given)
-    u = u if dims is not None else np.moveaxis(u, -1, 1)
+    whole, mask = np.random.default_rng(0).standard_normal((4, 8, 12, 2)), np.arange(96).reshape(8, 12) % 5 > 0
+    if dims is None:
+        grid, u = None, np.moveaxis(whole, -1, 1)
+    else:
+        grid = fsdpx.Grid(comm, (8 // dims[0], 12 // dims[1]), dims=dims)
+        u, mask = grid.take_local(whole), grid.take_local(mask)
+    trainer = make_trainer(nn.Conv2d(2, 2, 3, padding=1), grid, loss=nn.RelativeL2(weights=mask))
     batches = [(u[:3], u[:3] ** 2), (u[3:], u[3:] ** 2)]
     metrics = options or {
         "vrmse": nn.VRMSE(weights=mask), "low": nn.BandRMSE(0, 3), "edge": nn.BoundaryRMSE(), "most": nn.MaxError(),
@@ -247,11 +250,9 @@ def fitted(comm: Communicator, dims: tuple[int, int] | None, **options: Any) -> 
 
 
 def test_metrics_of_parts_are_those_of_the_whole() -> None:
-    losses, alone = spawn(lambda comm: fitted(comm, None), 1)[0]
-    for got, metrics in spawn(lambda comm: fitted(comm, (2, 2)), 4):
-        np.testing.assert_allclose(got, losses, rtol=1e-11)
-        for name, values in alone.items():
-            assert metrics[name][-1] == pytest.approx(values[-1], rel=1e-9), name
+    want, *found = *spawn(fitted, 1, None), *spawn(fitted, 4, (2, 2))
+    for got in found:
+        assert_close(got, want, 1e-11)
 
 
 def test_targets_of_metrics_may_bring_ghost_cells() -> None:
@@ -259,9 +260,7 @@ def test_targets_of_metrics_may_bring_ghost_cells() -> None:
 
     def run(comm: Communicator) -> Any:
         grid = fsdpx.Grid(comm, (3, 5), dims=(2, 1), ghosts=1)
-        trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.0), domain=grid, comm=comm, precision="float64"
-        )
+        trainer = make_trainer(nn.Conv2d(1, 1, 3, padding=1), grid, optimizer=optim.SGD(lr=0.0))
         u = np.random.default_rng(comm.rank).standard_normal((5, 7, 1))
         metrics: dict[str, Any] = {"root": nn.RMSE(), "own": lambda y, t: (float(((y - t) ** 2).sum()), y.size)}
         for target in (u, grid.without_ghosts(u)):
@@ -273,21 +272,12 @@ def test_targets_of_metrics_may_bring_ghost_cells() -> None:
     assert len({str(found) for found in spawn(run, 2)}) == 1
 
 
-def refused(call: Callable[[Communicator], Any], ranks: int = 2) -> list[str]:
-    def one(comm: Communicator) -> str:
-        with pytest.raises((ConfigError, DataError)) as error:
-            call(comm)
-        return str(error.value)
-
-    return spawn(one, ranks)
-
-
 def test_metrics_that_cannot_be_are_refused_on_all_ranks() -> None:
     """A mean over samples of which each rank has a part; weights that fit on one rank alone."""
-    for text in refused(lambda comm: fitted(comm, (1, 2), bad=lambda y, t: np.zeros(len(y)))):
-        assert "metric 'bad': with domain= a rank has parts of samples: return (sum, count) over its cells" in text
-    for text in refused(lambda comm: fitted(comm, (1, 2), bad=nn.RMSE(weights=np.ones((8, 6 + comm.rank))))):
-        assert "weights of shape (8, 7) do not fit" in text
+    message = "metric 'bad': with domain= a rank has parts of samples: return (sum, count) over its cells"
+    demand_refused(lambda comm: fitted(comm, (1, 2), bad=lambda y, t: np.zeros(len(y))), message)
+    message = "weights of shape (8, 7) do not fit"
+    demand_refused(lambda comm: fitted(comm, (1, 2), bad=nn.RMSE(weights=np.ones((8, 6 + comm.rank)))), message)
 
 
 def test_a_band_without_any_wave_has_no_gradient() -> None:
@@ -320,13 +310,11 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
 
 def test_weights_of_another_shape_are_refused_on_all_ranks() -> None:
     def run(comm: Communicator) -> None:
-        grid = fsdpx.Grid(comm, (4, 3), dims=(1, 2))
-        loss = nn.RelativeL2(weights=np.ones((4, 3 + comm.rank)))
-        options: dict[str, Any] = {"loss": loss, "optimizer": optim.SGD(lr=0.1), "comm": comm}
-        nn.Conv2d(1, 1, 1).as_distributed(domain=grid, **options).step(np.ones((4, 3, 1)), np.ones((4, 3, 1)))
+        loss, u = nn.RelativeL2(weights=np.ones((4, 3 + comm.rank))), np.ones((4, 3, 1))
+        make_trainer(nn.Conv2d(1, 1, 1), fsdpx.Grid(comm, (4, 3), dims=(1, 2)), loss=loss).step(u, u)
 
-    for text in refused(run):
-        assert "rank 1: RelativeL2(weights=<an array>): weights of shape (4, 4) do not fit: this rank's part" in text
+    message = "rank 1: RelativeL2(weights=<an array>): weights of shape (4, 4) do not fit: this rank's part"
+    demand_refused(run, message)
 
 
 @pytest.mark.parametrize("layout", ["yxc", "cyx", "yx"])
@@ -346,24 +334,15 @@ def test_what_is_not_there_does_not_spread() -> None:
     sea = np.arange(48).reshape(6, 8) % 7 > 1
     u = np.where(sea[..., None], noise(6, 8, 2), np.nan)
 
-    def run(comm: Communicator, dims: tuple[int, int]) -> Any:
-        grid = fsdpx.Grid(comm, (6 // dims[0], 8 // dims[1]), dims=dims)
+    def run(comm: Communicator, *cut: Any) -> Any:
+        grid = grid_at(comm, *cut)
         mine, x = grid.take_local(sea), grid.take_local(u)
         net = nn.Sequential(nn.FillNaN(), nn.Conv2d(2, 4, 3, padding=1), nn.Mask(mine), nn.Tanh(), nn.Conv2d(4, 2, 1))
-        options: dict[str, Any] = {
-            "loss": nn.MSELoss(weights=mine),
-            "optimizer": optim.SGD(lr=0.1),
-            "precision": "float64",
-        }
-        trainer = net.as_distributed(domain=grid, comm=comm, **options)
+        trainer = make_trainer(net, grid, loss=nn.MSELoss(weights=mine))
         return [trainer.step(x, x * 2) for _ in range(3)], trainer.parameters()
 
-    losses, values = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
+    losses, _ = demand_like_alone(run, (6, 8), [((2, 2), even((6, 8), (2, 2)))])
     assert np.isfinite(losses).all()
-    for got, parameters in spawn(lambda comm: run(comm, (2, 2)), 4):
-        np.testing.assert_allclose(got, losses, rtol=1e-11)
-        for name, value in values.items():
-            np.testing.assert_allclose(parameters[name], value, rtol=1e-8, atol=1e-12)
 
 
 def test_a_mask_of_another_shape() -> None:
@@ -372,11 +351,9 @@ def test_a_mask_of_another_shape() -> None:
 
 
 def test_outputs_without_cells_or_channels() -> None:
-    y = noise(2, 5)
+    y, message = noise(2, 5), r"wants \(samples, channels, \*cells\), got \(2, 5\)|FieldGradient.*wants"
     for loss in (nn.SpectrumRMSE(), nn.RelativeH1()):
-        with pytest.raises(
-            ShapeError, match=r"wants \(samples, channels, \*cells\), got \(2, 5\)|FieldGradient.*wants"
-        ):
+        with pytest.raises(ShapeError, match=message):
             loss.forward(env_of(None), y, y)
     with pytest.raises(DataError, match=r"CRPS\(2\) wants outputs \(samples, .*, got \(4,\)"):
         nn.CRPS(2).validate((4,), np.ones(4))
@@ -425,20 +402,16 @@ def test_ensembles_train_alike_on_any_parts() -> None:
     """Two steps with three members, and masked cells whose targets are NaN."""
     u, target = noise(*SHAPE, 2), np.where(LAND[..., None], noise(*SHAPE, 2, seed=1), np.nan)
 
-    def run(comm: Communicator, dims: tuple[int, int]) -> Any:
-        grid = grid_at(comm, dims, cuts_of(SHAPE, dims, sum(dims)).cuts)
+    def run(comm: Communicator, *cut: Any) -> Any:
+        grid = grid_at(comm, *cut)
         net = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 6, 3, padding=1))
         loss = nn.CRPS(3, weights=grid.take_local(LAND)) + 0.1 * nn.CRPS(3, fair=0.5, skipna=True)
-        options: dict[str, Any] = {"optimizer": optim.SGD(lr=0.5), "comm": comm, "precision": "float64"}
-        trainer = net.as_distributed(loss=loss, domain=grid, **options)
+        trainer = make_trainer(net, grid, loss=loss, optimizer=optim.SGD(lr=0.5))
         x, y = grid.take_local(u), grid.take_local(target)
         return [trainer.step(x, y) for _ in range(2)]
 
-    (want,) = spawn(lambda comm: run(comm, (1, 1)), 1)
-    assert want[-1] < want[0]
-    for dims in ((2, 2), (1, 5)):
-        for got in spawn(lambda comm, d=dims: run(comm, d), dims[0] * dims[1]):
-            np.testing.assert_allclose(got, want, rtol=1e-12)
+    first, second = demand_like_alone(run, SHAPE, uneven(SHAPE, (2, 2), (1, 5)))
+    assert second < first
 
 
 def test_the_spectrum_does_not_see_shifts() -> None:
@@ -446,12 +419,10 @@ def test_the_spectrum_does_not_see_shifts() -> None:
     env, u = env_of(None), noise(1, 2, 8, 6)
     assert nn.SpectrumRMSE().forward(env, np.roll(u, (3, 1), (2, 3)), u)[0] < 1e-14
     for weights in (None, noise(8, 6, seed=3) ** 2):
-        spectra, cells = (make(weights=weights) for make in (nn.SpectrumRMSE, nn.RMSE))
-        assert (
-            0
-            < spectra.forward(env, noise(1, 2, 8, 6, seed=1), u)[0]
-            <= cells.forward(env, noise(1, 2, 8, 6, seed=1), u)[0]
+        spectra, cells = (
+            make(weights=weights).forward(env, noise(1, 2, 8, 6, seed=1), u)[0] for make in (nn.SpectrumRMSE, nn.RMSE)
         )
+        assert 0 < spectra <= cells
 
 
 def test_a_loss_is_a_metric_of_any_model() -> None:
@@ -459,12 +430,7 @@ def test_a_loss_is_a_metric_of_any_model() -> None:
 
     def run(comm: Communicator) -> Any:
         x, y = noise(5, 4)[comm.rank :: 2], np.arange(5)[comm.rank :: 2] % 3
-        options: dict[str, Any] = {
-            "loss": nn.CrossEntropyLoss(),
-            "optimizer": optim.SGD(lr=0.1),
-            "precision": "float64",
-        }
-        trainer = nn.Linear(4, 3).as_distributed(comm=comm, **options)
+        trainer = make_trainer(nn.Linear(4, 3), None, comm=comm, loss=nn.CrossEntropyLoss())
         metrics = {"same": nn.CrossEntropyLoss(), "smooth": nn.CrossEntropyLoss(label_smoothing=0.5)}
         history = trainer.fit([(x, y)], validation=[(x, y)], metrics=metrics, progress=False)
         return history.validation[-1][1], {name: values[-1][1] for name, values in history.metrics.items()}
@@ -528,7 +494,7 @@ def test_a_subclass_of_relative_l2_may_sum_over_other_dims() -> None:
 
     for cells in ((3, 4), (80, 80)):
         y, target = fields("relative", 2, *cells)
-        want = np.linalg.norm((y - target).reshape(6, -1), axis=1) / np.linalg.norm(target.reshape(6, -1), axis=1)
+        want = norms((y - target).reshape(6, -1)) / norms(target.reshape(6, -1))
         assert OfChannels().forward(env_of(None), y, target)[:2] == (pytest.approx(want.sum(), rel=1e-12), 6.0)
 
 
@@ -548,9 +514,8 @@ def test_in_a_pipeline_no_bit_depends_on_the_memory_order_of_targets() -> None:
 
     def train(comm: Communicator, loss: nn.Loss) -> Any:
         model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 3, 1))
-        trainer = fsdpx.distribute(
-            model, loss=loss, optimizer=optim.SGD(lr=0.1), mesh=fsdpx.Mesh(shard=1, pipe=2), seed=0, comm=comm
-        )
+        mesh = fsdpx.Mesh(shard=1, pipe=2)
+        trainer = make_trainer(model, None, loss=loss, mesh=mesh, comm=comm, precision=None)
         parameters, found = trainer.parameters(), set()
         for turned in (target, channels_last(np, target), np.frombuffer(target.tobytes(), "f4").reshape(target.shape)):
             trainer.load_parameters(parameters)

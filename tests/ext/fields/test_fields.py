@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import THOROUGH
-from grids import demand_error
+from trainings import demand_error
 
 from fsdpx import nn
 from fsdpx.core.array.random import Random

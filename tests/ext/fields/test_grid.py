@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from grids import demand_error
 from hypothesis import given
 from hypothesis import strategies as st
+from trainings import demand_error
 
 import fsdpx
 from fsdpx import spawn

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, THEIRS, cuts_of, demand_error, demand_layer_of_whole, env_of, run_alone, run_over
+from grids import PARTITIONS, THEIRS, cuts_of, demand_layer_of_whole, env_of, run_alone, run_over
 from setting import normal, parameters
+from trainings import demand_error
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, ShapeError

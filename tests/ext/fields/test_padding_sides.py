@@ -11,7 +11,6 @@ from grids import (
     PARTITIONS,
     cuts_of,
     demand_adjoint,
-    demand_error,
     demand_layer_of_whole,
     env_of,
     grid_at,
@@ -24,6 +23,7 @@ from grids import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from trainings import demand_error
 
 import fsdpx
 from fsdpx import nn, optim, spawn

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import Cuts, cuts_of, even, grid_at, part, place_of, random_cuts
+from grids import Cuts, cuts_of, even, grid_at, part, part_with_ghosts, place_of, random_cuts, uneven
 from ranks import from_rank_0
-from test_space import refused
+from trainings import demand_like_alone, demand_refused, make_trainer
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -28,7 +28,7 @@ NEXT, DRAG = RNG.standard_normal((ROWS, 2, *SHAPE)), RNG.standard_normal((ROWS, 
 TERRAIN, VOLUMES = RNG.standard_normal((2, *SHAPE)), RNG.random(SHAPE)
 
 
-def net(terrain: np.ndarray, volumes: np.ndarray, norm: nn.Layer | None = None) -> nn.Layer:
+def net(terrain: np.ndarray, volumes: np.ndarray) -> nn.Layer:
     """Make a model that embeds and mixes scalars, broadcasts them to cells, and computes scalars from fields."""
     nodes: dict[str, Any] = {
         "static": (nn.StaticChannels(terrain), "u"),
@@ -43,37 +43,31 @@ def net(terrain: np.ndarray, volumes: np.ndarray, norm: nn.Layer | None = None) 
         "mean": (nn.GlobalMean(volumes), "out"),
         "sum": (nn.GlobalSum(), "act"),
         "found": (nn.Concat(-1), "mean", "sum"),
-        "drag": (
-            nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.3), norm or nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)),
-            "found",
-        ),
+        "drag": (nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.3), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)), "found"),
     }
     return nn.Graph(nodes, inputs=("u", "t", "forcing", "s"), outputs=("out", "drag"))
 
 
-def options(comm: Communicator, **more: Any) -> dict[str, Any]:
-    loss = nn.MultiOutputLoss(nn.RelativeL2(), nn.MSELoss(), loss_weights=(1.0, 0.5))
-    return {"loss": loss, "optimizer": optim.SGD(lr=0.1), "precision": "float64", "comm": comm, **more}
+LOSS = nn.MultiOutputLoss(nn.RelativeL2(), nn.MSELoss(), loss_weights=(1.0, 0.5))
 
 
 def trained(comm: Communicator, dims: Sequence[int] = (), cuts: Cuts = (), place: Any = None, **more: Any) -> Any:
     """Train two steps, one of them by `fit`. Return values that are equal on all ranks, and parts of fields with their
     positions."""
     rank, samples = place or (comm.rank, slice(None))
-    at = place_of(rank, dims) if dims else []
+    at, grid = [], None
     if dims:
-        group = more.pop("group", comm)
-        cells = [c[p + 1] - c[p] for c, p in zip(cuts, at, strict=True)]
-        more["domain"] = fsdpx.Grid(group, cells, dims=dims, layout="cyx")
+        at, group = place_of(rank, dims), more.pop("group", comm)
+        grid = fsdpx.Grid(group, [c[p + 1] - c[p] for c, p in zip(cuts, at, strict=True)], dims=dims, layout="cyx")
 
     def mine(a: np.ndarray, first: int = 2) -> np.ndarray:
         return part(a, cuts, at, first) if dims else a
 
-    trainer = net(mine(TERRAIN, 1), mine(VOLUMES, 0)).as_distributed(**options(comm, microbatches=2, **more))
+    trainer = make_trainer(net(mine(TERRAIN, 1), mine(VOLUMES, 0)), grid, loss=LOSS, comm=comm, microbatches=2, **more)
     x = tuple(mine(a)[samples] if a.ndim > 2 else a[samples] for a in (U, TIMES, FORCING, NUMBERS))
     y = mine(NEXT)[samples], DRAG[samples]
     found: dict[str, Any] = {"losses": [trainer.step(x, y)], "evaluated": trainer.evaluate(x, y)}
-    history = trainer.fit([(x, y)], validation=[(x, y)], metrics={"same": options(comm)["loss"]}, progress=False)
+    history = trainer.fit([(x, y)], validation=[(x, y)], metrics={"same": LOSS}, progress=False)
     found |= {"metric": history.metrics["same"][0][1], "validated": history.validation[0][1]}
     out, found["drag"] = trainer.predict(x)
     fields = {"out": out}
@@ -134,62 +128,45 @@ def test_samples_without_a_dim_of_their_own_and_other_layouts() -> None:
 
     def run(comm: Communicator) -> Any:
         at, grid = place_of(comm.rank, (1, 2)), grid_at(comm, (1, 2), cuts)
-        trainer = net(part(TERRAIN, cuts, at, 1), part(VOLUMES, cuts, at, 0)).as_distributed(
-            domain=grid, **options(comm)
-        )
+        model = net(part(TERRAIN, cuts, at, 1), part(VOLUMES, cuts, at, 0))
         u, f, y = (np.moveaxis(part(a[:1], cuts, at)[0], 0, -1) for a in (U, FORCING, NEXT))
-        x, target = {"u": u, "t": TIMES[0], "forcing": f, "s": NUMBERS[0]}, (y, DRAG[0])
-        loss = trainer.step(x, target)
-        trainer.forward(x)
-        dx = trainer.backward(target)
-        out, drag = trainer.predict(x)
-        grids = trainer.output_grid
-        assert grids[1] is None
-        return loss, grids[0].all_gather(out), drag, [np.shape(a) for a in dx], dx[3]
+        x = {"u": u, "t": TIMES[0], "forcing": f, "s": NUMBERS[0]}
+        loss, dx, (out, drag), (on_cells, of_scalars) = predicted(model, grid, x, (y, DRAG[0]))
+        assert of_scalars is None
+        assert [np.shape(a) for a in dx] == [u.shape, (), f.shape, (2,)]
+        return loss, dx[3], np.moveaxis(on_cells.all_gather(out), -1, 0), drag
 
-    def whole(comm: Communicator) -> Any:
-        trainer = net(TERRAIN, VOLUMES).as_distributed(**options(comm))
-        x = tuple(a[:1] for a in (U, TIMES, FORCING, NUMBERS))
-        loss = trainer.step(x, (NEXT[:1], DRAG[:1]))
-        trainer.forward(x)
-        dx = trainer.backward((NEXT[:1], DRAG[:1]))
-        return loss, *trainer.predict(x), dx[3]
+    x = tuple(a[:1] for a in (U, TIMES, FORCING, NUMBERS))
+    loss, dx, (out, drag), _ = predicted(net(TERRAIN, VOLUMES), None, x, (NEXT[:1], DRAG[:1]))
+    for found in spawn(run, 2):
+        assert_close(found, (loss, dx[3][0], out[0], drag[0]), 1e-10)
 
-    loss, out, drag, ds = spawn(whole, 1)[0]
-    for rank, (got, field, numbers, shapes, dnumbers) in enumerate(spawn(run, 2)):
-        np.testing.assert_allclose(got, loss, rtol=1e-12)
-        np.testing.assert_allclose(field, np.moveaxis(out[0], 0, -1), rtol=1e-10, atol=1e-12)
-        np.testing.assert_allclose(numbers, drag[0], rtol=1e-10)
-        np.testing.assert_allclose(dnumbers, ds[0], rtol=1e-9)
-        columns = cuts[1][rank + 1] - cuts[1][rank]
-        assert shapes == [(7, columns, 2), (), (7, columns, 1), (2,)]
+
+def predicted(model: nn.Layer, grid: fsdpx.Grid | None, x: Any, target: Any) -> Any:
+    """Return the loss of a step, the gradients of the inputs, the next prediction and its grids."""
+    trainer = make_trainer(model, grid, loss=LOSS)
+    loss = trainer.step(x, target)
+    trainer.forward(x)
+    return loss, trainer.backward(target), trainer.predict(x), grid and trainer.output_grid
 
 
 def test_ghost_cells_are_scaled_and_shifted_too() -> None:
     """A FiLM before the convolution that reads ghost cells, and a scalar output after it."""
-    wide, cuts = RNG.standard_normal((3, 2, 9, 11)), random_cuts(SHAPE, (2, 2))
+    wide = RNG.standard_normal((3, 2, 9, 11))
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
-        at = place_of(comm.rank, dims)
         grid = grid_at(comm, dims, cuts, layout="cyx", ghosts=1)
         nodes = {"film": (nn.FiLM(2, 2), "x", "s"), "conv": (nn.Conv2d(2, 2, 3, padding=1), "film")}
         nodes |= {"mean": (nn.GlobalMean(), "conv")}
-        model = nn.Graph(nodes, inputs=("s", "x"), outputs=("mean",))
-        more = {"loss": nn.RelativeL2()}
-        trainer = model.as_distributed(domain=grid, **options(comm, **more))
-        x = wide[:, :, cuts[0][at[0]] : cuts[0][at[0] + 1] + 2, cuts[1][at[1]] : cuts[1][at[1] + 1] + 2]
-        losses = [trainer.step((NUMBERS[:3], x), DRAG[:3]) for _ in range(2)]
+        trainer = make_trainer(nn.Graph(nodes, inputs=("s", "x"), outputs=("mean",)), grid, loss=nn.RelativeL2())
+        x = NUMBERS[:3], part_with_ghosts(wide, grid)
+        losses = [trainer.step(x, DRAG[:3]) for _ in range(2)]
         with pytest.raises(ConfigError, match="output_grid: the model's outputs are scalars"):
             _ = trainer.output_grid
-        trainer.forward((NUMBERS[:3], x))
-        return losses, trainer.backward(DRAG[:3])[0], trainer.predict((NUMBERS[:3], x)), trainer.parameters()
+        trainer.forward(x)
+        return losses, trainer.backward(DRAG[:3])[0], trainer.predict(x), trainer.parameters()
 
-    losses, ds, y, parameters = spawn(lambda comm: run(comm, (1, 1), even(SHAPE, (1, 1))), 1)[0]
-    for got, dnumbers, mean, values in spawn(lambda comm: run(comm, (2, 2), cuts), 4):
-        np.testing.assert_allclose(got, losses, rtol=1e-12)
-        np.testing.assert_allclose(mean, y, rtol=1e-9)
-        np.testing.assert_allclose(dnumbers, ds, rtol=1e-9)
-        assert_close(values, parameters, 1e-9)
+    demand_like_alone(run, SHAPE, uneven(SHAPE, (2, 2)))
 
 
 def test_layers_compute_what_pytorch_and_papers_say() -> None:
@@ -261,9 +238,7 @@ def test_unets_of_time_are_those_of_pytorch(heads: int | None) -> None:
     """Results and all gradients, from the same parameters by name."""
     torch = pytest.importorskip("torch")
     F = torch.nn.functional
-    trainer = diffusion_net(attention=heads).as_distributed(
-        loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="float64"
-    )
+    trainer = make_trainer(diffusion_net(attention=heads), None)
     p = {name: torch.tensor(a, requires_grad=True) for name, a in trainer.parameters().items()}
     u, t = (torch.tensor(a, requires_grad=True) for a in (NOISY, STEPS))
 
@@ -305,20 +280,12 @@ def test_unets_of_time_train_alike_on_any_parts() -> None:
     """With attention."""
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
-        at, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts, layout="cyx")
-        trainer = diffusion_net(attention=2).as_distributed(
-            domain=grid, **options(comm, loss=nn.MSELoss(), microbatches=2)
-        )
-        u = part(NOISY, cuts, at)
-        return trainer.step((u, STEPS), u[::-1]), trainer.parameters(), trainer.predict((u, STEPS)), at
+        grid = grid_at(comm, dims, cuts, layout="cyx")
+        trainer, u = make_trainer(diffusion_net(attention=2), grid, microbatches=2), grid.take_local(NOISY)
+        loss = trainer.step((u, STEPS), u[::-1])
+        return loss, trainer.parameters(), grid.all_gather(trainer.predict((u, STEPS)))
 
-    loss, parameters, y, _ = spawn(lambda comm: run(comm, (1, 1), even((8, 12), (1, 1))), 1)[0]
-    for dims in ((2, 2), (1, 3)):
-        cuts = random_cuts((8, 12), dims)
-        for got, values, mine, at in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
-            np.testing.assert_allclose(got, loss, rtol=1e-12, err_msg=f"{dims}")
-            assert_close(values, parameters, 1e-9)
-            assert_close({"y": mine}, {"y": part(y, cuts, at)}, 1e-9)
+    demand_like_alone(run, (8, 12), uneven((8, 12), (2, 2), (1, 3)))
 
 
 def test_several_outputs_of_whole_samples() -> None:
@@ -329,81 +296,70 @@ def test_several_outputs_of_whole_samples() -> None:
 
     def run(comm: Communicator) -> Any:
         rows = slice(6 * comm.rank // comm.size, 6 * (comm.rank + 1) // comm.size)
-        trainer = model.as_distributed(**options(comm, loss=loss, microbatches=2, check_finite=True))
+        trainer = make_trainer(model, None, comm=comm, loss=loss, microbatches=2, check_finite=True)
         mine = tuple(t[rows] for t in targets)
         losses = [trainer.step(x[rows], mine) for _ in range(2)]
         a, b = trainer.predict(x)
         wrong = [np.linalg.norm((b - targets[1]).reshape(6, -1), axis=1) / np.linalg.norm(targets[1], axis=1)]
         by_hand = 2.0 * np.mean((a - targets[0]) ** 2) + 0.5 * np.mean(wrong)
         np.testing.assert_allclose(trainer.evaluate(x[rows], list(mine)), by_hand, rtol=1e-12)
-        parameters = trainer.parameters()
-        held = [(x[rows], list(mine))]
+        parameters, held = trainer.parameters(), [(x[rows], list(mine))]
         history = trainer.fit(held, validation=held, metrics={"half": 0.5 * loss}, progress=False)
         assert history.metrics["half"][-1][1] == pytest.approx(0.5 * history.validation[-1][1], rel=1e-12)
         return losses, parameters
 
-    losses, parameters = spawn(run, 1)[0]
-    for got, values in spawn(run, 3):
-        np.testing.assert_allclose(got, losses, rtol=1e-12)
-        assert_close(values, parameters, 1e-10)
-
-
-def losses_where_targets_lack(comm: Communicator, dims: tuple[int, int], microbatches: int) -> list[float]:
-    """A field and scalars of four samples, with NaN in some cells of the first, in all of the third, and in the scalars
-    of the last."""
-    cuts, at = random_cuts(SHAPE, dims), place_of(comm.rank, dims)
-    field, scalars = NEXT[:4].copy(), DRAG[:4].copy()
-    field[0, :, :2], field[2], scalars[2], scalars[3, 1] = np.nan, np.nan, np.nan, np.nan
-    model = nn.Graph({"c": (nn.Conv2d(2, 2, 3, padding=1), "u"), "m": (nn.GlobalMean(), "c")}, ("u",), ("c", "m"))
-    trainer = model.as_distributed(
-        loss=2 * nn.MultiOutputLoss(nn.MSELoss(skipna=True), nn.L1Loss(skipna=True)), optimizer=optim.SGD(lr=0.1),
-        comm=comm, domain=grid_at(comm, dims, cuts, layout="cyx"), microbatches=microbatches, precision="float64",
-    )  # fmt: skip
-    return [trainer.step(part(U[:4], cuts, at), (part(field, cuts, at), scalars)) for _ in range(2)]
+    want, *found = *spawn(run, 1), *spawn(run, 3)
+    for got in found:
+        assert_close(got, want, 1e-11)
 
 
 def test_missing_targets_count_alike_in_any_parts_and_microbatches() -> None:
-    (want,) = spawn(lambda comm: losses_where_targets_lack(comm, (1, 1), 1), 1)
+    """A field and scalars of four samples, with NaN in some cells of the first, in all of the third, and in the scalars
+    of the last."""
+    field, scalars = NEXT[:4].copy(), DRAG[:4].copy()
+    field[0, :, :2], field[2], scalars[2], scalars[3, 1] = np.nan, np.nan, np.nan, np.nan
+    model = nn.Graph({"c": (nn.Conv2d(2, 2, 3, padding=1), "u"), "m": (nn.GlobalMean(), "c")}, ("u",), ("c", "m"))
+    loss = 2 * nn.MultiOutputLoss(nn.MSELoss(skipna=True), nn.L1Loss(skipna=True))
+
+    def run(comm: Communicator, dims: Sequence[int], cuts: Cuts, microbatches: int) -> list[float]:
+        grid = grid_at(comm, dims, cuts, layout="cyx")
+        trainer = make_trainer(model, grid, loss=loss, microbatches=microbatches)
+        return [trainer.step(grid.take_local(U[:4]), (grid.take_local(field), scalars)) for _ in range(2)]
+
+    (want,) = spawn(run, 1, (1, 1), even(SHAPE, (1, 1)), 1)
     for dims, microbatches in (((1, 1), 4), ((2, 2), 2)):
-        for got in spawn(lambda comm, d=dims, m=microbatches: losses_where_targets_lack(comm, d, m), dims[0] * dims[1]):
+        for got in spawn(run, int(np.prod(dims)), dims, random_cuts(SHAPE, dims), microbatches):
             np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
 def test_which_inputs_are_scalars_follows_from_their_readers() -> None:
     mlp = nn.Residual(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     add = nn.Graph({"y": (nn.Add(), "u", "f")}, inputs=("u", "f"), outputs=("y",))
-    nested = nn.Graph(
-        {"m": (mlp, "s"), "inner": (nn.Sequential(nn.FiLM(2, 2), nn.Tanh()), "u", "m")},
-        inputs=("s", "u"),
-        outputs=("inner",),
-    )
+    inner = nn.Sequential(nn.FiLM(2, 2), nn.Tanh())
+    nested = nn.Graph({"m": (mlp, "s"), "inner": (inner, "u", "m")}, inputs=("s", "u"), outputs=("inner",))
     assert find_scalar_inputs(net(TERRAIN, VOLUMES)) == (False, True, False, True)
     assert find_scalar_inputs(nested) == (True, False)
     assert find_scalar_inputs(add) == (False, False)
     assert find_scalar_inputs(nn.Linear(2, 2)) == (False,)  # and sharding it raises an error
 
 
-MSE = nn.MSELoss()
-
-
 def grid_of(comm: Communicator) -> Any:
     return fsdpx.Grid(comm, (4, 3), dims=(1, 2))
 
 
-def film(comm: Communicator, x: Any, y: Any = None, loss: nn.Loss = MSE) -> Any:
+def film(comm: Communicator, x: Any, y: Any = None, loss: nn.Loss | None = None) -> Any:
     model = nn.Graph({"f": (nn.FiLM(2, 1), "u", "s")}, inputs=("u", "s"), outputs=("f",))
-    trainer = model.as_distributed(comm=comm, domain=grid_of(comm), loss=loss, optimizer=optim.SGD(lr=0.1))
+    trainer = make_trainer(model, grid_of(comm), loss=loss or nn.MSELoss())
     return trainer.predict(x) if y is None else trainer.step(x, y)
 
 
 def two(comm: Communicator, loss: nn.Loss, y: Any) -> Any:
     model = nn.Graph({"c": (nn.Conv2d(1, 1, 1), "u"), "m": (nn.GlobalMean(), "c")}, inputs=("u",), outputs=("c", "m"))
-    trainer = model.as_distributed(comm=comm, domain=grid_of(comm), loss=loss, optimizer=optim.SGD(lr=0.1))
-    return trainer.step(np.ones((4, 3, 1)), y)
+    return make_trainer(model, grid_of(comm), loss=loss).step(np.ones((4, 3, 1)), y)
 
 
 def domain_of(model: Any, inputs: Any, outputs: Any) -> Any:
-    return lambda c: nn.Graph(model, inputs=inputs, outputs=outputs).as_distributed(comm=c, domain=grid_of(c))
+    return lambda c: nn.Graph(model, inputs=inputs, outputs=outputs).as_distributed(domain=grid_of(c))
 
 
 CELLS = np.ones((4, 3, 1))
@@ -451,8 +407,7 @@ BOTH = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss())
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
-    for text in spawn(lambda comm: refused(comm, call), 2):
-        assert message in text, text
+    demand_refused(call, message)
 
 
 @pytest.mark.parametrize(
@@ -464,21 +419,12 @@ def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
     ],
 )
 def test_arrays_of_another_part_are_refused(layer: nn.Layer, message: str) -> None:
-    def run(comm: Communicator) -> str:
-        with pytest.raises(fsdpx.errors.FsdpxError) as error:
-            layer.as_distributed(comm=comm, domain=grid_of(comm)).predict(CELLS)
-        return str(error.value)
-
-    for text in spawn(run, 2):
-        assert message in text, text
+    demand_refused(lambda comm: layer.as_distributed(domain=grid_of(comm)).predict(CELLS), message)
 
 
 def test_scalars_that_differ_between_ranks_are_told() -> None:
-    def run(comm: Communicator) -> None:
-        film(comm, (CELLS, np.full(2, float(comm.rank))), CELLS)
-
     with pytest.warns(RuntimeWarning, match="rank 1 passes other scalars than rank 0 with its part of the same field"):
-        spawn(run, 2)
+        spawn(lambda comm: film(comm, (CELLS, np.full(2, float(comm.rank))), CELLS), 2)
     with pytest.warns(RuntimeWarning, match="rank 1 passes other scalar targets than rank 0 with its part of the same"):
         spawn(lambda comm: two(comm, BOTH, (CELLS, np.full(1, float(comm.rank)))), 2)
 
@@ -495,23 +441,18 @@ HOLD_ARRAYS: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("make", "message"), HOLD_ARRAYS)
 def test_an_array_that_fits_all_parts_but_one_is_an_error_on_all_ranks(make: Any, message: str) -> None:
     def run(comm: Communicator, size: int) -> Any:
-        return make(np.ones((4, size if comm.rank else 3))).as_distributed(comm=comm, domain=grid_of(comm))
+        return make(np.ones((4, size if comm.rank else 3))).as_distributed(domain=grid_of(comm))
 
-    for text in spawn(lambda comm: refused(comm, lambda c: run(c, 4)), 2):
-        assert text.startswith("rank 1: ")
-        assert message in text, text
-    spawn(lambda comm: run(comm, 3), 2)
+    demand_refused(lambda comm: run(comm, 4), message, start="rank 1: ")
+    spawn(run, 2, 3)
 
 
 def test_weights_of_other_channels_on_one_rank_are_an_error_on_all() -> None:
     def run(comm: Communicator) -> None:
-        volumes = np.ones((1 + comm.rank, 4, 3))
-        trainer = nn.GlobalMean(volumes).as_distributed(comm=comm, domain=grid_of(comm), loss=MSE)
-        trainer.evaluate(CELLS, np.ones(1))
+        layer = nn.GlobalMean(np.ones((1 + comm.rank, 4, 3)))
+        make_trainer(layer, grid_of(comm)).evaluate(CELLS, np.ones(1))
 
-    for text in spawn(lambda comm: refused(comm, run), 2):
-        assert text.startswith("rank 1: ")
-        assert "weights of 2 channels do not fit a field of 1" in text, text
+    demand_refused(run, "weights of 2 channels do not fit a field of 1", start="rank 1: ")
 
 
 def test_a_layer_of_two_fields_alone_drops_their_ghost_cells() -> None:
@@ -519,26 +460,23 @@ def test_a_layer_of_two_fields_alone_drops_their_ghost_cells() -> None:
     wide = RNG.standard_normal((2, 1, 2, 9, 11))
 
     def run(comm: Communicator, ghosts: int) -> Any:
-        cuts, at = random_cuts(SHAPE, (2, 1)), place_of(comm.rank, (2, 1))
-        grid, inner = grid_at(comm, (2, 1), cuts, layout="cyx", ghosts=ghosts), slice(1 - ghosts, None)
-        trainer = nn.MatchMean().as_distributed(comm=comm, domain=grid, precision="float64")
-        rows = slice(cuts[0][at[0]] + 1 - ghosts, cuts[0][at[0] + 1] + 1 + ghosts)
-        x = tuple(a[:, :, rows, inner][..., : 9 + 2 * ghosts] for a in wide)
-        y = trainer.forward(x)
+        cuts = random_cuts(SHAPE, (2, 1))
+        grid = grid_at(comm, (2, 1), cuts, layout="cyx", ghosts=ghosts)
+        trainer = nn.MatchMean().as_distributed(domain=grid, precision="float64")
+        y = trainer.forward(tuple(part_with_ghosts(a, grid, 1) for a in wide))
         own = (slice(None), slice(None), *(slice(ghosts, -ghosts or None),) * 2)
         return y, *(dx[own] for dx in trainer.backward(y * y))
 
-    for want, got in zip(spawn(lambda comm: run(comm, 0), 2), spawn(lambda comm: run(comm, 1), 2), strict=True):
-        assert_close(dict(zip("yab", got, strict=True)), dict(zip("yab", want, strict=True)), 1e-12)
+    assert_close(spawn(run, 2, 1), spawn(run, 2, 0), 1e-12)
 
 
 def test_a_dry_run_knows_scalars() -> None:
     grid = fsdpx.Grid.from_shape((8, 8), (2, 2), layout="cyx")
     terrain, volumes = np.ones((2, 4, 4)), np.ones((4, 4))
     x = np.ones((3, 2, 4, 4)), np.ones(3), np.ones((3, 1, 4, 4)), np.ones((3, 2))
-    more = {key: value for key, value in options(None).items() if key != "comm"}  # type: ignore[arg-type]
     y = np.ones((3, 2, 4, 4)), np.ones((3, 2))
-    made = fsdpx.dry_run(net(terrain, volumes), x, y, ranks=4, domain=grid, **more)
+    options = {"loss": LOSS, "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+    made = fsdpx.dry_run(net(terrain, volumes), x, y, ranks=4, domain=grid, **options)
     assert "all-reduce over domain" in str(made.report)
 
 

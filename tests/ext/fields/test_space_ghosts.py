@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from amount import few
-from grids import Cuts, OfLine, bounds, even, grid_at, place_of, random_cuts
+from grids import Cuts, OfLine, by_turns, even, grid_at, part_with_ghosts, place_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_space import grid_of, refused
+from test_space import grid_of
+from trainings import demand_like, demand_like_alone, demand_refused, make_trainer
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import nn, spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import make_single_rank_axes as alone_mesh
@@ -61,45 +61,33 @@ def wanted(shape: Sequence[int]) -> np.ndarray:
     return np.cos(np.arange(6.0 * np.prod(shape))).reshape(2, *shape, 3)
 
 
-def options(comm: Communicator) -> dict[str, Any]:
-    return {"loss": nn.RelativeL2(), "optimizer": optim.SGD(lr=0.1), "comm": comm, "precision": "float64"}
+def train(net: nn.Layer, grid: fsdpx.Grid | None) -> Any:
+    return make_trainer(net, grid, loss=nn.RelativeL2())
 
 
 def alone(first: str) -> Any:
     """The first layer without padding on the padded field, by one process."""
-
-    def run(comm: Communicator) -> Any:
-        trainer = nn.Sequential(FIRST[first](0), *tail(4)).as_distributed(**options(comm))
-        inside = [slice(g - n, -(g - n) or None) for g, n in zip(GHOSTS, NEEDS[first], strict=True)]
-        x = np.moveaxis(padded(2)[:, *inside], -1, 1)
-        y = trainer.predict(x)
-        target = np.moveaxis(wanted(y.shape[2:]), -1, 1)
-        return trainer.step(x, target), trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
-
-    return spawn(run, 1)[0]
+    trainer = train(nn.Sequential(FIRST[first](0), *tail(4)), None)
+    inside = [slice(g - n, -(g - n) or None) for g, n in zip(GHOSTS, NEEDS[first], strict=True)]
+    x = np.moveaxis(padded(2)[:, *inside], -1, 1)
+    target = np.moveaxis(wanted(trainer.predict(x).shape[2:]), -1, 1)
+    return trainer.step(x, target), trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
 
 
 @pytest.mark.parametrize("first", few(list(FIRST), 8))
 def test_ghost_cells_are_the_padding(first: str) -> None:
     """On even parts and on uneven ones by turns."""
-    loss, parameters, predicted = alone(first)
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
-        place, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts, ghosts=GHOSTS)
-        mine = bounds(cuts, place)
-        trainer = nn.Sequential(FIRST[first](1), *tail(4)).as_distributed(domain=grid, **options(comm))
-        x = padded(2)[:, *(slice(a, b + 2 * g) for (a, b), g in zip(mine, GHOSTS, strict=True))]
-        outputs = trainer.inspect.placement.sample_layout.outputs
-        there = tuple(slice(a, b) for a, b in bounds(outputs.cuts, place))
-        return trainer.step(x, wanted(outputs.shape)[:, *there]), trainer.parameters(), trainer.predict(x), there
+        grid = grid_at(comm, dims, cuts, ghosts=GHOSTS)
+        trainer = train(nn.Sequential(FIRST[first](1), *tail(4)), grid)
+        x, outputs = part_with_ghosts(padded(2), grid, first=1), trainer.output_grid
+        loss = trainer.step(x, outputs.take_local(wanted(outputs.shape)))
+        return loss, trainer.parameters(), outputs.all_gather(trainer.predict(x))
 
     number = list(FIRST).index(first)
-    for turn, dims in enumerate(((2, 2), ((1, 1), (1, 3), (3, 1))[number % 3]), number):
-        cuts = (even, random_cuts)[turn % 2](SHAPE, dims)
-        for got, values, mine, there in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
-            np.testing.assert_allclose(got, loss, rtol=1e-11, err_msg=f"{dims} {cuts}")
-            assert_close(values, parameters, 1e-8)
-            assert_close({"prediction": mine}, {"prediction": predicted[:, *there]}, 1e-8)
+    grids = (2, 2), ((1, 1), (1, 3), (3, 1))[number % 3]
+    demand_like(alone(first), run, by_turns(SHAPE, grids, number))
 
 
 def test_what_acts_on_cells_keeps_ghost_cells_to_itself() -> None:
@@ -119,7 +107,7 @@ def test_what_acts_on_cells_keeps_ghost_cells_to_itself() -> None:
     def run(comm: Communicator, net: nn.Layer) -> Any:
         rows = slice(0, 4) if comm.rank == 0 else slice(2, 6)
         grid = fsdpx.Grid(comm, (2, 5), dims=(2, 1), ghosts=1)
-        trainer = net.as_distributed(domain=grid, **options(comm))
+        trainer = train(net, grid)
         trainer.step(x[rows], trainer.predict(x[rows]) + 1.0)
         return grid.all_gather(trainer.predict(x[rows])), trainer.parameters()
 
@@ -135,9 +123,8 @@ def test_what_acts_on_cells_keeps_ghost_cells_to_itself() -> None:
 def test_no_cell_travels_for_the_first_layer() -> None:
     def run(comm: Communicator) -> tuple[int, tuple[int, ...]]:
         grid = fsdpx.Grid(comm, (4, 6), dims=(2, 2), ghosts=1)
-        net = nn.Conv2d(1, 1, 3, padding=1)
-        trainer = net.as_distributed(domain=grid, comm=comm, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
-        u = np.ones((6, 8, 1), np.float32)
+        trainer = make_trainer(CONV, grid)
+        u = np.ones((6, 8, 1))
         trainer.step(u, u)  # a target may bring ghost cells as well
         trainer.step(u, u[1:-1, 1:-1])
         table = trainer.inspect.placement.axes.counters.table
@@ -149,12 +136,10 @@ def test_no_cell_travels_for_the_first_layer() -> None:
 def test_layers_that_read_no_ghost_cells_are_given_the_part_alone() -> None:
     def run(comm: Communicator, ghosts: int) -> Any:
         grid = fsdpx.Grid(comm, (3, 5), dims=(2, 1), ghosts=ghosts)
-        net = nn.Sequential(nn.FNO(1, 2, (2, 2), 4, 1), nn.Tanh())
-        trainer = net.as_distributed(domain=grid, comm=comm, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
-        u = np.random.default_rng(comm.rank).standard_normal((3, 5, 1)).astype(np.float32)
-        y = np.ones((3, 5, 2), np.float32)
+        trainer = train(nn.Sequential(nn.FNO(1, 2, (2, 2), 4, 1), nn.Tanh()), grid)
+        u = np.random.default_rng(comm.rank).standard_normal((3, 5, 1))
         u = np.pad(u, ((ghosts, ghosts), (ghosts, ghosts), (0, 0)), constant_values=np.nan)
-        return trainer.step(u, y), trainer.predict(u).tolist()
+        return trainer.step(u, np.ones((3, 5, 2))), trainer.predict(u).tolist()
 
     assert spawn(lambda comm: run(comm, 2), 2) == spawn(lambda comm: run(comm, 0), 2)
 
@@ -167,8 +152,7 @@ def test_ghost_cells_replace_a_padding_that_does_not_fit(mode: str) -> None:
     def run(comm: Communicator) -> Any:
         rows = 2 // comm.size
         grid = fsdpx.Grid(comm, (rows, 4), dims=(comm.size, 1), ghosts=3)
-        net = nn.Sequential(nn.Conv2d(1, 1, 7, padding=3, padding_mode=mode), nn.Tanh())
-        trainer = net.as_distributed(domain=grid, **options(comm))
+        trainer = train(nn.Sequential(nn.Conv2d(1, 1, 7, padding=3, padding_mode=mode), nn.Tanh()), grid)
         mine = u[rows * comm.rank :][: rows + 6]
         trainer.step(mine, np.ones((rows, 4, 1)))
         return grid.all_gather(trainer.predict(mine)), trainer.parameters()
@@ -184,12 +168,8 @@ def test_ghost_cells_replace_a_padding_that_does_not_fit(mode: str) -> None:
 def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -> None:
     """Beyond walls they stay as they were; across ends of a periodic dim, and between ranks, they are the newest."""
     net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 1))
-    whole = np.random.default_rng(0).standard_normal((1, SHAPE[0] + 2, SHAPE[1] + 2, 1))
     y = np.random.default_rng(1).standard_normal((1, *SHAPE, 3))
-    wrapped = np.pad(whole[:, 1:-1, 1:-1], ((0, 0), (1, 1), (1, 1), (0, 0)), mode="wrap")
-    rows, columns = (slice(None) if p else slice(1, -1) for p in periods)
-    state = whole.copy()
-    state[:, rows, columns] = wrapped[:, rows, columns]
+    state = field_with_ghosts(1, 1, periods)
 
     def by_hand() -> np.ndarray:
         step = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 1, 1)).as_distributed(precision="float64")
@@ -197,28 +177,32 @@ def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -
         for _ in range(3):
             new = np.moveaxis(step.predict(np.moveaxis(at, -1, 1)), 1, -1)
             found.append(new)
-            ends = np.pad(new, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="wrap")
-            at = state.copy()
-            at[:, rows, columns] = ends[:, rows, columns]
+            at = with_neighbors(state, new, periods)
         return np.concatenate(found, -1)
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
-        mine = bounds(cuts, place_of(comm.rank, dims))
         grid = grid_at(comm, dims, cuts, ghosts=1, periods=periods)
-        trainer = nn.Rollout(net, 3).as_distributed(domain=grid, **options(comm))
-        here = tuple(slice(a, b) for a, b in mine)
-        x = state[:, *(slice(a, b + 2) for a, b in mine)]
-        return trainer.predict(x), trainer.step(x, y[:, *here]), trainer.parameters(), here
+        trainer = train(nn.Rollout(net, 3), grid)
+        x = part_with_ghosts(state, grid, first=1)
+        predicted = grid.all_gather(trainer.predict(x))
+        return predicted, trainer.step(x, grid.take_local(y)), trainer.parameters()
 
-    predicted = by_hand()
-    straight = spawn(lambda comm: run(comm, (1, 1), even(SHAPE, (1, 1))), 1)[0]
-    assert_close({"prediction": straight[0]}, {"prediction": predicted}, 1e-10)
-    for turn, dims in enumerate(((3, 1), (2, 2)), sum(periods)):
-        cuts = (even, random_cuts)[turn % 2](SHAPE, dims)
-        for mine, loss, values, here in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
-            assert_close({"prediction": mine}, {"prediction": predicted[:, *here]}, 1e-10)
-            np.testing.assert_allclose(loss, straight[1], rtol=1e-11, err_msg=f"{dims} {cuts}")
-            assert_close(values, straight[2], 1e-8)
+    predicted, *_ = demand_like_alone(run, SHAPE, by_turns(SHAPE, ((3, 1), (2, 2)), sum(periods)))
+    assert_close(predicted, by_hand(), 1e-10)
+
+
+def field_with_ghosts(samples: int, channels: int, periods: Sequence[bool]) -> np.ndarray:
+    """Random values, also in the ghost cells beyond walls; other ghost cells have those of the field."""
+    values = np.random.default_rng(0).standard_normal((samples, SHAPE[0] + 2, SHAPE[1] + 2, channels))
+    return with_neighbors(values, values[:, 1:-1, 1:-1], periods)
+
+
+def with_neighbors(ghosts: np.ndarray, field: np.ndarray, periods: Sequence[bool]) -> np.ndarray:
+    """The field with a ghost cell on each side: across the ends of periodic dims its own, and else those given."""
+    rows, columns = (slice(None) if p else slice(1, -1) for p in periods)
+    state = ghosts.copy()
+    state[:, rows, columns] = np.pad(field, ((0, 0), (1, 1), (1, 1), (0, 0)), "wrap")[:, rows, columns]
+    return state
 
 
 @given(st.integers(1, 9), st.data())
@@ -266,7 +250,7 @@ def test_windows_reach_beyond_the_ghost_cells_of_a_part(data: st.DataObject) -> 
         (a, b), (low, high) = cuts[comm.rank : comm.rank + 2], sides[comm.rank]
         grid = fsdpx.Grid(comm, (b - a, 3), dims=(ranks, 1), ghosts=((low, high), 0))
         net = nn.Conv2d(1, 2, (kernel, 3), (stride, 1), (padding, (1, 1)), (dilation, 1))
-        trainer = net.as_distributed(domain=grid, **options(comm))
+        trainer = train(net, grid)
         y = trainer.forward(field[ends[0] + a - low : ends[0] + b + high])
         trainer.backward(trainer.output_grid.take_local(dy))
         return {"y": trainer.output_grid.all_gather(y)} | trainer.gradients(), trainer.parameters()
@@ -307,8 +291,7 @@ def test_windows_reach_beyond_the_ghost_cells_of_a_part(data: st.DataObject) -> 
     ],
 )
 def test_what_cannot_be_is_refused_on_all_ranks(call: Any, message: str) -> None:
-    for text in spawn(lambda comm: refused(comm, call), 2):
-        assert message in text, text
+    demand_refused(call, message)
 
 
 SIDES = ["none at walls", "low alone", "none in the middle"]
@@ -325,37 +308,26 @@ def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str)
     dims = ((3, 1), (1, 3), (2, 2), (3, 2))[(turn + number) % 4]
     uneven = (0, 2, 5, 9)[: dims[0]] + (9,), (0, 3, 4, 11)[: dims[1]] + (11,)
     cuts = uneven if (turn + number // 2) % 2 else even(SHAPE, dims)
-    loss, values, whole = train_beside_neighbors(mode)
-    for got, parameters, field in spawn(lambda comm: train_part(comm, mode, dims, cuts, kind), int(np.prod(dims))):
-        np.testing.assert_allclose(got, loss, rtol=1e-11, err_msg=f"{dims} {cuts}")
-        assert_close(parameters, values, 1e-8)
-        assert_close({"prediction": field}, {"prediction": whole}, 1e-8)
-
-
-def train_part(comm: Communicator, mode: str, dims: Sequence[int], cuts: Cuts, kind: str = "") -> Any:
-    """Train a step on this rank's part of a field, and predict the whole field. kind: the sides with ghost cells."""
-    place = place_of(comm.rank, dims)
-    mine, sides = bounds(cuts, place), [(0, 0)] * 2
-    if kind:
-        sides = [sides_of(kind, r, d, g) for r, d, g in zip(place, dims, GHOSTS, strict=True)]
-    grid = grid_at(comm, dims, cuts, ghosts=sides)
-    rows = [np.arange(a - low, b + high) % n for (a, b), (low, high), n in zip(mine, sides, SHAPE, strict=True)]
-    x = np.random.default_rng(0).standard_normal((2, *SHAPE, 2))[:, rows[0][:, None], rows[1]]
+    field = np.random.default_rng(0).standard_normal((2, *SHAPE, 2))
     net = nn.Sequential(nn.Conv2d(2, 4, (5, 3), padding=(2, 1), padding_mode=mode), *tail(4))
-    trainer = net.as_distributed(domain=grid, **options(comm))
-    loss = trainer.step(x, wanted(SHAPE)[:, *(slice(a, b) for a, b in mine)])
-    return loss, trainer.parameters(), grid.all_gather(trainer.predict(x))
+
+    def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
+        grid = grid_at(comm, dims, cuts, ghosts=sides_of(kind, comm.rank, dims, GHOSTS))
+        trainer, x = train(net, grid), part_with_ghosts(field, grid, 0, 1)
+        loss = trainer.step(x, grid.take_local(wanted(SHAPE)))
+        return loss, trainer.parameters(), grid.all_gather(trainer.predict(x))
+
+    demand_like_alone(run, SHAPE, [(dims, cuts)])
 
 
-@lru_cache
-def train_beside_neighbors(mode: str) -> Any:
-    return spawn(lambda comm: train_part(comm, mode, (1, 1), even(SHAPE, (1, 1))), 1)[0]
-
-
-def sides_of(kind: str, place: int, dims: int, ghosts: int) -> tuple[int, int]:
-    """The ghost cells of a rank along a dim, all of them cells of neighbors."""
-    inner = ghosts * (place > 0), ghosts * (place < dims - 1)
-    return {"none at walls": inner, "low alone": (inner[0], 0), "none in the middle": inner if place else (0, 0)}[kind]
+def sides_of(kind: str, rank: int, dims: Sequence[int], ghosts: Sequence[int]) -> list[tuple[int, int]]:
+    """The ghost cells of a rank along each dim, all of them cells of neighbors."""
+    found = []
+    for place, d, g in zip(place_of(rank, dims), dims, ghosts, strict=True):
+        inner = g * (place > 0), g * (place < d - 1)
+        of_kind = {"none at walls": inner, "low alone": (inner[0], 0), "none in the middle": inner if place else (0, 0)}
+        found.append(of_kind[kind])
+    return found
 
 
 def test_a_rollout_has_ghost_cells_between_ranks_alone() -> None:
@@ -364,27 +336,17 @@ def test_a_rollout_has_ghost_cells_between_ranks_alone() -> None:
     whole = np.random.default_rng(0).standard_normal((1, *SHAPE, 1))
     y = np.random.default_rng(1).standard_normal((1, *SHAPE, 3))
 
-    def run(comm: Communicator, dims: Sequence[int], told: int) -> Any:
-        cuts, place = even(SHAPE, dims), place_of(comm.rank, dims)
-        sides = [sides_of("none at walls", r, d, told) for r, d in zip(place, dims, strict=True)]
-        grid, mine = grid_at(comm, dims, cuts, ghosts=sides), bounds(cuts, place)
-        trainer = nn.Rollout(net, 3).as_distributed(domain=grid, **options(comm))
-        x = whole[:, *(slice(a - low, b + high) for (a, b), (low, high) in zip(mine, sides, strict=True))]
-        target = y[:, *(slice(a, b) for a, b in mine)]
-        return trainer.step(x, target), grid.all_gather(trainer.predict(x))
+    def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
+        grid = grid_at(comm, dims, cuts, ghosts=sides_of("none at walls", comm.rank, dims, (1, 1)))
+        trainer, x = train(nn.Rollout(net, 3), grid), part_with_ghosts(whole, grid, 0, 1)
+        return trainer.step(x, grid.take_local(y)), grid.all_gather(trainer.predict(x))
 
-    loss, field = spawn(lambda comm: run(comm, (1, 1), 0), 1)[0]
-    for found in spawn(lambda comm: run(comm, (3, 2), 1), 6):
-        np.testing.assert_allclose(found[0], loss, rtol=1e-11)
-        assert_close({"prediction": found[1]}, {"prediction": field}, 1e-8)
+    demand_like_alone(run, SHAPE, [((3, 2), even(SHAPE, (3, 2)))])
 
 
 def combine(layer: nn.Layer, *before: nn.Layer | None, after: nn.Layer | None = None) -> nn.Graph:
     """Combine the inputs u and f, each after a layer, and then run another layer."""
-    nodes: dict[str, Any] = {}
-    for name, one in zip("uf", before, strict=False):
-        if one is not None:
-            nodes[f"of {name}"] = (one, name)
+    nodes: dict[str, Any] = {f"of {name}": (one, name) for name, one in zip("uf", before, strict=False) if one}
     sources = [f"of {name}" if f"of {name}" in nodes else name for name in "uf"]
     channels = 2 if isinstance(layer, nn.Concat) else 1
     nodes |= {"both": (layer, *sources), "out": (after or nn.Conv2d(channels, 1, 3, padding=1), "both")}
@@ -559,7 +521,7 @@ def test_ghost_cells_may_be_dropped_if_they_are_cells_of_the_field() -> None:
         sides = (ghosts, (0, 0))
         grid = fsdpx.Grid(comm, (4, 6), dims=(2, 1), ghosts=sides, periods=(True, False))
         rows = np.arange(4 * comm.rank - ghosts, 4 * comm.rank + 4 + ghosts) % 8
-        trainer = net.as_distributed(domain=grid, **options(comm))
+        trainer = train(net, grid)
         trainer.step(whole[rows], np.ones((4, 6, 1)))
         return trainer.predict(whole[rows]).tolist()
 
@@ -568,7 +530,7 @@ def test_ghost_cells_may_be_dropped_if_they_are_cells_of_the_field() -> None:
     def faces(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm, (4, 6), dims=(2, 1), layout="cyx")
         both = grid.faces("y", shared=True)
-        trainer = nn.Sequential(nn.FacesToCells(0), CONV).as_distributed(domain=both, **options(comm))
+        trainer = train(nn.Sequential(nn.FacesToCells(0), CONV), both)
         assert trainer.predict(np.ones((1, 5, 6))).shape == (1, 4, 6)
 
     spawn(faces, 2)
@@ -582,33 +544,19 @@ def test_dropout_keeps_ghost_cells_with_the_mask_of_their_owners(periods: tuple[
     """Each ghost cell beyond a wall has one mask on all ranks that hold it."""
     drop = nn.Sequential(nn.Dropout(0.4), nn.Tanh())
     net = nn.Sequential(drop, nn.Conv2d(2, 3, 3, padding=1))
-    field = np.random.default_rng(0).standard_normal((2, SHAPE[0] + 2, SHAPE[1] + 2, 2))
-    inside = np.pad(field[:, 1:-1, 1:-1], ((0, 0), (1, 1), (1, 1), (0, 0)), "wrap")
-    rows, columns = (slice(None) if p else slice(1, -1) for p in periods)
-    field[:, rows, columns] = inside[:, rows, columns]
+    field = field_with_ghosts(2, 2, periods)
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
-        mine = bounds(cuts, place_of(comm.rank, dims))
         grid = grid_at(comm, dims, cuts, ghosts=1, periods=periods)
-        trainer = net.as_distributed(domain=grid, **options(comm))
-        x = field[:, *(slice(a, b + 2) for a, b in mine)]
-        losses = [trainer.step(x, wanted(SHAPE)[:, *(slice(a, b) for a, b in mine)]) for _ in range(2)]
-        return losses, trainer.parameters()
+        trainer, x = train(net, grid), part_with_ghosts(field, grid, first=1)
+        return [trainer.step(x, grid.take_local(wanted(SHAPE))) for _ in range(2)], trainer.parameters()
 
-    losses, parameters = spawn(lambda comm: run(comm, (1, 1), even(SHAPE, (1, 1))), 1)[0]
-    for turn, dims in enumerate(((1, 3), (2, 2)), sum(periods)):
-        cuts = (even, random_cuts)[turn % 2](SHAPE, dims)
-        for found, values in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
-            np.testing.assert_allclose(found, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
-            assert_close(values, parameters, 1e-8)
+    losses, _ = demand_like_alone(run, SHAPE, by_turns(SHAPE, ((1, 3), (2, 2)), sum(periods)))
     if all(periods):  # without ghost cells, circular padding reads the same cells
-        alone = nn.Sequential(drop, nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"))
-
-        def run_without_ghosts(comm: Communicator) -> list[float]:
-            trainer = alone.as_distributed(domain=grid_at(comm, (1, 1), even(SHAPE, (1, 1))), **options(comm))
-            return [trainer.step(field[:, 1:-1, 1:-1], wanted(SHAPE)) for _ in range(2)]
-
-        np.testing.assert_allclose(spawn(run_without_ghosts, 1)[0], losses, rtol=1e-11)
+        circular = nn.Sequential(drop, nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"))
+        trainer = train(circular, fsdpx.Grid.from_shape(SHAPE, (1, 1)))
+        found = [trainer.step(field[:, 1:-1, 1:-1], wanted(SHAPE)) for _ in range(2)]
+        np.testing.assert_allclose(found, losses, rtol=1e-11)
 
 
 def test_a_rollout_reads_ghost_cells_of_boundary_values() -> None:

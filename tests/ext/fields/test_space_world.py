@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from grids import bounds, even, numbered, part, place_of, random_cuts
 from ranks import from_rank_0
-from test_space import MODELS, field_of, trained, wanted
+from test_space import MODELS, trained
+from trainings import make_trainer
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import nn, optim
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import ConfigError
@@ -23,30 +24,18 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world
 LOSS = nn.RelativeL2() + 0.1 * nn.SpectrumRMSE()
 
 
-def alone(name: str) -> Any:
-    return spawn(lambda comm: trained(comm, name, None, LOSS), 1)[0]
-
-
 @pytest.mark.parametrize("name", ["unet", "unet3", "attention"])
 def test_a_cartesian_communicator_trains_on_its_parts(world: Communicator, name: str) -> None:
     """Even parts, or uneven ones of which some are empty, on the grid that MPI makes of the ranks: with one rank more
     the other ones. `test_space.py` tries both on each number of thread ranks."""
     MPI = pytest.importorskip("mpi4py.MPI")
-    make, shape, _ = MODELS[name]
-    loss, parameters, predicted = from_rank_0(world, alone, name)
+    MPI = pytest.importorskip("mpi4py.MPI")
+    shape, want = MODELS[name][1], from_rank_0(world, trained, name, LOSS)
     dims = MPI.Compute_dims(world.size, len(shape))
     cart = MPI.COMM_WORLD.Create_cart(dims, periods=[False] * len(shape))
     cuts = (even, random_cuts)[(list(MODELS).index(name) + world.size) % 2](shape, dims)
-    place = cart.Get_coords(cart.rank)
-    grid = fsdpx.Grid(cart, [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)])
-    options: dict[str, Any] = {"loss": LOSS, "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
-    trainer = make().as_distributed(domain=grid, strategy="fsdp", check=True, **options)
-    outputs = trainer.inspect.placement.sample_layout.outputs
-    mine, target = part(field_of(shape), cuts, place, 1), part(wanted(outputs.shape), outputs.cuts, place, 1)
-    np.testing.assert_allclose(trainer.step(mine, target), loss, rtol=1e-11, err_msg=f"{dims} {cuts}")
-    assert_close(trainer.parameters(), parameters, 1e-8)
-    assert_close({"prediction": trainer.predict(mine)}, {"prediction": part(predicted, outputs.cuts, place, 1)}, 1e-8)
-    trainer.close()
+    cells = [b - a for a, b in bounds(cuts, cart.coords)]
+    assert_close(trained(name, LOSS, fsdpx.Grid(cart, cells), strategy="fsdp", check=True), want, 1e-11)
     cart.Free()
 
 
@@ -76,23 +65,18 @@ def test_members_of_an_ensemble_have_communicators_of_their_own(world: Communica
     split = MPI.COMM_WORLD.Split(member, at)
     cart = split.Create_cart((width, 1), periods=[False, False])
     grid = fsdpx.Grid(cart, (6 // width, 5), ghosts=(1, 0))
-    rng = np.random.default_rng(0)
-    x, y = rng.standard_normal((world.size // width, 8, 5, 1)), rng.standard_normal((world.size // width, 6, 5, 1))
-    options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-2), "precision": "float64"}
-    mode = ("zeros", "circular")
-    net = nn.Sequential(
-        nn.Conv2d(1, 3, 3, padding=1, padding_mode=mode), nn.GELU(), nn.GroupNorm(1, 3), nn.Conv2d(3, 1, 1)
-    )
-    trainer = net.as_distributed(comm=MPI.COMM_WORLD, domain=grid, check=True, **options)
-    assert (trainer.data_group.size, trainer.domain_group.size, trainer.data_group.rank) == (
-        world.size // width,
-        width,
-        member,
-    )
+    members = world.size // width
+    x, y = (np.random.default_rng(rows).standard_normal((members, rows, 5, 1)) for rows in (8, 6))
+    options = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-2)}
+    first = nn.Conv2d(1, 3, 3, padding=1, padding_mode=("zeros", "circular"))
+    net = nn.Sequential(first, nn.GELU(), nn.GroupNorm(1, 3), nn.Conv2d(3, 1, 1))
+    trainer = make_trainer(net, grid, comm=MPI.COMM_WORLD, check=True, **options)
+    sizes = trainer.data_group.size, trainer.domain_group.size, trainer.data_group.rank
+    assert sizes == (members, width, member)
     rows = slice(6 // width * at, 6 // width * (at + 1) + 2), slice(6 // width * at, 6 // width * (at + 1))
     losses = [trainer.step(x[member, rows[0]], y[member, rows[1]]) for _ in range(2)]
     whole = fsdpx.Grid(make_single_rank_communicator(), (6, 5), dims=(1, 1), ghosts=(1, 0), periods=(False, True))
-    straight = net.as_distributed(comm=make_single_rank_communicator(), domain=whole, **options)
+    straight = make_trainer(net, whole, **options)
     np.testing.assert_allclose(losses, [straight.step(x, y) for _ in range(2)], rtol=1e-11)
     assert_close(trainer.parameters(), straight.parameters(), 1e-8)
     trainer.close()
@@ -117,14 +101,12 @@ def test_ranks_may_be_numbered_in_any_order(world: Communicator, first: int) -> 
     dims = tuple(MPI.Compute_dims(world.size, 2))
     cuts, u = random_cuts((9, 12), dims), np.random.default_rng(1).standard_normal((9, 12, 2))
     other: Any = np.arange(world.size).reshape(dims).T.ravel() if first == 0 else range(world.size)[::-1]
-    orders = [range(world.size), other]
     found = []
-    for order in orders:
+    for order in (range(world.size), other):
         grid = numbered(Petsc(MPI.COMM_WORLD), dims, cuts, order)
         place = place_of(order[world.rank], dims)
-        trainer = nn.Conv2d(2, 2, 3, padding=1, padding_mode=("reflect", "circular")).as_distributed(
-            loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=1e-2), precision="float64", domain=grid
-        )
+        net = nn.Conv2d(2, 2, 3, padding=1, padding_mode=("reflect", "circular"))
+        trainer = make_trainer(net, grid, loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=1e-2))
         mine = part(u, cuts, place, 0)
         found.append([trainer.step(mine, mine) for _ in range(2)])
         np.testing.assert_allclose(grid.all_gather(mine), u)
@@ -143,8 +125,8 @@ def test_the_solver_may_free_its_communicator(world: Communicator) -> None:
     cart.Free()
     u = np.full((2, 5, 1), world.rank, np.float32)
     assert grid.all_gather(u)[::2, 0, 0].tolist() == list(range(world.size))
-    options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=1e-3), "domain": grid}
-    trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(**options)
+    net = nn.Conv2d(1, 1, 3, padding=1)
+    trainer = make_trainer(net, grid)
     loss = trainer.step(u, u)
     grid.close()
     grid.close()
@@ -153,12 +135,11 @@ def test_the_solver_may_free_its_communicator(world: Communicator) -> None:
     with pytest.raises(ConfigError, match=r"^Grid\(.*\) is closed: "):
         grid.all_gather(u)
     with pytest.raises(ConfigError, match=r"^Grid\(.*\) is closed: "):
-        nn.Conv2d(1, 1, 3, padding=1).as_distributed(**options)
+        make_trainer(net, grid)
     trainer.close()
     if world.size != 2:  # a process takes seconds to use up all communicators, and whether it can depends on no number
         return
-    comm = MPI.COMM_WORLD.Create_cart((1, world.size))
-    others: list[Any] = []
+    comm, others = MPI.COMM_WORLD.Create_cart((1, world.size)), []
     try:
         with contextlib.suppress(MPI.Exception):  # MPICH has 2,048 of them, of which this process holds some
             for _ in range(2048):
