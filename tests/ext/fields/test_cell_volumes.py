@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import cuts_of, env_of, grid_at, noise, part, place_of, random_cuts, run_alone, whole
-from trainings import demand_error
+from grids import cuts_of, env_of, grid_at, noise, part, place_of, uneven, whole
+from layers_on_parts import run_alone
+from trainings import demand_error, demand_like_alone, make_trainer
 
-from fsdpx import Grid, data, nn, optim, spawn
+from fsdpx import Grid, data, nn, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.shard_specs import ShardingContext
@@ -40,24 +41,15 @@ def test_weighted_losses_are_those_of_the_whole_field() -> None:
     whole = volumes_of(widths)
     np.testing.assert_allclose(whole, np.outer(*widths), rtol=1e-15)
 
-    def trained(comm: Communicator, dims: tuple[int, int], cuts: Any) -> Any:
-        grid = grid_at(comm, dims, cuts)
-        mine = volumes_of(widths, grid)
+    def run(comm: Communicator, *cut: Any) -> Any:
+        grid = grid_at(comm, *cut)
+        mine, x = volumes_of(widths, grid), grid.take_local(u)
         np.testing.assert_array_equal(mine, grid.take_local(whole))
         np.testing.assert_array_equal(volumes_of((widths[0], 0.5), grid)[:, :0], mine[:, :0])
-        net = nn.Conv2d(1, 1, 3, padding=1)
-        loss = nn.RelativeL2(weights=mine)
-        trainer = net.as_distributed(
-            loss=loss, optimizer=optim.SGD(lr=0.1), domain=grid, comm=comm, precision="float64"
-        )
-        x = grid.take_local(u)
+        trainer = make_trainer(nn.Conv2d(1, 1, 3, padding=1), grid, loss=nn.RelativeL2(weights=mine))
         return [trainer.step(x, x + 1) for _ in range(2)], trainer.parameters()["weight"]
 
-    losses, weight = spawn(lambda comm: trained(comm, (1, 1), ((0, 7), (0, 6))), 1)[0]
-    for dims in ((2, 2), (1, 5)):
-        for got, found in spawn(lambda comm, d=dims: trained(comm, d, random_cuts((7, 6), d)), dims[0] * dims[1]):
-            np.testing.assert_allclose(got, losses, rtol=1e-12)
-            np.testing.assert_allclose(found, weight, rtol=1e-12, atol=1e-13)
+    demand_like_alone(run, (7, 6), uneven((7, 6), (2, 2), (1, 5)), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +86,7 @@ def test_norms_weighted_by_volumes(make: Any, channels: tuple[int, ...], dims: t
     volumes[..., 2, 3:5] = 0.0
     p = {"weight": 1.0 + noise(6, seed=3), "bias": noise(6, seed=4)}
     layer = make(weights=volumes)
-    groups = layer.num_groups
-    split = (3, groups, 6 // groups, *shape)
+    split = (3, layer.num_groups, 6 // layer.num_groups, *shape)
     w = np.broadcast_to(volumes, x.shape).reshape(split)
     total = w.sum(axis=(2, 3, 4), keepdims=True)
 
@@ -144,24 +135,24 @@ def test_norms_in_16_bits_do_not_depend_on_the_unit_of_their_weights(unit: float
 
 def test_norms_without_weights_and_of_wrong_ones() -> None:
     x, p = noise(2, 4, 3, 5), {"weight": 1.0 + noise(4), "bias": noise(4)}
-    ones = run_alone(nn.GroupNorm(2, 4, weights=np.ones((3, 5))), p, x, lambda y: y)
-    plain = run_alone(nn.GroupNorm(2, 4), p, x, lambda y: y)
+    norm = partial(nn.GroupNorm, 2, 4)
+    ones, plain = (run_alone(layer, p, x, lambda y: y) for layer in (norm(weights=np.ones((3, 5))), norm()))
     np.testing.assert_allclose(ones.y, plain.y, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(ones.dx, plain.dx, rtol=1e-12, atol=1e-12)
-    assert repr(nn.GroupNorm(2, 4)) == "GroupNorm(2, 4)"
-    assert repr(nn.GroupNorm(2, 4, weights=np.ones((3, 5)))) == "GroupNorm(2, 4, weights=<an array>)"
+    assert repr(norm()) == "GroupNorm(2, 4)"
+    assert repr(norm(weights=np.ones((3, 5)))) == "GroupNorm(2, 4, weights=<an array>)"
     with pytest.raises(ShapeError, match="weights"):
-        run_alone(nn.GroupNorm(2, 4, weights=np.ones((3, 4))), p, x, lambda y: y)
+        run_alone(norm(weights=np.ones((3, 4))), p, x, lambda y: y)
     with pytest.raises(DataError, match="all weights of a group are 0"):
-        run_alone(nn.GroupNorm(2, 4, weights=np.zeros((3, 5))), p, x, lambda y: y)
+        run_alone(norm(weights=np.zeros((3, 5))), p, x, lambda y: y)
     with pytest.raises(ConfigError, match="GroupNorm: weights must be numbers >= 0"):
-        nn.GroupNorm(2, 4, weights=[-1.0])
+        norm(weights=[-1.0])
 
     def run(comm: Communicator) -> None:
         grid = Grid(comm, (2, 5), dims=(2, 1))
         with pytest.raises(ShapeError, match=r"weights of shape \(4, 5\) do not fit: this rank's part of the field"):
-            nn.GroupNorm(2, 4, weights=np.ones((4, 5))).as_distributed(comm=comm, domain=grid)
-        trainer = nn.GroupNorm(2, 4, weights=np.ones((2, 5))).as_distributed(comm=comm, domain=grid)
+            norm(weights=np.ones((4, 5))).as_distributed(domain=grid)
+        trainer = norm(weights=np.ones((2, 5))).as_distributed(domain=grid)
         assert trainer.predict(np.ones((2, 5, 4))).shape == (2, 5, 4)
 
     spawn(run, 2)

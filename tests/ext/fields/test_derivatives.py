@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, demand_adjoint, demand_layer_of_whole, demand_loss_of_whole, env_of, noise, run_alone
-from trainings import demand_error
+from grids import PARTITIONS, env_of, even, grid_at, noise
+from layers_on_parts import demand_adjoint, demand_layer_of_whole, demand_loss_of_whole, run_alone
+from trainings import demand_error, demand_like_alone, make_trainer
 
-import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import nn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import MODES
@@ -27,14 +27,9 @@ def of(layer: nn.Layer, x: np.ndarray) -> np.ndarray:
 def test_polynomials_have_their_derivatives(derivative: int, order: int) -> None:
     """Between walls, to the degree that the order promises, also in the smallest field."""
     for degree, n in itertools.product(range(order + derivative), (6, 11)):
-        h = 0.25
-        at = np.arange(n) * h
-        line = np.polynomial.Polynomial(np.arange(1.0, degree + 2))
-        want = line.deriv(derivative)(at)
-        if degree > order and derivative == 1:
-            continue
-        got = of(nn.FieldDerivative(0, derivative, h, False, order), line(at)[None, None])
-        np.testing.assert_allclose(got[0, 0], want, rtol=1e-10, atol=1e-9)
+        at, line = 0.25 * np.arange(n), np.polynomial.Polynomial(np.arange(1.0, degree + 2))
+        got = of(nn.FieldDerivative(0, derivative, 0.25, False, order), line(at)[None, None])
+        np.testing.assert_allclose(got[0, 0], line.deriv(derivative)(at), rtol=1e-10, atol=1e-9)
 
 
 @pytest.mark.parametrize("derivative", [1, 2])
@@ -42,12 +37,16 @@ def test_polynomials_have_their_derivatives(derivative: int, order: int) -> None
 def test_errors_fall_as_the_order_says(derivative: int, order: int) -> None:
     """Periodic, and between walls, where second derivatives beside walls are as good as those inside."""
     for periodic in (True, False):
-        errors = []
-        for n in (40, 80):
-            x = np.arange(n) * (2 * np.pi / n)
-            got = of(nn.FieldDerivative(0, derivative, 2 * np.pi / n, periodic, order), np.sin(x)[None, None])
-            errors.append(np.abs(got[0, 0] - (np.cos(x) if derivative == 1 else -np.sin(x))).max())
-        assert errors[0] / errors[1] > 0.85 * 2**order
+        coarse, fine = (
+            error_for_sine(np.arange(n) * (2 * np.pi / n), 2 * np.pi / n, derivative, periodic, order) for n in (40, 80)
+        )
+        assert coarse / fine > 0.85 * 2**order
+
+
+def error_for_sine(x: np.ndarray, spacing: Any, derivative: int, periodic: bool, order: int) -> float:
+    """The largest error of a derivative of sin(x)."""
+    found = of(nn.FieldDerivative(0, derivative, spacing, periodic, order), np.sin(x)[None, None])
+    return np.abs(found[0, 0] - (np.cos(x) if derivative == 1 else -np.sin(x))).max()
 
 
 def test_gradient_divergence_curl_and_laplacian() -> None:
@@ -62,9 +61,8 @@ def test_gradient_divergence_curl_and_laplacian() -> None:
     x = np.stack([u, v])[None]
     np.testing.assert_allclose(of(nn.FieldDivergence(**given), x)[0, 0], d(u, 1) + d(v, 0), rtol=1e-12)
     np.testing.assert_allclose(of(nn.FieldCurl(**given), x)[0, 0], d(v, 1) - d(u, 0), rtol=1e-12)
-    np.testing.assert_allclose(
-        of(nn.FieldGradient(**given), x)[0], np.stack([d(u, 1), d(u, 0), d(v, 1), d(v, 0)]), rtol=1e-12
-    )
+    slopes = np.stack([d(u, 1), d(u, 0), d(v, 1), d(v, 0)])
+    np.testing.assert_allclose(of(nn.FieldGradient(**given), x)[0], slopes, rtol=1e-12)
     second = sum((np.roll(u, 1, i) - 2 * u + np.roll(u, -1, i)) / h[i] ** 2 for i in (0, 1))
     np.testing.assert_allclose(of(nn.FieldLaplacian(**given), x)[0, 0], second, rtol=1e-10)
     a, b, c = (noise(4, 5, 6, seed=s) for s in (1, 2, 3))
@@ -78,12 +76,9 @@ def test_gradient_divergence_curl_and_laplacian() -> None:
 @pytest.mark.parametrize("sizes", [(7, 11), (6, 7, 8)], ids=str)
 def test_derivatives_are_adjoint(sizes: tuple[int, ...]) -> None:
     for order, periodic in itertools.product((2, 4), (True, False)):
-        for layer in (
-            nn.FieldGradient(0.5, periodic, order),
-            nn.FieldCurl(0.5, periodic, order),
-            nn.FieldLaplacian(1.0, periodic, order),
-        ):
-            x = noise(1, 6, *sizes)
+        x = noise(1, 6, *sizes)
+        for make, spacing in ((nn.FieldGradient, 0.5), (nn.FieldCurl, 0.5), (nn.FieldLaplacian, 1.0)):
+            layer = make(spacing, periodic, order)
             demand_adjoint(run_alone(layer, {}, x, lambda y: noise(*y.shape, seed=1)), x)
 
 
@@ -92,11 +87,10 @@ def test_stretched_derivatives_are_adjoint_over_any_parts(dims: tuple[int, ...],
     """And those of the whole field; `test_grids.py` has even spacings."""
     sizes = (7, 11) if len(dims) == 2 else (6, 7, 8)
     for order, periodic in itertools.product((2, 4), (True, False)):
-        for layer in (
-            nn.FieldGradient([bounds(n) for n in sizes], periodic, order),
-            nn.FieldCurl((bounds(sizes[0]), *(0.5,) * (len(sizes) - 1)), periodic, order),
-        ):
-            x = noise(1, 6, *sizes)
+        x = noise(1, 6, *sizes)
+        one_stretched = (bounds(sizes[0]), *(0.5,) * (len(sizes) - 1))
+        for make, spacing in ((nn.FieldGradient, [bounds(n) for n in sizes]), (nn.FieldCurl, one_stretched)):
+            layer = make(spacing, periodic, order)
             demand_adjoint(demand_layer_of_whole(layer, {}, x, dims, seed)[1], x)
 
 
@@ -120,19 +114,15 @@ def test_stretched_derivatives_are_exact_for_polynomials_and_of_their_order() ->
         got = of(nn.FieldDerivative(0, derivative, (edges,), False, order), line(at)[None, None])
         np.testing.assert_allclose(got[0, 0], line.deriv(derivative)(at), rtol=1e-9, atol=1e-9)
         for periodic in (True, False):
-            errors = []
-            for n in (64, 128):
-                edges_n = bounds(n, (0.0, 2 * np.pi))
-                middle = (edges_n[1:] + edges_n[:-1]) / 2
-                found = of(nn.FieldDerivative(0, derivative, (edges_n,), periodic, order), np.sin(middle)[None, None])
-                errors.append(np.abs(found[0, 0] - (np.cos(middle) if derivative == 1 else -np.sin(middle))).max())
-            assert errors[0] / errors[1] > 0.8 * 2**order
+            coarse, fine = (
+                error_for_sine((e[1:] + e[:-1]) / 2, (e,), derivative, periodic, order)
+                for e in (bounds(n, (0.0, 2 * np.pi)) for n in (64, 128))
+            )
+            assert coarse / fine > 0.8 * 2**order
     for periodic, order in itertools.product((True, False), (2, 4)):
-        even, x = np.linspace(0.0, 6.0, 13), noise(2, 2, 12)
-        same = nn.FieldLaplacian(0.5, periodic, order)
-        np.testing.assert_allclose(
-            of(nn.FieldLaplacian((even,), periodic, order), x), of(same, x), rtol=1e-11, atol=1e-11
-        )
+        steps, x = np.linspace(0.0, 6.0, 13), noise(2, 2, 12)
+        found, want = (of(nn.FieldLaplacian(spacing, periodic, order), x) for spacing in ((steps,), 0.5))
+        np.testing.assert_allclose(found, want, rtol=1e-11, atol=1e-11)
 
 
 def test_a_mean_is_conserved() -> None:
@@ -161,11 +151,8 @@ def test_a_loss_from_physics_over_parts(dims: tuple[int, ...], seed: int) -> Non
     sizes = (7, 8) if len(dims) == 2 else (6, 7, 8)
     y, target = noise(3, len(dims), *sizes), noise(3, len(dims), *sizes, seed=1)
     divergence = nn.FieldDivergence(0.5, (False, True, False)[: len(dims)], 4)
-    for loss in (
-        nn.PhysicsLoss(nn.RelativeL2(), divergence, 0.3),
-        nn.PhysicsLoss(nn.MSELoss(), nn.FieldLaplacian(), 2.0),
-    ):
-        demand_loss_of_whole(loss, y, target, dims, seed, 1e-9, 1e-13)
+    for loss, residual, weight in ((nn.RelativeL2(), divergence, 0.3), (nn.MSELoss(), nn.FieldLaplacian(), 2.0)):
+        demand_loss_of_whole(nn.PhysicsLoss(loss, residual, weight), y, target, dims, seed, 1e-9, 1e-13)
 
 
 class TestContract(LossContract):
@@ -188,22 +175,16 @@ class TestContract(LossContract):
 def test_training_with_physics_over_a_grid() -> None:
     """A flow that must have no divergence and must keep its mean, as one process trains it."""
 
-    def run(comm: Communicator, dims: tuple[int, int]) -> Any:
-        grid = fsdpx.Grid(comm, (6 // dims[0], 9 // dims[1]), dims=dims)
+    def run(comm: Communicator, *cut: Any) -> Any:
+        grid = grid_at(comm, *cut)
         net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, padding_mode=MODES[1]), nn.Tanh(), nn.Conv2d(4, 2, 1))
         model = nn.Graph({"net": (net, "x"), "kept": (nn.MatchMean(), "net", "x")}, outputs=("kept",))
         loss = nn.PhysicsLoss(nn.MSELoss(), nn.FieldDivergence(1.0, True, along=(1, 0)), 0.5)
-        options: dict[str, Any] = {"loss": loss, "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
-        trainer = model.as_distributed(domain=grid, comm=comm, **options)
-        u = grid.take_local(noise(6, 9, 2))
+        trainer, u = make_trainer(model, grid, loss=loss), grid.take_local(noise(6, 9, 2))
         return [trainer.step(u, u) for _ in range(2)], trainer.parameters()
 
-    losses, values = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
+    losses, _ = demand_like_alone(run, (6, 9), [((2, 3), even((6, 9), (2, 3)))])
     assert losses[-1] < losses[0]
-    for got, parameters in spawn(lambda comm: run(comm, (2, 3)), 6):
-        np.testing.assert_allclose(got, losses, rtol=1e-11)
-        for name, value in values.items():
-            np.testing.assert_allclose(parameters[name], value, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +199,7 @@ def test_training_with_physics_over_a_grid() -> None:
         (lambda: nn.FieldGradient(([0.0, "1"],)), "spacing: [0.0, '1'] must be positions that increase"),
         (lambda: nn.FieldGradient(np.ones((2, 2))), "Gradient: spacing: array([1., 1.]) must be positions"),
         (lambda: nn.FieldGradient(np.array(-1.0)), "Gradient: spacing: an array of () is not a number above 0"),
-        (
-            lambda: nn.FieldGradient(periodic=[np.ones(3), True]),
-            "Gradient: periodic: an array of (3,) is not True or False",
-        ),
+        (lambda: nn.FieldGradient(periodic=[np.ones(3), True]), "periodic: an array of (3,) is not True or False"),
         (lambda: nn.FieldCurl(along=[np.ones(2), 1]), "name each dim of cells once, as (1, 0)"),
         (lambda: nn.FieldLaplacian(np.array([1.0, 0.0])), "np.float64(0.0) is not a number above 0"),
         (lambda: nn.FieldCurl(along=1), "Curl: along=1: name each dim of cells once"),

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, cuts_of, demand_adjoint, demand_layer_of_whole, env_of, noise, padded
+from grids import PARTITIONS, cuts_of, env_of, noise, padded
+from layers_on_parts import demand_adjoint, demand_layer_of_whole
 from trainings import demand_error
 
 from fsdpx import nn

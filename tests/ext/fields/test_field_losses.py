@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, cuts_of, demand_loss_of_whole, env_of, even, grid_at, loss_over, noise, part, uneven
+from grids import PARTITIONS, cuts_of, env_of, even, grid_at, noise, part, uneven
+from layers_on_parts import demand_loss_of_whole, loss_over
 from trainings import demand_error, demand_like_alone, demand_refused, make_trainer
 
 import fsdpx

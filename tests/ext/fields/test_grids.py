@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, THEIRS, cuts_of, demand_layer_of_whole, env_of, run_alone, run_over
+from grids import PARTITIONS, THEIRS, cuts_of, env_of
+from layers_on_parts import demand_layer_of_whole, run_alone, run_over
 from setting import normal, parameters
 from trainings import demand_error
 

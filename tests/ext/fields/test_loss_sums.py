@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, demand_loss_of_whole, env_of, grid_at, noise, part, place_of, random_cuts
+from grids import PARTITIONS, env_of, grid_at, noise, part, place_of, random_cuts
+from layers_on_parts import demand_loss_of_whole
 
 import fsdpx
 from fsdpx import nn, optim, spawn

@@ -7,30 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import (
-    PARTITIONS,
-    cuts_of,
-    demand_adjoint,
-    demand_layer_of_whole,
-    env_of,
-    grid_at,
-    noise,
-    padded,
-    place_of,
-    random_cuts,
-    run_alone,
-    run_over,
-)
+from grids import PARTITIONS, cuts_of, env_of, grid_at, noise, padded, part_with_ghosts, place_of, random_cuts
 from hypothesis import given
 from hypothesis import strategies as st
-from trainings import demand_error
+from layers_on_parts import demand_adjoint, demand_layer_of_whole, run_alone, run_over
+from trainings import demand_error, demand_like_alone, make_trainer
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import nn, optim
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import MODES
-from fsdpx.testing import assert_close
 
 MIXED: tuple[Any, ...] = (("reflect", 1.5), "circular", (-0.5, "replicate"))
 SIZES = {2: (7, 11), 3: (6, 7, 8)}
@@ -59,10 +46,9 @@ def test_each_end_is_padded_as_by_numpy_over_any_parts(dims: int, data: st.DataO
     want = padded_along_all(x, padding, modes)
     alone = run_alone(layer, {}, x, lambda y: noise(*y.shape, seed=1))
     np.testing.assert_array_equal(alone.y, want)
-    assume_few = width if np.prod(width) <= 6 else (2,) * dims
-    found = run_over(
-        layer, {}, x, noise(*want.shape, seed=1), assume_few, cuts_of(sizes, assume_few, draw(st.integers(0, 9)))
-    )
+    width = width if np.prod(width) <= 6 else (2,) * dims
+    parts = cuts_of(sizes, width, draw(st.integers(0, 9)))
+    found = run_over(layer, {}, x, noise(*want.shape, seed=1), width, parts)
     np.testing.assert_array_equal(found.y, want)
     np.testing.assert_allclose(found.dx, alone.dx, rtol=1e-12, atol=1e-13)
     demand_adjoint(found, x, layer.forward(env_of(None), {}, np.zeros_like(x))[0])
@@ -87,39 +73,29 @@ def test_a_convolution_pads_each_end(dims: tuple[int, ...], seed: int) -> None:
 @pytest.mark.parametrize(
     ("cuts", "ghosts"),
     [
-        (((0, 3, 8), (0, 6)), True),
-        (((0, 4, 8), (0, 3, 6)), True),
-        (random_cuts((8, 6), (2, 2)), False),
-        (random_cuts((8, 6), (5, 1)), False),
+        (((0, 3, 8), (0, 6)), True), (((0, 4, 8), (0, 3, 6)), True),
+        (random_cuts((8, 6), (2, 2)), False), (random_cuts((8, 6), (5, 1)), False),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_two_steps_with_walls_are_those_of_one_process(cuts: Any, ghosts: bool) -> None:
     """A U-Net with another first layer. The first layer reads the solver's ghost cells. Beyond the upper wall there are
     none, so it pads with the wall's value."""
     walls = ((300.0, 1.5), "circular")
-    net = nn.Sequential(
-        nn.Conv2d(1, 2, 3, padding=1, padding_mode=walls), nn.UNet(2, 1, 2, 2, 1, (("replicate", 0.5), "circular"))
-    )
-    whole = np.pad(noise(8, 6), ((1, 0), (1, 1)), "wrap") if ghosts else noise(8, 6)
-    options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=1e-3), "precision": "float64"}
+    unet = nn.UNet(2, 1, 2, 2, 1, (("replicate", 0.5), "circular"))
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1, padding_mode=walls), unet)
+    field, target = noise(8, 6), noise(8, 6, seed=1)
 
-    def trained(comm: Communicator, width: tuple[int, int], cuts: Any) -> Any:
-        (y, x), last = place_of(comm.rank, width), width[0] - 1
-        sides = [(int(y == 0 or cuts[0][y] > 0), int(y < last and cuts[0][y + 1] < 8)), (1, 1)] if ghosts else 0
-        grid = grid_at(comm, width, cuts, layout="yx", ghosts=sides, periods=(False, True))
-        trainer = net.as_distributed(domain=grid, comm=comm, **options)
-        (a, b), (c, d) = ((cut[i], cut[i + 1]) for cut, i in zip(cuts, (y, x), strict=True))
-        mine = whole[a : b + 1 + sides[0][1], c : d + 2] if ghosts else whole[a:b, c:d]
-        losses = [trainer.step(mine, grid.take_local(noise(8, 6, seed=1))) for _ in range(2)]
+    def run(comm: Communicator, dims: tuple[int, int], cuts: Any) -> Any:
+        (y, _), rows = place_of(comm.rank, dims), cuts[0]
+        sides = [(int(y == 0 or rows[y] > 0), int(y < dims[0] - 1 and rows[y + 1] < 8)), (1, 1)] if ghosts else 0
+        grid = grid_at(comm, dims, cuts, layout="yx", ghosts=sides, periods=(False, True))
+        trainer = make_trainer(net, grid, optimizer=optim.SGD(lr=1e-3))
+        mine = part_with_ghosts(np.pad(field, 1, "wrap"), grid, 1, first=0)
+        losses = [trainer.step(mine, grid.take_local(target)) for _ in range(2)]
         return losses, trainer.parameters(), trainer.output_grid.all_gather(trainer.predict(mine))
 
-    losses, values, predicted = spawn(lambda comm: trained(comm, (1, 1), ((0, 8), (0, 6))), 1)[0]
-    dims = len(cuts[0]) - 1, len(cuts[1]) - 1
-    for found in spawn(lambda comm: trained(comm, dims, cuts), int(np.prod(dims))):
-        np.testing.assert_allclose(found[0], losses, rtol=1e-12)
-        assert_close(found[1], values, 1e-12)
-        np.testing.assert_allclose(found[2], predicted, rtol=1e-12, atol=1e-12)
+    demand_like_alone(run, (8, 6), [((len(cuts[0]) - 1, len(cuts[1]) - 1), cuts)], 1e-12)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import cuts_of, env_of, grid_at, part, place_of, run_alone, run_over, whole
+from grids import cuts_of, env_of, grid_at, part, place_of, whole
+from layers_on_parts import run_alone, run_over
 from setting import parameters
 
 from fsdpx import nn, optim, spawn
