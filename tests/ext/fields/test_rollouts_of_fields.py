@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import Cuts, cuts_of, even, grid_at
+from grids import Cuts, cuts_of, even, grid_at, index_with_ghosts, part_with_ghosts
 from ranks import from_rank_0
+from trainings import demand_error, demand_like, demand_like_alone, make_trainer
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -110,8 +111,7 @@ def test_gradients_are_those_of_pytorch(pushforward: int, detach: bool) -> None:
     wanted = torch_rollout(torch, tp, list(tx.values()), pushforward, detach)
     torch.autograd.backward(wanted, [torch.tensor(a) for a in dy])
     y, saved = layer.forward(env, p, tuple(x))
-    for got, want in zip(y, wanted, strict=True):
-        np.testing.assert_allclose(got, want.detach(), rtol=1e-12, atol=1e-12)
+    assert_close(y, [a.detach() for a in wanted], 1e-12)
     for two_passes in (False, True):
         g = {name: np.zeros_like(a) for name, a in p.items()}
         if two_passes:
@@ -119,11 +119,9 @@ def test_gradients_are_those_of_pytorch(pushforward: int, detach: bool) -> None:
             layer.backward_params(env, g, kept)
         else:
             dx = layer.backward(env, p, g, saved, tuple(dy))
-        for name, value in g.items():
-            np.testing.assert_allclose(value, tp[name].grad, rtol=1e-11, atol=1e-12, err_msg=name)
-        for i, d in enumerate(dx):
-            want = np.zeros_like(d) if tx[i].grad is None else tx[i].grad  # no step with a gradient reads the input
-            np.testing.assert_allclose(d, want, rtol=1e-11, atol=1e-12, err_msg=f"input {i}")
+        # no step with a gradient reads an input without one
+        wanted_dx = [np.zeros_like(d) if a.grad is None else a.grad for d, a in zip(dx, tx.values(), strict=True)]
+        assert_close((g, dx), ({name: tp[name].grad for name in g}, wanted_dx), 1e-12)
 
 
 def test_a_result_that_no_loss_reads_has_no_gradient_of_its_own() -> None:
@@ -133,8 +131,7 @@ def test_a_result_that_no_loss_reads_has_no_gradient_of_its_own() -> None:
     p = {name: RNG.standard_normal(spec.shape) * 0.3 for name, spec in layer.specs().items()}
     saved = layer.forward(env, p, tuple(x))[1]
     found = [layer.backward(env, p, {}, saved, one) for one in ((None, None, dy[2]), (0 * dy[0], 0 * dy[1], dy[2]))]
-    for got, want in zip(*found, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
+    assert_close(*found, 1e-12)
     nodes: dict[str, Any] = {"a": (nn.Scale(2.0), "u"), "b": (nn.Scale(3.0), "u")}
     both = nn.Rollout(nn.Graph(nodes, inputs=("u", "v"), outputs=("a", "b")), 2).as_distributed(precision="float64")
     a, b = both.forward((np.ones((1, 1, 4)), np.ones((1, 1, 4))))
@@ -151,14 +148,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "detach": {"detach": True},
     "boundary": {"boundary": True, "detach": True},
 }
-LOSS = nn.MultiOutputLoss(nn.MSELoss(), nn.RelativeL2(), nn.L1Loss())
-OPTIONS: dict[str, Any] = {"loss": LOSS, "optimizer": optim.SGD(lr=0.1), "precision": "float64", "microbatches": 2}
-
-
-def take_wide(grid: fsdpx.Grid, wide: np.ndarray) -> tuple[Any, ...]:
-    """The index of this rank's part with ghost cells in a full array that has a ghost cell on each side."""
-    rows = zip(grid.offsets, grid.local_shape, grid.ghosts, strict=True)
-    return (slice(None), slice(None), *(slice(a + 1 - low, a + 1 + n + high) for a, n, (low, high) in rows))
+OPTIONS = {"loss": nn.MultiOutputLoss(nn.MSELoss(), nn.RelativeL2(), nn.L1Loss()), "microbatches": 2}
 
 
 def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghosts: bool, shared: bool = False) -> Any:
@@ -169,42 +159,30 @@ def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghos
     wind = grid_at(comm, dims, cuts, layout="cyx")
     x, later = arrays_of(ghosts)
     wides = [np.pad(np.pad(a, ((0, 0), (0, 0), (1, 1), (0, 0)), "wrap"), ((0, 0),) * 3 + ((1, 1),)) for a in x[:3]]
-    walls = WALLS if kind == "boundary" else []
-    grids, given = [*states, wind], [*x]
-    if ghosts:
-        given[:3] = [np.ascontiguousarray(w[take_wide(g, w)]) for g, w in zip(states, wides, strict=True)]
-    else:
-        given[:3] = [np.ascontiguousarray(g.take_local(a)) for g, a in zip(states, x, strict=False)]
-    given[3] = np.ascontiguousarray(wind.take_local(x[3]))
-    if walls:
+    given = [part_with_ghosts(w, g, 1) for g, w in zip(states, wides, strict=True)]
+    given += [np.ascontiguousarray(wind.take_local(x[3])), x[4]]
+    grids = [*states, wind]
+    if kind == "boundary":
         grids += states
-        given += [np.ascontiguousarray(w[take_wide(g, w)]) for g, w in zip(states, walls, strict=True)]
-    model = rollout(ghosts, **KINDS[kind])
-    trainer = model.as_distributed(domain=cells.with_inputs(*grids), comm=comm, **OPTIONS)
+        given += [part_with_ghosts(w, g, 1) for g, w in zip(states, WALLS, strict=True)]
+    trainer = make_trainer(rollout(ghosts, **KINDS[kind]), cells.with_inputs(*grids), **OPTIONS)
     target = tuple(g.take_local(a) for g, a in zip(states, later, strict=True))
     losses = [trainer.step(tuple(given), target) for _ in range(2 if kind == "noise" else 1)]
     outputs = [out.all_gather(y) for out, y in zip(trainer.output_grid, trainer.predict(tuple(given)), strict=True)]
     assert [out.local_shape for out in trainer.output_grid] == [grid.local_shape for grid in states]
     trainer.forward(tuple(given))
     dx = list(trainer.backward(target))
-    for i, (grid, d) in enumerate(zip(grids[:3] + grids[3:4] + [None] + grids[4:], dx, strict=True)):
+    for i, (grid, d) in enumerate(zip(grids[:4] + [None] + grids[4:], dx, strict=True)):
         if grid is not None:
-            into = np.zeros((*d.shape[:2], *(n + 2 for n in grid.shape)))
-            into[take_wide(grid, into)] = d  # a cell has a gradient on each rank that has it as a ghost
-            dx[i] = into
-            comm.all_reduce(into.reshape(-1)).wait()
-    found = {f"dx{i}": d for i, d in enumerate(dx)} | {f"y{i}": y for i, y in enumerate(outputs)}
-    return losses, found | trainer.gradients() | trainer.parameters()
+            dx[i] = np.zeros((*d.shape[:2], *(n + 2 for n in grid.shape)))
+            dx[i][index_with_ghosts(grid, 1)] = d  # a cell has a gradient on each rank that has it as a ghost
+            comm.all_reduce(dx[i].reshape(-1)).wait()
+    return losses, dx, outputs, trainer.gradients(), trainer.parameters()
 
 
 @lru_cache
 def alone(kind: str, ghosts: bool) -> Any:
-    return spawn(lambda comm: trained(comm, kind, (1, 1), even(SHAPE, (1, 1)), ghosts), 1)[0]
-
-
-def compare(found: Any, wanted: Any) -> None:
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
-    assert_close(found[1], wanted[1], 1e-12)
+    return spawn(trained, 1, kind, (1, 1), even(SHAPE, (1, 1)), ghosts)[0]
 
 
 CASES = [
@@ -222,8 +200,7 @@ def test_fields_of_several_grids_on_any_parts(kind: str, dims: tuple[int, int], 
     behind = tuple((0, n - (d > 1), *(n,) * (d - 1)) for n, d in zip(SHAPE, dims, strict=True))
     cuts = (cuts_of(SHAPE, dims, 1).cuts, behind)[CASES.index((kind, dims, ghosts)) % 2]
     shared = ghosts and dims[0] != 3
-    for found in spawn(lambda comm: trained(comm, kind, dims, cuts, ghosts, shared), int(np.prod(dims))):
-        compare(found, alone(kind, ghosts))
+    demand_like(alone(kind, ghosts), lambda comm, *cut: trained(comm, kind, *cut, ghosts, shared), [(dims, cuts)])
 
 
 @pytest.mark.filterwarnings("ignore:fsdpx. dim . is :RuntimeWarning")
@@ -233,12 +210,13 @@ def test_fields_of_several_grids_under_mpi(world: Communicator) -> None:
     MPI = pytest.importorskip("mpi4py.MPI")
     dims = MPI.Compute_dims(world.size, 2)
     kind, ghosts = (("noise", False), ("boundary", True), ("pushforward", True))[world.size % 3]
-    compare(trained(world, kind, dims, cuts_of(SHAPE, dims, 1).cuts, ghosts), from_rank_0(world, alone, kind, ghosts))
+    found = trained(world, kind, dims, cuts_of(SHAPE, dims, 1).cuts, ghosts)
+    assert_close(found, from_rank_0(world, alone, kind, ghosts), 1e-11)
 
 
 def test_independent_fields_roll_out_as_each_alone() -> None:
     """With two states, constants, ghost cells, periodic dims and boundary values."""
-    options: dict[str, Any] = {"inputs": 2, "boundary": True}
+    options = {"inputs": 2, "boundary": True}
     nodes = {"a": (nn.Conv2d(3, 1, 3, padding=1), "u"), "b": (nn.Conv2d(2, 1, 3, padding=1), "v")}
     cells = fsdpx.Grid.from_shape((6, 5), (1, 1), layout="cyx", ghosts=1, periods=(True, False))
     faces = cells.faces("x")
@@ -273,7 +251,7 @@ def test_noise_differs_between_fields_and_keeps_to_its_weights() -> None:
     np.testing.assert_allclose(y, b / 2, rtol=1e-12)
 
 
-def train_with_scalars(comm: Communicator, dims: tuple[int, int]) -> Any:
+def train_with_scalars(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
     """A field and the speed of something that it moves, which is a scalar; and a coarse field of its own parts."""
     nodes: dict[str, Any] = {
         "wide": (nn.ConcatScalars(), "u", "speed"),
@@ -289,11 +267,9 @@ def train_with_scalars(comm: Communicator, dims: tuple[int, int]) -> Any:
     drag = nn.TimeDistributed(nn.Sequential(nn.GlobalSum(), nn.Linear(1, 1)), 3)
     states = ("r.u_next", "r.speed_next", "r.coarse_next")
     model = nn.Graph({"r": (rollout, *inputs), "drag": (drag, states[0])}, inputs=inputs, outputs=(*states, "drag"))
-    fine, low = (grid_at(comm, dims, cuts_of(n, dims, 1).cuts, layout="cyx") for n in ((8, 6), (4, 3)))
-    trainer = model.as_distributed(
-        domain=fine.with_inputs(fine, low), comm=comm, loss=nn.MultiOutputLoss(*[nn.MSELoss()] * 4),
-        optimizer=optim.SGD(0.05), precision="float64",
-    )  # fmt: skip
+    fine, low = (grid_at(comm, dims, c, layout="cyx") for c in (cuts, cuts_of((4, 3), dims, 1).cuts))
+    loss = nn.MultiOutputLoss(*[nn.MSELoss()] * 4)
+    trainer = make_trainer(model, fine.with_inputs(fine, low), loss=loss, optimizer=optim.SGD(0.05))
     rng = np.random.default_rng(4)
     x = fine.take_local(rng.random((1, 8, 6))), [0.5], low.take_local(rng.random((1, 4, 3)))
     y = fine.take_local(rng.random((3, 8, 6))), [0.1, 0.2, 0.3], low.take_local(rng.random((3, 4, 3))), [0.5, 0.2, 0.1]
@@ -307,9 +283,8 @@ def train_with_scalars(comm: Communicator, dims: tuple[int, int]) -> Any:
 
 
 def test_scalars_and_several_resolutions_are_states_too() -> None:
-    wanted = spawn(train_with_scalars, 1, (1, 1))[0]
-    for found in (*spawn(train_with_scalars, 4, (2, 2)), *spawn(train_with_scalars, 5, (5, 1))):
-        compare(found, wanted)
+    grids = [(dims, cuts_of((8, 6), dims, 1).cuts) for dims in ((2, 2), (5, 1))]
+    demand_like_alone(train_with_scalars, (8, 6), grids)
 
 
 def test_fields_of_the_same_size_keep_their_own_parts() -> None:
@@ -323,20 +298,23 @@ def test_fields_of_the_same_size_keep_their_own_parts() -> None:
 
     def run(comm: Communicator, cuts: Sequence[Cuts]) -> Any:
         one, two = (grid_at(comm, (comm.size,), c, layout="cx") for c in cuts)
-        trainer = model.as_distributed(domain=one.with_inputs(one, two), comm=comm, precision="float64")
+        trainer = model.as_distributed(domain=one.with_inputs(one, two), precision="float64")
         y = trainer.predict((one.take_local(u), two.take_local(v)))
         assert [out.local_shape for out in trainer.output_grid] == [one.local_shape, two.local_shape]
         return [out.all_gather(a) for out, a in zip(trainer.output_grid, y, strict=True)]
 
-    wanted = spawn(run, 1, [[(0, 9)]] * 2)[0]
+    (want,) = spawn(run, 1, [[(0, 9)]] * 2)
     for found in spawn(run, 3, [[(0, 2, 5, 9)], [(0, 6, 6, 9)]]):
-        for got, want in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
+        assert_close(found, want, 1e-12)
 
 
 def identity(*names: str) -> nn.Layer:
     nodes = {f"{name}_next": (nn.Scale(1.0), name) for name in names}
     return nn.Graph(nodes, names, tuple(nodes))
+
+
+def of_two(**more: Any) -> nn.Layer:
+    return nn.Rollout(identity("u", "v"), 2, **more)
 
 
 SWAPPED = nn.Graph({"a": (nn.Scale(1.0), "u"), "b": (nn.Scale(1.0), "v")}, ("u", "v"), ("b", "a"))
@@ -354,35 +332,27 @@ SWAPPED = nn.Graph({"a": (nn.Scale(1.0), "u"), "b": (nn.Scale(1.0), "v")}, ("u",
             lambda g: nn.Rollout(SWAPPED, 2).as_distributed().predict((np.ones((1, 1, 4)), np.ones((1, 1, 5)))),
             "a step returns (1, 1, 5) for (1, 1, 4) of state 'u': it must keep the shape, and return the states in the",
         ),
+        (lambda g: of_two(constants=1), "Rollout: the model has 2 states: constants must be a tuple with one entry"),
+        (lambda g: of_two(constants=(1, -1)), "constants must be a whole number >= 0, got "),
+        (lambda g: of_two(noise=(1.0,)), "noise must be a tuple with one entry for"),
+        (lambda g: of_two(noise_weights=np.ones(4)), "noise_weights must be a tuple with"),
+        (lambda g: of_two(forcing="v"), "forcing names 'v'; the inputs of the model after its 2 states are none"),
         (
-            lambda g: nn.Rollout(identity("u", "v"), 2, constants=1),
-            "Rollout: the model has 2 states: constants must be a tuple with one entry for each, got 1",
-        ),
-        (lambda g: nn.Rollout(identity("u", "v"), 2, constants=(1, -1)), "constants must be a whole number >= 0, got "),
-        (lambda g: nn.Rollout(identity("u", "v"), 2, noise=(1.0,)), "noise must be a tuple with one entry for"),
-        (lambda g: nn.Rollout(identity("u", "v"), 2, noise_weights=np.ones(4)), "noise_weights must be a tuple with"),
-        (
-            lambda g: nn.Rollout(identity("u", "v"), 2, forcing="v"),
-            "forcing names 'v'; the inputs of the model after its 2 states are none",
-        ),
-        (
-            lambda g: nn.Rollout(identity("u", "v"), 2, inputs=2)
-            .as_distributed().predict((np.ones((1, 2, 4)), np.ones((1, 3, 4)))),
+            lambda g: of_two(inputs=2).as_distributed().predict((np.ones((1, 2, 4)), np.ones((1, 3, 4)))),
             "wants input 'v' (samples, channels, ...) with 2 states of as many channels, and 0 constants after them",
         ),
         (
-            lambda g: nn.Rollout(identity("u", "v"), 2, boundary=True).as_distributed(domain=g.with_inputs(*[g] * 4))
+            lambda g: of_two(boundary=True).as_distributed(domain=g.with_inputs(*[g] * 4))
             .predict((np.ones((1, 8, 8)),) * 2 + (np.ones((2, 8, 8)),) * 2),
             "boundary=True needs a grid with ghost cells for state 'u', as in fsdpx.Grid(..., ghosts=1)",
         ),
         (
-            lambda g: nn.Rollout(identity("u", "v"), 2, boundary=True)
-            .as_distributed(domain=g.with_inputs(g, g, g, g.faces("x"))),
+            lambda g: of_two(boundary=True).as_distributed(domain=g.with_inputs(g, g, g, g.faces("x"))),
             "reads a part of a field of 8 x 9 cells as boundary values, which must be a part of a field of 8 x 8 "
             "cells, as state 'v': give both inputs the same grid",
         ),
         (
-            lambda g: nn.Rollout(identity("u", "v"), 2, noise=0.1, noise_weights=(None, np.ones((4, 4))))
+            lambda g: of_two(noise=0.1, noise_weights=(None, np.ones((4, 4))))
             .as_distributed(domain=fsdpx.Grid(make_single_rank_communicator(), (8, 8), dims=(1, 1))),
             "noise_weights of state 'v' of shape (4, 4) do not fit: this rank's part of the field has (8, 8) cells",
         ),
@@ -390,9 +360,7 @@ SWAPPED = nn.Graph({"a": (nn.Scale(1.0), "u"), "b": (nn.Scale(1.0), "v")}, ("u",
 )  # fmt: skip
 def test_contradictions_are_refused(call: Any, message: str) -> None:
     grid = fsdpx.Grid.from_shape((8, 8), (1, 1), layout="cyx")
-    with pytest.raises(fsdpx.errors.FsdpxError) as error:
-        call(grid)
-    assert message in str(error.value)
+    demand_error((ConfigError, DataError), lambda: call(grid), message)
 
 
 def test_files_give_what_a_rollout_of_fields_takes(tmp_path: Path) -> None:
@@ -403,15 +371,15 @@ def test_files_give_what_a_rollout_of_fields_takes(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "run.h5", "w") as file:
         for name, array in stored.items():
             file[name] = array
-    options: dict[str, Any] = {"inputs": STATES, "targets": STEPS, "scalars": "dt", "dtype": np.float64}
+    options = {"inputs": STATES, "targets": STEPS, "scalars": "dt", "dtype": np.float64}
 
     def make(cells: fsdpx.Grid, **more: Any) -> tuple[fsdpx.Grid, FieldDataset]:
         domain = cells.with_inputs(cells.faces("x"), cells.faces("y"), cells, cells)
         given = {"fields": ("u", "v", ("p", "depth")), "forcing": ("wind",), **options, **more}
         return domain, FieldDataset(tmp_path / "run.h5", domain, **given)
 
-    def run(comm: Communicator, cuts: Cuts) -> Any:
-        domain, samples = make(grid_at(comm, [len(c) - 1 for c in cuts], cuts, layout="cyx"))
+    def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
+        domain, samples = make(grid_at(comm, dims, cuts, layout="cyx"))
         assert (samples.channels, samples.constants, samples.forcing_channels) == ((1, 1, 1), (0, 0, 1), 1)
         (u, v, p, wind, dt), later = samples[6]  # the second window of the second run
         parts = [(u, "u", 1, 3), (v, "v", 1, 3), (p[:-1], "p", 1, 3), (wind, "wind", 2, 5)]
@@ -423,13 +391,11 @@ def test_files_give_what_a_rollout_of_fields_takes(tmp_path: Path) -> None:
         copy = pickle.loads(pickle.dumps(samples))
         np.testing.assert_array_equal(copy[3][0][1], samples[3][0][1])
         model = nn.Rollout(net(), STEPS, inputs=STATES, constants=samples.constants, forcing="wind", noise=0.1)
-        trainer = model.as_distributed(domain=domain, comm=comm, **OPTIONS)
+        trainer = make_trainer(model, domain, **OPTIONS)
         loader = DataLoader(samples, 4, comm=trainer.data_group, shuffle=True, seed=3)
         return trainer.fit(loader, epochs=1, progress=False).losses, trainer.parameters()
 
-    wanted = spawn(lambda comm: run(comm, even(SHAPE, (1, 1))), 1)[0]
-    for found in spawn(lambda comm: run(comm, cuts_of(SHAPE, (2, 2), 1).cuts), 4):
-        compare(found, wanted)
+    demand_like_alone(run, SHAPE, [((2, 2), cuts_of(SHAPE, (2, 2), 1).cuts)])
     one = fsdpx.Grid(make_single_rank_communicator(), SHAPE, dims=(1, 1), layout="cyx")
     assert "FieldDataset(10 windows of 1 channels on 7 x 10 cells, 1 channels on 8 x 9 cells" in repr(make(one)[1])
     faces = one.faces("x")

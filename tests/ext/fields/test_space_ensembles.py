@@ -8,23 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_space import grid_of, refused
+from test_space import grid_of
+from trainings import demand_refused, make_trainer
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.errors import MeshError
 from fsdpx.testing import assert_close
 
 SHAPE = (10, 7)
-OPTIONS: dict[str, Any] = {"loss": nn.RelativeL2(), "precision": "float64", "clip_norm": 1.0}
 
 
-def net(norm: nn.Layer | None = None) -> nn.Layer:
-    return nn.Sequential(
+def make(grid: fsdpx.Grid | None, norm: nn.Layer | None = None, **more: Any) -> Any:
+    """A trainer with a norm of its own, or with BatchNorm."""
+    net = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, padding_mode=("reflect", "circular")), norm or nn.BatchNorm(4), nn.GELU(),
         nn.FNO(4, 4, (4, 4), 4, 1), nn.Conv2d(4, 6, 3, 2, 1), nn.GroupNorm(2, 6), nn.Tanh(), nn.Conv2d(6, 3, 1),
     )  # fmt: skip
+    return make_trainer(net, grid, loss=nn.RelativeL2(), clip_norm=1.0, optimizer=optim.AdamW(lr=1e-2), **more)
 
 
 def batch(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -35,12 +36,8 @@ def batch(rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache
 def alone(rows: int, norm: nn.Layer | None = None) -> Any:
-    def run(comm: Communicator) -> Any:
-        trainer = net(norm).as_distributed(comm=comm, optimizer=optim.AdamW(lr=1e-2), **OPTIONS)
-        x, y = (np.moveaxis(a, -1, 1) for a in batch(rows))
-        return [trainer.step(x, y) for _ in range(2)], trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
-
-    return spawn(run, 1)[0]
+    trainer, (x, y) = make(None, norm), (np.moveaxis(a, -1, 1) for a in batch(rows))
+    return [trainer.step(x, y) for _ in range(2)], trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
 
 
 def cut(n: int, r: int, width: int) -> slice:
@@ -61,17 +58,13 @@ def trained(
     here = cut(SHAPE[0], r, dims[0]), cut(SHAPE[1], c, dims[1])
     group = comm if place is None else comm.split(member, at)
     grid = fsdpx.Grid(group, [s.stop - s.start for s in here], dims=dims)
-    trainer = net().as_distributed(
-        comm=comm, mesh=mesh, strategy=strategy, domain=grid, optimizer=optim.AdamW(lr=1e-2), **OPTIONS
-    )
+    trainer = make(grid, comm=comm, mesh=mesh, strategy=strategy)
     x, y = batch(sum(rows))
-    outputs = trainer.inspect.placement.sample_layout.outputs
-    there = [slice(c[p], c[p + 1]) for c, p in zip(outputs.cuts, grid.coords, strict=True)]
     samples = slice(sum(rows[: trainer.data_group.rank]), sum(rows[: trainer.data_group.rank + 1]))
-    losses = [trainer.step(x[samples, *here], y[samples, *there]) for _ in range(2)]
-    found = trainer.predict(x[samples, *here])
-    sizes = trainer.data_group.size, trainer.data_group.rank, trainer.domain_group.size
-    return losses, trainer.parameters(), found, (samples, *there), sizes, member
+    mine, outputs = x[samples, *here], trainer.output_grid
+    losses = [trainer.step(mine, outputs.take_local(y[samples])) for _ in range(2)]
+    assert (trainer.data_group.size, trainer.data_group.rank, trainer.domain_group.size) == (len(rows), member, width)
+    return losses, trainer.parameters(), trainer.predict(mine), outputs, samples
 
 
 @pytest.mark.parametrize(
@@ -94,11 +87,8 @@ def test_members_train_as_one_process(mesh: Mesh | None, strategy: str, dims: An
 def _compare(mesh: Any, strategy: str, dims: Any, ranks: int, rows: Any, place: Any = None) -> None:
     losses, parameters, predicted = alone(sum(rows))
     found = spawn(lambda comm: trained(comm, mesh, strategy, dims, rows, place), ranks)
-    for rank, (got, values, mine, where, sizes, member) in enumerate(found):
-        np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"rank {rank}")
-        assert_close(values, parameters, 1e-8)
-        assert_close({"prediction": mine}, {"prediction": predicted[where]}, 1e-8)
-        assert sizes == (len(rows), member, int(np.prod(dims)))
+    for rank, (*got, outputs, samples) in enumerate(found):
+        assert_close(got, [losses, parameters, outputs.take_local(predicted[samples])], 1e-11, rank=rank)
 
 
 def test_a_grid_may_have_any_ranks_of_the_trainer_in_any_order() -> None:
@@ -111,30 +101,23 @@ def test_a_grid_may_have_any_ranks_of_the_trainer_in_any_order() -> None:
 def test_stages_of_a_pipe_hold_parts(order: tuple[str, ...]) -> None:
     """Pipe 2 x space (2, 1); the stages are neighbors, or the parts are."""
     norm = nn.InstanceNorm(4)  # BatchNorm would see each microbatch by itself, as in any pipe
-    losses, parameters, predicted = alone(4, norm)
 
     def run(comm: Communicator) -> Any:
         mesh = Mesh(pipe=2, shard=2, domain=(2, 1), order=order)
-        stage = mesh.coordinates_of(comm.rank).pipe
-        at = mesh.coordinates_of(comm.rank).shard
-        here = cut(SHAPE[0], at, 2)
-        grid = fsdpx.Grid(comm.split(stage, at), (here.stop - here.start, SHAPE[1]), dims=(2, 1))
-        trainer = net(norm).as_distributed(comm=comm, mesh=mesh, domain=grid, optimizer=optim.AdamW(lr=1e-2), **OPTIONS)
-        outputs = trainer.inspect.placement.sample_layout.outputs
-        there = slice(outputs.cuts[0][at], outputs.cuts[0][at + 1])
-        x, y = batch(4)
-        losses = [trainer.step(x[:, here], y[:, there]) for _ in range(2)]
-        return losses, trainer.parameters(), trainer.predict(x[:, here]), there
+        at = mesh.coordinates_of(comm.rank)
+        here = cut(SHAPE[0], at.shard, 2)
+        grid = fsdpx.Grid(comm.split(at.pipe, at.shard), (here.stop - here.start, SHAPE[1]), dims=(2, 1))
+        trainer, (x, y) = make(grid, norm, comm=comm, mesh=mesh), batch(4)
+        outputs = trainer.output_grid
+        losses = [trainer.step(x[:, here], outputs.take_local(y)) for _ in range(2)]
+        return losses, trainer.parameters(), outputs.all_gather(trainer.predict(x[:, here]))
 
-    for got, values, mine, there in spawn(run, 4):
-        np.testing.assert_allclose(got, losses, rtol=1e-11)
-        assert_close(values, parameters, 1e-8)
-        assert_close({"prediction": mine}, {"prediction": predicted[:, there]}, 1e-8)
+    for found in spawn(run, 4):
+        assert_close(found, alone(4, norm), 1e-11)
 
 
 def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
-    more: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "domain": grid or grid_of(comm)}
-    return nn.Conv2d(1, 1, 1).as_distributed(comm=comm, **more, **options)
+    return make_trainer(nn.Conv2d(1, 1, 1), grid or grid_of(comm), comm=comm, **options)
 
 
 @pytest.mark.parametrize(
@@ -159,16 +142,12 @@ def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
             lambda c: made(c).step(np.ones((1 + c.rank % 2, 4, 6, 1)), np.ones((1 + c.rank % 2, 4, 6, 1))),
             "data rank 0 has 1 samples, and data rank 1, which has another part of the same fields, 2",
         ),
-        (
-            lambda c: grid_of(c, periods=(False, c.rank == 2)),
-            "Grid: along dim x rank 0 has walls, rank 2 a periodic field",
-        ),
+        (lambda c: grid_of(c, periods=(False, c.rank == 2)), "Grid: along dim x rank 0 has walls, rank 2 a periodic f"),
         (lambda c: Mesh(domain=(2, 0)), "mesh domain=(2, 0): ranks along each of 1 to 3 dims, at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused_on_all_ranks(call: Any, message: str) -> None:
-    for text in spawn(lambda comm: refused(comm, call, MeshError), 4):
-        assert message in text, text
+    demand_refused(call, message, ranks=4)
 
 
 def test_a_mesh_is_read_with_its_grid() -> None:
@@ -181,30 +160,23 @@ def test_a_mesh_is_read_with_its_grid() -> None:
 
 def test_a_dry_run_counts_what_a_rank_moves() -> None:
     """Halos of shapes are halos of arrays, to the byte."""
-    shape = (8, 8, 6)
-
-    def options() -> dict[str, Any]:
-        return {"loss": nn.MSELoss(), "optimizer": optim.AdamW(lr=1e-3)}
-
-    def model() -> nn.Layer:
-        return nn.UNet(3, 3, 3, 4, 1)
+    dims, net = (2, 2, 1), nn.UNet(3, 3, 3, 4, 1)
+    options = {"loss": nn.MSELoss(), "optimizer": optim.AdamW(lr=1e-3)}
 
     def run(comm: Communicator) -> Any:
-        grid = fsdpx.Grid.from_shape(shape, (2, 2, 1), comm.rank)
-        mine = grid.parts.local_shape(grid.coords)
-        trainer = model().as_distributed(comm=comm, domain=fsdpx.Grid(comm, mine, dims=(2, 2, 1)), **options())
+        mine = fsdpx.Grid.from_shape((8, 8, 6), dims, comm.rank).local_shape
+        trainer = net.as_distributed(domain=fsdpx.Grid(comm, mine, dims=dims), **options)
         u = np.ones((*mine, 3), np.float32)
         trainer.inspect.reset_counters()
         trainer.step(u, u)
         return trainer.report().traffic
 
-    def dry(dims: Sequence[int], rank: int, cells: Sequence[int]) -> Any:
-        grid = fsdpx.Grid.from_shape(cells, dims, rank)
-        part = (1, *grid.parts.local_shape(grid.coords), 3), "float32"
-        ranks = int(np.prod(dims))
-        return fsdpx.dry_run(model(), part, part, ranks=ranks, rank=rank, domain=grid, **options())
+    def dry(rank: int) -> Any:
+        grid = fsdpx.Grid.from_shape((8, 8, 6), dims, rank)
+        part = (1, *grid.local_shape, 3), "float32"
+        return fsdpx.dry_run(net, part, part, ranks=4, rank=rank, domain=grid, **options).report.traffic
 
     for rank, traffic in enumerate(spawn(run, 4)):
-        for (axis, call), count in dry((2, 2, 1), rank, shape).report.traffic.items():
+        for (axis, call), count in dry(rank).items():
             if axis != "world":
                 assert traffic[axis, call] == count, (rank, axis, call)
