@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 from grids import grid_at
+from trainings import make_trainer
 
-from fsdpx import nn, optim
+from fsdpx import nn
 from fsdpx.core.comm import Communicator
 
 NY, NX = 7, 9
@@ -37,26 +38,22 @@ def flow_model() -> nn.Layer:
     return nn.Graph(nodes, inputs=("u", "v", "p"), outputs=("du", "dv"))
 
 
-OPTIONS: dict[str, Any] = {
-    "loss": nn.MultiOutputLoss(nn.MSELoss(), nn.RelativeL2()),
-    "optimizer": optim.SGD(lr=0.05),
-    "precision": "float64",
-}
+LOSS = nn.MultiOutputLoss(nn.MSELoss(), nn.RelativeL2())
 
 
 def trained(comm: Communicator, dims: tuple[int, int], cuts: Any, shared: bool = False) -> Any:
     """Return the losses of two steps, the parameters, and the gathered velocities of the next step."""
-    return trained_on(grid_at(comm, dims, cuts, layout="yx"), shared, comm=comm)
+    return trained_on(grid_at(comm, dims, cuts, layout="yx"), shared)
 
 
-def trained_on(grid: Any, shared: bool, **more: Any) -> Any:
-    """As `trained`, on a grid of cells. more: arguments of `as_distributed`."""
+def trained_on(grid: Any, shared: bool) -> Any:
+    """As `trained`, on a grid of cells."""
     on_x, on_y = grid.faces("x", shared), grid.faces("y", shared)
-    trainer = flow_model().as_distributed(domain=grid.with_inputs(on_x, on_y, grid), **OPTIONS, **more)
+    trainer = make_trainer(flow_model(), grid.with_inputs(on_x, on_y, grid), loss=LOSS)
     if shared:
         (y, x), (ny, nx) = grid.offsets, grid.local_shape
         given = U[y : y + ny, x : x + nx + 1], V[y : y + ny + 1, x : x + nx]
-        target: Any = U_NEXT[y : y + ny, x : x + nx + 1], V_NEXT[y : y + ny + 1, x : x + nx]
+        target = U_NEXT[y : y + ny, x : x + nx + 1], V_NEXT[y : y + ny + 1, x : x + nx]
     else:
         given = on_x.take_local(U), on_y.take_local(V)
         target = on_x.take_local(U_NEXT), on_y.take_local(V_NEXT)

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import grid_at, place_of, random_cuts
+from grids import bounds, grid_at, place_of, uneven
+from trainings import demand_like_alone, make_trainer
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import nn, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 
@@ -28,15 +29,11 @@ NETS: dict[str, Callable[[], nn.Layer]] = {
 )
 def test_results_are_gathered_by_their_own_grid(net: str, dims: tuple[int, int], layout: str) -> None:
     """Known before anything is predicted, and what one rank alone gives."""
-    u = np.random.default_rng(0).standard_normal((10, 12))[..., None]
-    u = np.moveaxis(u, -1, layout.index("c"))
+    u = np.expand_dims(np.random.default_rng(0).standard_normal((10, 12)), layout.index("c"))
 
-    def run(comm: Communicator) -> Any:
-        cuts = random_cuts((10, 12), dims) if comm.size > 1 else ((0, 10), (0, 12))
-        grid = grid_at(comm, dims if comm.size > 1 else (1, 1), cuts, layout=layout, ghosts=0)
-        trainer = NETS[net]().as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), domain=grid, comm=comm, precision="float64"
-        )
+    def run(comm: Communicator, *cut: Any) -> Any:
+        grid = grid_at(comm, *cut, layout=layout)
+        trainer = make_trainer(NETS[net](), grid)
         result = trainer.output_grid
         y = trainer.predict(grid.take_local(u))
         whole = result.all_gather(y)
@@ -51,10 +48,7 @@ def test_results_are_gathered_by_their_own_grid(net: str, dims: tuple[int, int],
                 grid.all_gather(y)
         return result.shape, whole
 
-    (shape, whole), *_ = spawn(run, 1)
-    for got, other in spawn(run, dims[0] * dims[1]):
-        assert got == shape
-        np.testing.assert_allclose(other, whole, rtol=1e-12)
+    demand_like_alone(run, (10, 12), uneven((10, 12), dims), 1e-12)
 
 
 def test_members_of_an_ensemble_gather_their_own_results() -> None:
@@ -62,8 +56,7 @@ def test_members_of_an_ensemble_gather_their_own_results() -> None:
 
     def run(comm: Communicator) -> Any:
         cuts = ((0, 2, 6), (0, 4)) if comm.rank < 2 else ((0, 5, 6), (0, 4))
-        place = place_of(comm.rank % 2, (2, 1))
-        own = [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)]
+        own = [b - a for a, b in bounds(cuts, place_of(comm.rank % 2, (2, 1)))]
         grid = fsdpx.Grid(comm, own, dims=(2, 1))
         trainer = nn.Upsample(scale_factor=2).as_distributed(domain=grid, comm=comm)
         u = np.full((*own, 1), comm.rank // 2, np.float32)

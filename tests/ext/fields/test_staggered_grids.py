@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import even, grid_at, random_cuts
-from staggered_flow import NX, NY, OPTIONS, U_NEXT, V_NEXT, P, U, V, flow_model, trained
+from grids import even, grid_at, part_with_ghosts, random_cuts
+from staggered_flow import LOSS, NX, NY, U_NEXT, V_NEXT, P, U, V, flow_model, trained
+from trainings import demand_error, demand_like, demand_like_alone, make_trainer
 
 import fsdpx
 from fsdpx import nn, spawn
 from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.testing import assert_close
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +27,18 @@ def alone() -> Any:
 def test_a_flow_on_faces_is_that_of_one_process(alone: Any, dims: tuple[int, int], shared: bool) -> None:
     """Even or random parts, and by turns one cell at the end and empty parts behind it, with the faces between ranks
     stored once or twice."""
-    losses, values, predicted = alone
+    losses, _, predicted = alone
     assert losses[-1] < losses[0]
     assert [one.shape for one in predicted] == [U.shape, V.shape]
     cuts = random_cuts((NY, NX), dims) if dims == (5, 1) else even((NY, NX), dims)
     if shared == (dims != (1, 5)):
         cuts = tuple((0, n) if d == 1 else (0, n - 1, *(n,) * (d - 1)) for n, d in zip((NY, NX), dims, strict=True))
-    for got, found, mine in spawn(lambda comm: trained(comm, dims, cuts, shared), int(np.prod(dims))):
-        np.testing.assert_allclose(got, losses, rtol=1e-12)
-        assert_close(found, values, 1e-12)
-        for one, other in zip(mine, predicted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+    demand_like(alone, lambda comm, *cut: trained(comm, *cut, shared), [(dims, cuts)], 1e-12)
 
 
 def test_one_process_is_the_plain_model(alone: Any) -> None:
     """Without a grid, on complete fields (samples, channels, *cells); the loss is that of NumPy."""
-    trainer = flow_model().as_distributed(**OPTIONS)
+    trainer = make_trainer(flow_model(), None, loss=LOSS)
     given = tuple(a[None, None] for a in (U, V, P))
     u, v = trainer.predict(given)
     first = trainer.step(given, (U_NEXT[None, None], V_NEXT[None, None]))
@@ -56,19 +53,13 @@ def test_faces_in_faces_out_with_ghosts_of_the_solver() -> None:
     wide = np.pad(np.pad(U, ((1, 1), (0, 0)), "wrap"), ((0, 0), (1, 1)), constant_values=0.25)
     target = np.random.default_rng(3).standard_normal((*U.shape, 2))
 
-    def run(comm: Communicator, dims: tuple[int, int]) -> Any:
-        grid = grid_at(comm, dims, even((NY, NX), dims), layout="yxc", ghosts=1, periods=(True, False))
-        faces = grid.faces("x", shared=True)
-        trainer = model.as_distributed(domain=faces, comm=comm, **OPTIONS | {"loss": nn.MSELoss()})
-        (y, x), (ny, nx), ghosts = faces.offsets, faces.local_shape, faces.ghosts
-        mine = wide[y : y + ny + 2, x : x + nx + sum(ghosts[1]), None]
+    def run(comm: Communicator, *cut: Any) -> Any:
+        faces = grid_at(comm, *cut, layout="yxc", ghosts=1, periods=(True, False)).faces("x", shared=True)
+        trainer, mine = make_trainer(model, faces), part_with_ghosts(wide, faces, 1, first=0)[..., None]
         losses = [trainer.step(mine, faces.take_local(target)) for _ in range(2)]
-        return losses, trainer.parameters() | {"predicted": faces.all_gather(trainer.predict(mine))}
+        return losses, trainer.parameters(), faces.all_gather(trainer.predict(mine))
 
-    losses, values = spawn(run, 1, (1, 1))[0]
-    for got, found in spawn(run, 4, (2, 2)):
-        np.testing.assert_allclose(got, losses, rtol=1e-12)
-        assert_close(found, values, 1e-12)
+    demand_like_alone(run, (NY, NX), [((2, 2), even((NY, NX), (2, 2)))], 1e-12)
 
 
 def test_faces_are_cut_where_cells_are() -> None:
@@ -105,6 +96,9 @@ def test_a_dry_run_has_the_shapes_of_each_input() -> None:
     assert "inputs=(Grid((7, 10) cells" in repr(grid)
 
 
+CONV = nn.Conv2d(1, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -113,30 +107,20 @@ def test_a_dry_run_has_the_shapes_of_each_input() -> None:
         (lambda g: g.with_inputs("x"), "Grid.with_inputs: argument 0 is 'x': pass one grid for each input, as in gr"),
         (lambda g: g.with_inputs([g, g]), "pass one grid for each input, as in grid.with_inputs(grid.faces('x'), gri"),
         (lambda g: g.faces(1), "Grid.faces: dim=1: choose one of y, x"),
+        (lambda g: g.with_inputs(g, fsdpx.Grid.from_shape((4, 4), (1, 1), layout="xy")), "input 1 has other ranks or"),
+        (lambda g: CONV.as_distributed(domain=g.with_inputs(g, g)), "with_inputs has 2 grids, and the model reads 1 f"),
         (
-            lambda g: g.with_inputs(g, fsdpx.Grid.from_shape((4, 4), (1, 1), layout="xy")),
-            "of input 1 has other ranks or",
-        ),
-        (
-            lambda g: nn.Conv2d(1, 1, 1).as_distributed(domain=g.with_inputs(g, g)),
-            "grid.with_inputs has 2 grids, and the model reads 1 fields",
-        ),
-        (
-            lambda g: nn.Conv2d(1, 1, 1).as_distributed(domain=g).predict(np.ones((4, 5))),
+            lambda g: CONV.as_distributed(domain=g).predict(np.ones((4, 5))),
             "One value more along x is what a staggered field has, with values on the faces of cells: pass "
             "domain=grid.faces('x'), or grid.with_inputs(...)",
         ),
         (
-            lambda g: nn.Conv2d(1, 1, 1).as_distributed(domain=g.faces("y")).predict(np.ones((6, 4))),
+            lambda g: CONV.as_distributed(domain=g.faces("y")).predict(np.ones((6, 4))),
             "if every rank has both faces of its cells, pass grid.faces('y', shared=True)",
         ),
         (lambda g: g.faces("x").take_local(np.ones((4, 4))), "is not the whole field, which has {'y': 4, 'x': 5}"),
     ],
 )
 def test_grids_that_do_not_fit(call: Any, message: str) -> None:
-    def run(comm: Communicator) -> None:
-        with pytest.raises((ConfigError, DataError)) as error:
-            call(fsdpx.Grid(comm, (4, 4), dims=(1, 1), layout="yx"))
-        assert message in str(error.value)
-
-    spawn(run, 1)
+    grid = fsdpx.Grid(make_single_rank_communicator(), (4, 4), dims=(1, 1), layout="yx")
+    demand_error((ConfigError, DataError), lambda: call(grid), message)

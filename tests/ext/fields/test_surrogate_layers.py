@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import cuts_of, env_of, grid_at, part, place_of, whole
+from grids import cuts_of, env_of, grid_at, noise
 from layers_on_parts import run_alone, run_over
 from setting import parameters
+from trainings import demand_like_alone, make_trainer
 
-from fsdpx import nn, optim, spawn
+from fsdpx import nn, optim
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.testing import assert_close
 
 GRIDS = {
@@ -49,10 +49,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...]]] = {
 }
 
 
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape)
-
-
 def shaken(layer: nn.Layer) -> dict[str, np.ndarray]:
     """Return the layer's parameters, moved away from zeros and ones."""
     return {name: a + 0.3 * noise(*a.shape, seed=5) for name, a in parameters(layer).items()}
@@ -67,8 +63,7 @@ def test_layers_over_parts_are_those_of_the_whole(name: str) -> None:
     alone = run_alone(layer, p, x, dy)
     for k, dims in enumerate(GRIDS[len(cells)]):
         ran = run_over(layer, p, x, dy(alone.y), dims, cuts_of(cells, dims, k if k % 2 else 0))
-        want = {"y": alone.y, "dx": alone.dx, **alone.g}
-        assert_close({"y": ran.y, "dx": ran.dx, **ran.g}, want, 1e-12)
+        assert_close((ran.y, ran.dx, ran.g), (alone.y, alone.dx, alone.g), 1e-12)
 
 
 def network() -> nn.Layer:
@@ -93,29 +88,20 @@ NETWORKS: dict[str, Callable[[], nn.Layer]] = {
 }
 
 
-def train_part(comm: Communicator, make: Callable[[], nn.Layer], dims: Any, parts: FieldPartition) -> Any:
-    """Train a step. Parts compute attention again in the backward pass."""
-    grid = grid_at(comm, dims, parts.cuts, layout="cyx")
-    trainer = make().as_distributed(
-        loss=0.5 * nn.MSELoss() + nn.L1Loss() + nn.RelativeL2(), optimizer=optim.SGD(lr=0.01),
-        comm=comm, domain=grid, precision="float64", microbatches=2, recompute="attention" if comm.size > 1 else None,
-    )  # fmt: skip
-    x = part(noise(2, 2, *parts.shape), parts.cuts, place_of(comm.rank, dims))
-    return trainer.step(x, x * x), trainer.parameters(), trainer.predict(x)
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_parts_train_as_the_whole_does(name: str) -> None:
-    """Two microbatches with a sum of losses."""
-    alone = FieldPartition.on_one_rank((8, 12))
-    ((loss, values, y),) = spawn(lambda comm: train_part(comm, NETWORKS[name], (1, 1), alone), 1)
-    for dims, seed in (((2, 2), 3), ((1, 5), 4)):
-        parts = cuts_of((8, 12), dims, seed)
-        found = spawn(lambda comm, d=dims, q=parts: train_part(comm, NETWORKS[name], d, q), int(np.prod(dims)))
-        for got, mine, _ in found:
-            np.testing.assert_allclose(got, loss, rtol=1e-12)
-            assert_close(mine, values, 1e-11)
-        assert_close({"y": whole([f[2] for f in found], parts, dims)}, {"y": y}, 1e-11)
+    """Two microbatches with a sum of losses. Parts compute attention again in the backward pass."""
+    loss = 0.5 * nn.MSELoss() + nn.L1Loss() + nn.RelativeL2()
+
+    def run(comm: Communicator, *cut: Any) -> Any:
+        grid, again = grid_at(comm, *cut, layout="cyx"), "attention" if comm.size > 1 else None
+        more = {"microbatches": 2, "recompute": again, "optimizer": optim.SGD(lr=0.01)}
+        trainer = make_trainer(NETWORKS[name](), grid, loss=loss, **more)
+        x = grid.take_local(noise(2, 2, 8, 12))
+        return trainer.step(x, x * x), trainer.parameters(), grid.all_gather(trainer.predict(x))
+
+    grids = [(dims, cuts_of((8, 12), dims, seed).cuts) for dims, seed in (((2, 2), 3), ((1, 5), 4))]
+    demand_like_alone(run, (8, 12), grids)
 
 
 def test_a_channel_is_dropped_in_all_cells_or_in_none() -> None:
@@ -243,12 +229,10 @@ def test_what_cannot_be(call: Callable[[], object], error: type[Exception], mess
     "make",
     [
         lambda of: nn.NeighborhoodAttention(4, 2, of((3, 5)), of((True, False))),
-        lambda of: nn.VisionTransformer(
-            4, 4, 2, 1, 4, 1, 2, "neighborhood", of((3, 5)), periodic=of((True, False))
-        ),
+        lambda of: nn.VisionTransformer(4, 4, 2, 1, 4, 1, 2, "neighborhood", of((3, 5)), periodic=of((True, False))),
     ],
     ids=["neighborhood attention", "vision transformer"],
-)  # fmt: skip
+)
 def test_lists_are_read_as_tuples(make: Callable[[Any], nn.Layer]) -> None:
     x, (lists, tuples) = noise(2, 4, 6, 7), (make(list), make(tuple))
     y, want = (layer.forward(env_of(None), shaken(layer), x)[0] for layer in (lists, tuples))

@@ -1,18 +1,21 @@
 """A grid is found from where each part begins, however the ranks are numbered."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from grids import bounds, cuts_of, numbered, part, place_of
+from grids import bounds, cuts_of, numbered, place_of
 from hypothesis import given
 from hypothesis import strategies as st
+from trainings import make_trainer
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import nn, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.rank_grid import find_rank_grid_of_parts
+from fsdpx.testing import assert_close
 
 
 @given(st.data())
@@ -68,10 +71,7 @@ def test_parts_that_are_moved_are_no_grid(data: st.DataObject) -> None:
             [(4, 6), (4, 6), (2, 12)], [(0, 0), (2, 6), (6, 0)], {},
             "along dim y rank 0 has the cells from 0 to 4, and rank 1 those from 2 to 6: use slabs",
         ),
-        (
-            [(4, 12), (4, 6), (4, 6)], [(0, 0), (4, 0), (4, 6)], {},
-            "the parts do not form a Cartesian grid: ",
-        ),
+        ([(4, 12), (4, 6), (4, 6)], [(0, 0), (4, 0), (4, 6)], {}, "the parts do not form a Cartesian grid: "),
         ([(4, 6)] * 2, [(0, 0), None], {"dims": (1, 2)}, "rank 0 gives offsets=(0, 0), rank 1 none: all ranks"),
         ([(4, 6)] * 2, [(0,), (6,)], {}, "rank 0: offsets=(0,): say where this rank's part begins along each of the 2"),
         ([(4, 6)] * 2, [(0, 0.5), (0, 6)], {}, "rank 0: shape=(4, 6), offsets=(0, 0.5), "),
@@ -119,17 +119,15 @@ def test_training_is_the_same_in_any_order(strategy: str, order: tuple[int, ...]
     u = np.random.default_rng(0).standard_normal((1, 8, 12, 2))
     net = nn.Sequential(nn.UNet(2, 2, 2, 4, 1, ("reflect", "circular")), nn.Dropout(0.2), nn.FNO(2, 2, (4, 4), 4, 1))
 
-    def run(comm: Communicator, order: tuple[int, ...]) -> Any:
-        grid, place = numbered(comm, dims, cuts, order), place_of(order[comm.rank], dims)
-        options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.SGD(lr=0.1), "clip_norm": 0.1}
-        trainer = net.as_distributed(domain=grid, strategy=strategy, precision="float64", **options)
-        mine = part(u, cuts, place, 1)
+    def run(comm: Communicator, order: Sequence[int]) -> Any:
+        grid = numbered(comm, dims, cuts, order)
+        trainer = make_trainer(net, grid, loss=nn.RelativeL2(), clip_norm=0.1, strategy=strategy)
+        mine = grid.take_local(u)
         return trainer.step(mine, mine), grid.all_gather(trainer.predict(mine[0]))
 
-    loss, field = spawn(lambda comm: run(comm, tuple(range(6))), 6)[0]
-    for found in spawn(lambda comm: run(comm, order), 6):
-        np.testing.assert_allclose(found[0], loss, rtol=1e-13)
-        np.testing.assert_allclose(found[1], field, rtol=1e-10)
+    want, *_ = spawn(run, 6, range(6))
+    for found in spawn(run, 6, order):
+        assert_close(found, want, 1e-13)
 
 
 def test_dims_say_how_many_ranks_a_member_has() -> None:
