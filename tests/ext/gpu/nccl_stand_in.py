@@ -49,8 +49,7 @@ class NcclCommunicator:
         self.size, self.rank, self.error = size, rank, ""
         self.world = _worlds.setdefault(name, _World())
         self.calls = 0
-        self.sent: dict[int, int] = defaultdict(int)
-        self.received: dict[int, int] = defaultdict(int)
+        self.messages: dict[tuple[int, int], int] = defaultdict(int)
 
     def allReduce(self, send: int, recv: int, count: int, kind: int, op: int, stream: int) -> None:
         arrays = self._meet(("allReduce", count, kind, op), _read(send, count, kind), stream)
@@ -75,10 +74,25 @@ class NcclCommunicator:
             _write(recv, _reduced(arrays, op), kind)
 
     def send(self, buf: int, count: int, kind: int, peer: int, stream: int) -> None:
-        self._message(peer, lambda: None, buf, count, kind, sending=True)
+        key, world = self._next_message(self.rank, peer), self.world
+
+        def put() -> None:
+            with world.condition:
+                world.messages[key] = (count, kind, _read(buf, count, kind))
+                world.condition.notify_all()
+
+        _grouped.sends.append(put)
 
     def recv(self, buf: int, count: int, kind: int, peer: int, stream: int) -> None:
-        self._message(peer, lambda: None, buf, count, kind, sending=False)
+        key, world = self._next_message(peer, self.rank), self.world
+
+        def take() -> None:
+            world.wait(lambda: key in world.messages)
+            *found, values = world.messages.pop(key)
+            assert found == [count, kind], "both sides say the same count and type"
+            _write(buf, values, kind)
+
+        _grouped.recvs.append(take)
 
     def check_async_error(self) -> None:
         if self.error:
@@ -89,27 +103,12 @@ class NcclCommunicator:
 
     destroy = abort
 
-    def _message(self, peer: int, _: Any, buf: int, count: int, kind: int, sending: bool) -> None:
+    def _next_message(self, sender: int, receiver: int) -> tuple[int, int, int]:
         """Only in a group, at whose end all sends are made, and then all receives."""
         assert getattr(_grouped, "open", False), "a message outside a group would wait for its other side"
-        assert peer != self.rank
-        world = self.world
-        number = (self.sent if sending else self.received)[peer]
-        (self.sent if sending else self.received)[peer] += 1
-        key = (self.rank, peer, number) if sending else (peer, self.rank, number)
-
-        def put() -> None:
-            with world.condition:
-                world.messages[key] = (count, kind, _read(buf, count, kind))
-                world.condition.notify_all()
-
-        def take() -> None:
-            world.wait(lambda: key in world.messages)
-            found = world.messages.pop(key)
-            assert found[:2] == (count, kind), "both sides say the same count and type"
-            _write(buf, found[2], kind)
-
-        _grouped.sends.append(put) if sending else _grouped.recvs.append(take)
+        assert sender != receiver
+        self.messages[sender, receiver] += 1
+        return sender, receiver, self.messages[sender, receiver]
 
     def _meet(self, terms: Any, array: np.ndarray, stream: int) -> list[np.ndarray]:
         """What all ranks gave to this collective, the next of each of them."""

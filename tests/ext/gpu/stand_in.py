@@ -11,11 +11,12 @@ import operator
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 import types
 import weakref
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -108,25 +109,19 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     def __len__(self) -> int:
         return len(self.memory)
 
-    def __float__(self) -> float:
-        _require_no_capture("float")
-        return float(self.memory)
+    def _read(self, kind: type) -> Any:
+        _require_no_capture(kind.__name__)
+        return kind(self.memory)
 
-    def __int__(self) -> int:
-        _require_no_capture("int")
-        return int(self.memory)
-
-    def __bool__(self) -> bool:
-        _require_no_capture("bool")
-        return bool(self.memory)
+    __float__ = partialmethod(_read, float)
+    __int__ = partialmethod(_read, int)
+    __bool__ = partialmethod(_read, bool)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("ctypes", "memory") or name.startswith("__"):
             raise AttributeError(name)
         found = getattr(self.memory, name)
-        if not callable(found):
-            return _wrapped(found)
-        return _calling(found)
+        return _calling(found) if callable(found) else _wrapped(found)
 
 
 ndarray.__module__ = "cupy"
@@ -261,11 +256,9 @@ def _bare(value: Any) -> Any:
     """What NumPy computes with."""
     if isinstance(value, tuple | list):
         return type(value)(map(_bare, value))
-    if isinstance(value, ndarray):
-        return value.memory
     if isinstance(value, np.ndarray) and value.ndim:
         raise TypeError("Unsupported type <class 'numpy.ndarray'>")
-    return value
+    return value.memory if isinstance(value, ndarray) else value
 
 
 def _wrapped(value: Any) -> Any:
@@ -305,13 +298,13 @@ class RawModule:
             assert all(0 < n < 2**31 for n in grid), grid
             assert block[0] % 32 == 0, block
             passed = (*(*grid, 1)[:2], *block, *map(_passed, given))
-            if (capturing := _stream().capturing) is not None:
-                for one in given:
-                    if isinstance(one, ndarray):
-                        capturing.look_at(one.memory)
-                capturing.issue(lambda: function(*passed))
+            if (capturing := _stream().capturing) is None:
+                function(*passed)
                 return
-            function(*passed)
+            for one in given:
+                if isinstance(one, ndarray):
+                    capturing.look_at(one.memory)
+            capturing.issue(lambda: function(*passed))
 
         return launch
 
@@ -379,15 +372,15 @@ class Cublas:
 
     def __init__(self) -> None:
         self.of_thread = threading.local()
-        self.cublasSetStream_v2 = lambda handle, stream: self._set(stream)
-        self.cublasGemmEx = lambda *given: self._issue(_gemm, given)
-        self.cublasGemmStridedBatchedEx = lambda *given: self._issue(_product, given)
+        self.cublasSetStream_v2 = partial(self._set)
+        self.cublasGemmEx = partial(self._issue, _gemm)
+        self.cublasGemmStridedBatchedEx = partial(self._issue, _product)
 
-    def _set(self, stream: int) -> int:
+    def _set(self, handle: Any, stream: int) -> int:
         self.of_thread.stream = stream
         return 0
 
-    def _issue(self, function: Any, given: Any) -> int:
+    def _issue(self, function: Any, *given: Any) -> int:
         assert getattr(self.of_thread, "stream", 0) == _stream().ptr, "on the stream of CuPy"
         function(*given, refused=False)
         return 0
@@ -435,34 +428,38 @@ class Cupy(types.ModuleType):
 
     def __init__(self, gpus: int = 1, error: str = "") -> None:
         super().__init__("cupy")
-        self.gpus, self.error = gpus, error
-        runtime = types.SimpleNamespace(
-            getDeviceCount=self._count,
-            deviceGetPCIBusId=lambda number: f"0000:{number + 1:02x}:00.0", memcpyAsync=_memcpy_async, memcpy=_memcpy,
-        )  # fmt: skip
-        self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device, Stream=Stream, Event=Event)
-        self.cuda.get_current_stream = _stream
-        kinds = {kind.__name__: kind for kind in (Memory, MemoryPointer, MemoryPool, UnownedMemory)}
-        vars(self.cuda).update(kinds, using_allocator=using_allocator)
-        self.get_default_memory_pool = lambda: types.SimpleNamespace(free_all_blocks=lambda: None)
-        self.pinned = _pinned
-        self.cuda.alloc_pinned_memory = lambda nbytes: self.pinned(nbytes)
-        self.cuda.set_pinned_memory_allocator = partial(setattr, self, "pinned")
-        self.get_default_pinned_memory_pool = lambda: types.SimpleNamespace(malloc=_pinned)
-        plans = types.SimpleNamespace(set_size=lambda size: None)
-        self.fft = types.SimpleNamespace(**vars(np.fft), config=types.SimpleNamespace(get_plan_cache=lambda: plans))
+        self.gpus, self.error, self.pinned, space = gpus, error, _pinned, types.SimpleNamespace
         self.RawModule = RawModule
-        self.cuda.nccl = types.SimpleNamespace(available=False)
-        self.cuda.device = types.SimpleNamespace(get_cublas_handle=lambda: 1)
-        self.lib = types.SimpleNamespace(stride_tricks=types.SimpleNamespace(as_strided=_as_strided))
+        runtime = space(
+            getDeviceCount=self._count, memcpyAsync=_memcpy_async, memcpy=_memcpy,
+            deviceGetPCIBusId=lambda number: f"0000:{number + 1:02x}:00.0",
+        )  # fmt: skip
+        self.cuda = space(
+            runtime=runtime, get_current_stream=_stream, using_allocator=using_allocator, nccl=space(available=False),
+            alloc_pinned_memory=lambda nbytes: self.pinned(nbytes), device=space(get_cublas_handle=lambda: 1),
+            set_pinned_memory_allocator=partial(setattr, self, "pinned"),
+        )  # fmt: skip
+        for kind in (Device, Stream, Event, Memory, MemoryPointer, MemoryPool, UnownedMemory):
+            setattr(self.cuda, kind.__name__, kind)
+        self.get_default_memory_pool = lambda: space(free_all_blocks=lambda: None)
+        self.get_default_pinned_memory_pool = lambda: space(malloc=_pinned)
+        self.fft = space(**vars(np.fft), config=space(get_plan_cache=lambda: space(set_size=lambda size: None)))
+        self.lib = space(stride_tricks=space(as_strided=_as_strided))
 
     def modules(self) -> dict[str, types.ModuleType]:
         """What `import` finds of it, cuBLAS too."""
-        libs, cublas = types.ModuleType("cupy_backends.cuda.libs"), types.ModuleType("cublas")
+        names = "cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.libs", "cublas"
+        *above, libs, cublas = map(types.ModuleType, names)
         vars(cublas).update(gemmEx=_gemm, gemmStridedBatchedEx=_product)
         vars(libs)["cublas"] = cublas
-        above = {name: types.ModuleType(name) for name in ("cupy_backends", "cupy_backends.cuda")}
-        return {"cupy": self, "cupy.cuda.nccl": self.cuda.nccl, **above, "cupy_backends.cuda.libs": libs}
+        return {"cupy": self, "cupy.cuda.nccl": self.cuda.nccl, **dict(zip(names, [*above, libs], strict=False))}
+
+    def install(self, monkeypatch: Any) -> Cupy:
+        """Until the end of a test `import` finds this module; the test begins on the first GPU."""
+        for name, module in self.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        Device(0).use()
+        return self
 
     def _count(self) -> int:
         if self.error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,7 +17,6 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.gpu import visible_devices
 from fsdpx.ext.gpu.visible_devices import GpuAwareness
 
-HERE = Path(__file__).parent
 STAND_IN = """
 import sys, mmap, ctypes
 sys.path.insert(0, {here!r})
@@ -33,30 +34,19 @@ stand_in.ndarray.__cuda_array_interface__ = property(interface)
 """
 
 
-@pytest.fixture
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Child processes import a stand-in for CuPy whose arrays lie in memory of the host, or nowhere."""
-
-    def make(nowhere: bool) -> None:
-        (tmp_path / "sitecustomize.py").write_text(STAND_IN.format(here=str(HERE), nowhere=nowhere))
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-
-    return make
-
-
 @pytest.mark.jobs
-def test_the_probe_of_arrays_that_mpi_can_read(child: Any) -> None:
-    child(nowhere=False)
-    assert visible_devices.probe_gpu_transfer_in_child() == (True, "a probe of 2 ranks moved and added arrays of a GPU")
-
-
-@pytest.mark.jobs
-def test_the_probe_of_arrays_that_mpi_cannot_read(child: Any) -> None:
-    """Memory that the host cannot read ends the processes that try."""
-    child(nowhere=True)
+@pytest.mark.parametrize(
+    ("nowhere", "words"),
+    [(False, "^a probe of 2 ranks moved and added arrays of a GPU$"), (True, "^the probe ended with status ")],
+    ids=["arrays that MPI can read", "arrays that MPI cannot read"],
+)
+def test_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nowhere: bool, words: str) -> None:
+    """Of the stand-in's arrays in memory of the host, or nowhere: that ends the processes that try to read it."""
+    (tmp_path / "sitecustomize.py").write_text(STAND_IN.format(here=str(Path(__file__).parent), nowhere=nowhere))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     able, why = visible_devices.probe_gpu_transfer_in_child()
-    assert not able
-    assert why.startswith("the probe ended with status ")
+    assert able is not nowhere
+    assert re.search(words, why)
 
 
 def test_a_probe_without_a_gpu_or_that_hangs_or_lies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,46 +56,31 @@ def test_a_probe_without_a_gpu_or_that_hangs_or_lies(monkeypatch: pytest.MonkeyP
         return visible_devices.probe_gpu_transfer_in_child([])
 
     no_gpu = "Traceback:\nfsdpx.errors.ConfigError: device 'cuda' needs CuPy\n"
-    assert ends(1, error=no_gpu) == (
-        False, "the probe ended with status 1 (fsdpx.errors.ConfigError: device 'cuda' needs CuPy)",
-    )  # fmt: skip
+    words = "the probe ended with status 1 (fsdpx.errors.ConfigError: device 'cuda' needs CuPy)"
+    assert ends(1, error=no_gpu) == (False, words)
     assert ends(0) == (False, "the probe got other numbers than were sent")
 
-    def hangs(*_: Any, **__: Any) -> Any:
-        raise subprocess.TimeoutExpired("mpiexec", 60)
-
-    monkeypatch.setattr(subprocess, "run", hangs)
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=subprocess.TimeoutExpired("mpiexec", 60)))
     assert visible_devices.probe_gpu_transfer_in_child([]) == (False, "the probe did not end within 60 s")
 
 
 def test_what_the_user_says_counts_but_not_against_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(
-        visible_devices,
-        "probe_gpu_transfer_in_child",
-        lambda: (asked.append(1), (False, "the probe ended with status 139"))[1],
-    )
-    monkeypatch.setattr(
-        visible_devices, "list_gpu_awareness_claims", lambda: [(False, "MPIX_Query_cuda_support() = 0")]
-    )
+    probe, claims = Mock(return_value=(False, "the probe ended with status 139")), Mock()
+    monkeypatch.setattr(visible_devices, "probe_gpu_transfer_in_child", probe)
+    monkeypatch.setattr(visible_devices, "list_gpu_awareness_claims", claims)
+    claims.return_value = [(False, "MPIX_Query_cuda_support() = 0")]
     assert visible_devices.probe_gpu_awareness(False) == GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
     assert visible_devices.probe_gpu_awareness(None) == GpuAwareness(False, ("MPIX_Query_cuda_support() = 0",))
-    assert not asked
+    probe.assert_not_called()
     assert visible_devices.probe_gpu_awareness(True).evidence[-1] == "the probe ended with status 139"
-    monkeypatch.setattr(visible_devices, "list_gpu_awareness_claims", lambda: [(True, "MPIX_Query_cuda_support() = 1")])
+    claims.return_value = [(True, "MPIX_Query_cuda_support() = 1")]
     assert not visible_devices.probe_gpu_awareness(None).able
-
-    class Mpi:
-        rank, takes_gpus = 0, False
-        all_gather_value = staticmethod(lambda one: [one])
-
+    mpi = SimpleNamespace(rank=0, takes_gpus=False, all_gather_value=lambda one: [one])
     monkeypatch.setenv("FSDPX_GPU_AWARE_MPI", "1")
-    with pytest.raises(
-        ConfigError, match=r"FSDPX_GPU_AWARE_MPI=1, but this MPI does not accept .* status 139\): leave it"
-    ):
-        visible_devices.agree_on_gpu_awareness(Mpi())  # type: ignore[arg-type]
-    monkeypatch.setattr(visible_devices, "probe_gpu_transfer_in_child", lambda: (True, "moved"))
-    mpi: Any = Mpi()
+    words = r"FSDPX_GPU_AWARE_MPI=1, but this MPI does not accept .* status 139\): leave it"
+    with pytest.raises(ConfigError, match=words):
+        visible_devices.agree_on_gpu_awareness(mpi)
+    probe.return_value = True, "moved"
     visible_devices.agree_on_gpu_awareness(mpi)
     assert mpi.takes_gpus
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,19 +28,13 @@ X, Y = np.ones((4, 6)), np.array([0, 1, 2, 0])
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
-    made = Cupy(gpus=2)
-    for name, module in made.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    Device(0).use()
-    return made
+    return Cupy(gpus=2).install(monkeypatch)
 
 
 def test_the_namespace_of_an_array_asks_no_driver(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     array = cupy.asarray(np.ones(3))
-    monkeypatch.setattr(
-        cupy_devices, "list_gpu_pci_addresses", lambda: pytest.fail("each look at an array asked for all GPUs")
-    )
-    monkeypatch.setattr(device, "list_gpu_pci_addresses", cupy_devices.list_gpu_pci_addresses)
+    for module in (cupy_devices, device):
+        monkeypatch.setattr(module, "list_gpu_pci_addresses", lambda: pytest.fail("each look asked for all GPUs"))
     assert namespace_of(array) is sys.modules["cupy"]
 
 
@@ -69,22 +64,12 @@ def test_without_a_gpu_the_driver_is_quoted(monkeypatch: pytest.MonkeyPatch) -> 
         list_gpu_pci_addresses()
 
 
-class Hosts:
-    """A communicator of ranks on hosts of one's choice, each a process. known: numbers that the launcher gave."""
-
-    def __init__(self, hosts: str, known: list[int | None], device_maps: list[Any] | None = None) -> None:
-        self.size, self.rank = len(hosts), 0
-        maps = device_maps or [None] * self.size
-        self.facts = [
-            visible_devices._RankFacts(h, 100 + r, known[r], ("a", "b"), maps[r]) for r, h in enumerate(hosts)
-        ]
-
-    def all_gather_value(self, mine: Any) -> list[Any]:
-        return self.facts
-
-
-def numbers(*given: Any) -> list[int]:
-    return [seat.gpu for seat in gather_gpu_assignments(Hosts(*given))]  # type: ignore[arg-type]
+def numbers(hosts: str, known: list[int | None], device_maps: Any = (None,) * 4) -> list[int]:
+    """GPUs of ranks on hosts of one's choice, each a process. known: numbers that the launcher gave."""
+    ranks = enumerate(zip(hosts, known, device_maps, strict=False))
+    facts = [visible_devices._RankFacts(host, 100 + n, rank, ("a", "b"), by_map) for n, (host, rank, by_map) in ranks]
+    comm = SimpleNamespace(size=len(hosts), rank=0, all_gather_value=lambda mine: facts)
+    return [seat.gpu for seat in gather_gpu_assignments(comm)]
 
 
 def test_ranks_are_numbered_on_their_host_by_mpi_or_by_the_launcher(cupy: Cupy) -> None:

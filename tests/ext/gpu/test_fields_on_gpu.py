@@ -3,7 +3,6 @@ by."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -13,20 +12,11 @@ import pytest
 import test_rollouts
 import test_scalars
 from grids import even, grid_at, part, place_of, random_cuts
-from stand_in import Cupy, Device
+from on_gpu import PLACES
+from stand_in import Cupy
 from test_space import MODELS, wanted
 
 from fsdpx import nn, optim, spawn
-from fsdpx.errors import ConfigError
-from fsdpx.ext.gpu.cupy_devices import list_gpu_pci_addresses
-
-try:
-    list_gpu_pci_addresses()
-    WHY = ""
-except ConfigError as error:
-    WHY = str(error)
-
-ON_GPU = pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=f"no GPU: {WHY}")])
 
 LOSSES: dict[str, Callable[[], nn.Loss]] = {
     "relative": nn.RelativeL2, "vrmse": nn.VRMSE, "boundary": nn.BoundaryRMSE, "band": lambda: nn.BandRMSE(1, 3),
@@ -43,13 +33,11 @@ PLAIN = "a convolution"
 CASES = MODELS | {PLAIN: (lambda: nn.Conv2d(2, 3, 3, padding=1), (24, 16), [(2, 2)])}
 
 
-@pytest.fixture(params=["stand-in", ON_GPU])
+@pytest.fixture(params=PLACES)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where arrays of device="cuda" lie."""
     if request.param == "stand-in":
-        for name, module in Cupy(gpus=1).modules().items():
-            monkeypatch.setitem(sys.modules, name, module)
-        Device(0).use()
+        Cupy().install(monkeypatch)
     return request.param
 
 

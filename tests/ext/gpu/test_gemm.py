@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stand_in import Cupy, Device
+from stand_in import Cupy, by_columns
 
 from fsdpx.ext.gpu.gemm import can_cublas_multiply, plan_cublas_gemm, run_batched_gemm_into, run_gemm_into
 from fsdpx.nn import gradient_accumulation
@@ -18,19 +17,14 @@ from fsdpx.nn import gradient_accumulation
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
-    made = Cupy()
-    for name, module in made.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    Device(0).use()
-    return made
+    return Cupy().install(monkeypatch)
 
 
 def matrix(draw: Any, rows: int, columns: int) -> np.ndarray:
     """Whole numbers, in memory by rows or columns, perhaps a part of a larger matrix."""
     more = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
     whole = np.random.default_rng(rows + 7 * columns).integers(-4, 5, (rows + more[0], columns + more[1])).astype(float)
-    part = np.asarray(whole, order=draw(st.sampled_from("CF")))[:rows, :columns]
-    return part
+    return np.asarray(whole, order=draw(st.sampled_from("CF")))[:rows, :columns]
 
 
 SIZES = st.integers(1, 4)
@@ -45,8 +39,6 @@ def test_any_layout_is_asked_for_rightly(data: Any, m: int, n: int, k: int) -> N
     want = a @ b
     first, second = (a, b) if wanted.turned else (b, a)
     pointers = [x.__array_interface__["data"][0] for x in (first, second, out)]
-    from stand_in import by_columns
-
     by_columns(
         np.float64, np.float64, (int(wanted.first), int(wanted.second), wanted.m, wanted.n, wanted.k),
         1.0, pointers[0], wanted.ld_first, pointers[1], wanted.ld_second, 0.0, pointers[2], wanted.ld_out,
@@ -74,9 +66,8 @@ def test_products_and_their_sums(cupy: Cupy, dtype: str, bound: float) -> None:
     want = a.astype(float) @ b.astype(float)
     x, y = cupy.asarray(a), cupy.asarray(b)
     assert can_cublas_multiply(x, y)
-    np.testing.assert_allclose(
-        gradient_accumulation.matmul_in_dtype_of_first(cupy, x, y).get().astype(float), want, rtol=bound, atol=bound
-    )
+    found = gradient_accumulation.matmul_in_dtype_of_first(cupy, x, y).get().astype(float)
+    np.testing.assert_allclose(found, want, rtol=bound, atol=bound)
     wide = np.float64 if dtype == "float64" else np.float32
     out = cupy.asarray(np.ones((5, 3), wide))
     run_gemm_into(out, x, y, accumulate=True)  # 16 bits into a gradient of float32

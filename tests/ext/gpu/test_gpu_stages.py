@@ -5,30 +5,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in import Cublas, Cupy, Device
+from stand_in import Cublas, Cupy
 
 from fsdpx import spawn
 from fsdpx.ext.gpu import gemm
 
-BENCH = str(Path(__file__).parents[3] / "bench")
-
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCH)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "bench"))
     import gpu
 
-    made = Cupy()
-    for name, module in made.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    Cupy().install(monkeypatch)
     library = gemm.CublasLibrary(Cublas())
     monkeypatch.setattr(gemm, "_load_cublas_library", lambda: library)
-    Device(0).use()
     return gpu
 
 
@@ -84,9 +78,7 @@ def test_stages_end_in_time_and_leave_their_reason(
     script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(script, "device", dict)
-    monkeypatch.setattr(
-        script, "run_stage", lambda name, options, seconds: {"failed": f"{name} within {seconds:.0f} s"}
-    )
+    monkeypatch.setattr(script, "run_stage", lambda name, _, seconds: {"failed": f"{name} within {seconds:.0f} s"})
     options = argparse.Namespace(stages=["products", "kernels"], seconds=20, quick=True, out=tmp_path, nccl=None)
     assert script.measure(options) == 0
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]

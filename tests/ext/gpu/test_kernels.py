@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -35,14 +36,10 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++:
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
-    made = Cupy()
-    for name, module in made.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
     caches = cuda.load_kernel_module, cuda.load_attention_module, cuda._load_kernel_function, gemm._import_cublas
     for cache in caches:
         cache.cache_clear()
-    Device(0).use()
-    yield made
+    yield Cupy().install(monkeypatch)
     for cache in caches:
         cache.cache_clear()
 
@@ -89,19 +86,17 @@ def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> Non
 @pytest.mark.parametrize("dtype", few(BOUNDS, 3))
 def test_kernels_give_what_numpy_gives(cupy: Cupy, dtype: str) -> None:
     assert {*CALLS} - OF_HOSTS | {"store", "add_widened"} == {*GPU_KERNELS}
-    for name, calls in ((name, CALLS[name]) for name in CALLS if name not in OF_HOSTS):
-        for arguments in calls:
+    for name in {*CALLS} - OF_HOSTS:
+        for arguments in CALLS[name]:
             compare(cupy, name, arguments, dtype)
 
 
 @needs_compiler
 @pytest.mark.parametrize("most", [1, 40, 400])
-def test_windows_are_taken_in_pieces_where_they_are_many(
-    cupy: Cupy, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
+def test_windows_are_taken_in_pieces_where_they_are_many(cupy: Cupy, monkeypatch: Any, most: int) -> None:
     monkeypatch.setattr(cuda, "MAX_COLUMN_ELEMENTS", most)
-    for name in CALLS:
-        for arguments in CALLS[name] if name.startswith("correlate") else ():
+    for name in filter(lambda name: name.startswith("correlate"), CALLS):
+        for arguments in CALLS[name]:
             compare(cupy, name, arguments, "float64")
 
 
@@ -157,11 +152,8 @@ def test_sums_of_squares_have_the_bits_of_the_host(cupy: Cupy, dtype: str) -> No
     for size in (1, 63, 1003, x.size):
         there = cupy.asarray(x[:size])
         for grain in (100, 1024):
-            got, want = (
-                kernels.sum_squares_of_blocks(cupy, there, grain).get(),
-                kernels.sum_squares_of_blocks(np, x[:size], grain),
-            )
-            np.testing.assert_array_equal(got, want, err_msg=f"{size} elements in blocks of {grain}")
+            got, want = (kernels.sum_squares_of_blocks(*given, grain) for given in ((cupy, there), (np, x[:size])))
+            np.testing.assert_array_equal(got.get(), want, err_msg=f"{size} elements in blocks of {grain}")
         assert kernels.square_sum(cupy, there) == kernels.square_sum(np, x[:size]), size
 
 
@@ -170,9 +162,8 @@ def test_sums_of_squares_have_the_bits_of_the_host(cupy: Cupy, dtype: str) -> No
 def test_parameters_with_other_counts_have_the_bits_of_the_host(cupy: Cupy, optimizer: Any) -> None:
     """A launch for each stretch of equal counts, wherever it begins."""
     cuts = (0, 7, 100, 101, 1000)
-    held = ShardSegments(
-        tuple(ShardSegment(str(a), a, b, 0, b - a) for a, b in pairwise(cuts))
-    ).with_missed_update_counts({"7": 3, "100": 5})
+    whole = ShardSegments(tuple(ShardSegment(str(a), a, b, 0, b - a) for a, b in pairwise(cuts)))
+    held = whole.with_missed_update_counts({"7": 3, "100": 5})
     host = [abs(noise(1000, seed=n)) for n in range(4)]
     there = [cupy.asarray(a) for a in host]
     for xp, (p, g, m, v) in ((np, host), (cupy, there)):
@@ -216,8 +207,6 @@ TILES: list[tuple[Shape, bool, int, int]] = [
 
 def in_tiles(cupy: Any, shape: Shape, causal: bool, window: int, documents: int) -> None:
     """Attention in bfloat16 and its gradients against float64, of numbers that are the same."""
-    import ml_dtypes
-
     samples, heads, shared, t, n, d = shape
     sizes = (heads, t), (shared, n), (shared, n), (heads, t)
     half = [noise(samples, *size, d, seed=i).astype(ml_dtypes.bfloat16) for i, size in enumerate(sizes)]
@@ -237,14 +226,12 @@ def in_tiles(cupy: Any, shape: Shape, causal: bool, window: int, documents: int)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("shape", "causal", "window", "documents"), TILES)
-def test_attention_in_tiles(
-    cupy: Cupy, monkeypatch: pytest.MonkeyPatch, shape: Shape, causal: bool, window: int, documents: int
-) -> None:
-    called, run = list[str](), cuda._launch_attention_kernel
-    monkeypatch.setattr(cuda, "_launch_attention_kernel", lambda name, *given: (called.append(name), run(name, *given)))
-    in_tiles(cupy, shape, causal, window, documents)
-    assert called == ["flash", "flash_sums", "flash_queries", "flash_keys"]
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+def test_attention_in_tiles(cupy: Cupy, monkeypatch: pytest.MonkeyPatch, tiles: Any) -> None:
+    launch = Mock(wraps=cuda._launch_attention_kernel)
+    monkeypatch.setattr(cuda, "_launch_attention_kernel", launch)
+    in_tiles(cupy, *tiles)
+    assert [call.args[0] for call in launch.call_args_list] == ["flash", "flash_sums", "flash_queries", "flash_keys"]
 
 
 @needs_compiler

@@ -1,10 +1,9 @@
 """What `measure-machine --device cuda` finds, on the stand-in: formats and capacity are a GPU's."""
 
-import sys
 from typing import Any
 
 import pytest
-from stand_in import Cupy, Device
+from stand_in import Cupy
 
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.plan import measuring
@@ -15,14 +14,10 @@ from fsdpx.plan.measuring import Gpus, Processors, format_machine_file, measure_
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = Cupy(gpus=1)
     made.cuda.runtime.memGetInfo = lambda: (1 << 30, 8 << 30)
-    for name, module in made.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    Device(0).use()
-    monkeypatch.setattr(measuring, "ROUNDS", 1)
-    monkeypatch.setattr(measuring, "ROUND_SECONDS", 0.001)
-    monkeypatch.setattr(measuring, "SHORT_ROUND_SECONDS", 0.001)
-    monkeypatch.setattr(measuring, "LAYER_COUNTS", (1, 3))
-    monkeypatch.setattr(measuring, "_measure_kernel_rates", lambda comm, device: KernelRates())
+    made.install(monkeypatch)
+    short = {"ROUNDS": 1, "ROUND_SECONDS": 0.001, "SHORT_ROUND_SECONDS": 0.001, "LAYER_COUNTS": (1, 3)}
+    for name, value in {**short, "_measure_kernel_rates": lambda comm, device: KernelRates()}.items():
+        monkeypatch.setattr(measuring, name, value)
     for name, value in (("large", 64), ("small", 16), ("block", 1 << 12)):
         monkeypatch.setattr(Processors, name, value)
         monkeypatch.setattr(Gpus, name, value)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import nccl_stand_in
 import numpy as np
 import pytest
-from on_gpu import OnGpu
-from stand_in import Cupy, Device
+from on_gpu import OnGpu, train_on_gpu
+from stand_in import Cupy
 from threads import on_ranks
 
 from fsdpx import nn, optim, spawn
@@ -25,10 +24,7 @@ from fsdpx.testing.communicator import CommunicatorContract
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
     made = Cupy(gpus=4)
     nccl_stand_in.add_to(made)
-    for name, module in made.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    Device(0).use()
-    return made
+    return made.install(monkeypatch)
 
 
 class TestContract(CommunicatorContract):
@@ -46,8 +42,7 @@ def test_arrays_of_the_host_and_messages_go_by_mpi(mpi: Any, cupy: Cupy) -> None
     assert x.tolist() == [2, 2, 2]
     y = cupy.asarray(np.full(2, float(comm.rank)))
     other = 1 - comm.rank
-    handles = [comm.send(y, other), comm.recv(z := cupy.zeros(2), other)]
-    for handle in handles:
+    for handle in [comm.send(y, other), comm.recv(z := cupy.zeros(2), other)]:
         handle.wait()
     assert z.get().tolist() == [other, other]
     assert comm.link.calls == calls
@@ -84,19 +79,11 @@ def test_an_error_and_a_wait_in_vain_end_the_communicator(mpi: Any, cupy: Cupy) 
 
 
 def test_it_is_of_gpus() -> None:
-    model, loss, sgd = nn.Linear(6, 3), nn.CrossEntropyLoss(), optim.SGD(lr=0.1)
     with pytest.raises(ConfigError, match=r"backend='nccl' transfers arrays of device='cuda', and device='cpu'"):
-        model.as_distributed(loss=loss, optimizer=sgd, backend="nccl")
+        nn.Linear(6, 3).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), backend="nccl")
 
 
 def test_training_over_nccl_equals_training_through_the_host(cupy: Cupy) -> None:
-    def train(comm: Any) -> list[float]:
-        model, text = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
-        x, y = text.standard_normal((4, 6)), text.integers(0, 3, 4)
-        loss, adam = nn.CrossEntropyLoss(), optim.AdamW(lr=0.01)
-        trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, precision="float64", device="cuda")
-        return [trainer.step(x, y) for _ in range(2)]
-
-    want = spawn(train, 2)[0]
-    got = spawn(lambda comm: train(NcclCommunicator(comm, timeout=20)), 2)[0]
+    want = spawn(train_on_gpu, 2)[0]
+    got = spawn(lambda comm: train_on_gpu(NcclCommunicator(comm, timeout=20)), 2)[0]
     np.testing.assert_allclose(got, want, rtol=1e-12)

@@ -7,24 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_gpu import NO_GPU
 from test_kernels import BOUNDS, CALLS, TILES, Shape, compare, in_tiles
 from trials import job
 
 from fsdpx import nn, optim, spawn
 from fsdpx.core.array import kernels
 from fsdpx.core.array.random import NumberRange
-from fsdpx.errors import ConfigError
-from fsdpx.ext.gpu.cupy_devices import list_gpu_pci_addresses
 from fsdpx.ext.gpu.gemm import run_gemm_into
 from fsdpx.optim.optimizer import FORMULAS_BY_NAME
 
-try:
-    list_gpu_pci_addresses()
-    WHY = ""
-except ConfigError as error:
-    WHY = str(error)
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=f"not tried on a GPU: {WHY}")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]
 
 
 @pytest.fixture

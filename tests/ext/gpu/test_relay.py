@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
-from on_gpu import OnGpu
+from on_gpu import OnGpu, train_on_gpu
 from ranks import carrier, together
 from stand_in import Cupy, Device, Stream
 
-from fsdpx import nn, optim, spawn
+from fsdpx import spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm import message_backend as relay
 from fsdpx.core.comm.calls import Call, GeneratorHandle, Handle
@@ -27,13 +27,9 @@ from fsdpx.testing.communicator import CommunicatorContract
 
 @pytest.fixture(autouse=True)
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
-    made = Cupy(gpus=2)
-    for name, module in made.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    Device(0).use()
     streams._make_side_stream.cache_clear()
     monkeypatch.setattr(relay, "CHUNK_BYTES", 16)
-    return made
+    return Cupy(gpus=2).install(monkeypatch)
 
 
 class Threads(MessageBackend):
@@ -47,11 +43,9 @@ class Threads(MessageBackend):
         self.comm, self.timeout, self.chunks, self.most = comm, 20.0, 0, relay.CHUNK_BYTES
 
     def start_call(self, call: Call) -> Handle:
-        return (
-            self.start_gpu_call_through_host(call, self.comm.start_call)
-            if relay.has_gpu_array(call.arrays)
-            else self.comm.start_call(call)
-        )
+        if relay.has_gpu_array(call.arrays):
+            return self.start_gpu_call_through_host(call, self.comm.start_call)
+        return self.comm.start_call(call)
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         if relay.has_gpu_array([part for _, part in (*outgoing, *incoming)]):
@@ -84,33 +78,31 @@ class TestContract(CommunicatorContract):
 
 def test_a_large_array_goes_in_chunks_in_few_slots(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     """While chunks are copied others are under way, and never more than there are slots."""
-    taken: list[int] = []
-    pinned = streams.allocate_pinned
-    monkeypatch.setattr(CUDA, "allocate_pinned", lambda nbytes: (taken.append(nbytes), pinned(nbytes))[1])
+    pinned = Mock(wraps=streams.allocate_pinned)
+    monkeypatch.setattr(CUDA, "allocate_pinned", pinned)
 
     def body(comm: Any) -> None:
         over, other = Threads(comm), 1 - comm.rank
         x, y = cupy.asarray(np.arange(100.0) + comm.rank), cupy.zeros(100)
-        handles = [over.send(x, other, what="w"), over.recv(y, other, what="w")]
-        for handle in handles:
+        for handle in [over.send(x, other, what="w"), over.recv(y, other, what="w")]:
             handle.wait()
         assert over.chunks == 50
         np.testing.assert_array_equal(y.get(), np.arange(100.0) + other)
 
     spawn(body, 2)
-    assert taken == [16] * relay.CHUNK_SLOTS * 4  # an array that is sent and one that is received, of two ranks
+    # an array that is sent and one that is received, of two ranks
+    assert pinned.call_args_list == [call(16)] * relay.CHUNK_SLOTS * 4
 
 
 def test_sums_are_made_on_the_gpu_in_rank_order(cupy: Cupy) -> None:
-    def body(comm: Any) -> Any:
-        x = cupy.asarray((np.arange(50) / (3 + comm.rank)).astype("float32"))
-        Threads(comm).all_reduce(x, "avg").wait()
-        return x.get()
-
-    got = spawn(body, 3)
     parts = [(np.arange(50) / (3 + rank)).astype("float32") for rank in range(3)]
-    for one in got:
-        np.testing.assert_array_equal(one, (parts[0] + parts[1] + parts[2]) / np.float32(3))
+
+    def body(comm: Any) -> None:
+        x = cupy.asarray(parts[comm.rank])
+        Threads(comm).all_reduce(x, "avg").wait()
+        np.testing.assert_array_equal(x.get(), (parts[0] + parts[1] + parts[2]) / np.float32(3))
+
+    spawn(body, 3)
 
 
 def test_copies_wait_for_what_was_issued_before(cupy: Cupy) -> None:
@@ -146,8 +138,7 @@ def test_over_mpi_and_gloo(world: Communicator, cupy: Cupy) -> None:
             comm.all_to_all(whole, swapped := cupy.zeros(comm.size * 99, dtype)).wait()
             np.testing.assert_array_equal(swapped.get(), np.tile(ours[mine], comm.size))
             following, before = (mine + 1) % comm.size, (mine - 1) % comm.size
-            handles = [comm.send(cupy.asarray(ours[mine]), following), comm.recv(own, before)]
-            for handle in handles:
+            for handle in [comm.send(cupy.asarray(ours[mine]), following), comm.recv(own, before)]:
                 handle.wait()
             np.testing.assert_array_equal(own.get(), ours[before])
 
@@ -173,15 +164,6 @@ def test_a_wait_in_vain_ends_with_the_name_of_the_call(cupy: Cupy) -> None:
     spawn(body, 2)
 
 
-def train(comm: Any, **options: Any) -> list[float]:
-    """The losses of two steps on a GPU."""
-    model, text = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
-    x, y = text.standard_normal((4, 6)), text.integers(0, 3, 4)
-    given = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(lr=0.01), "precision": "float64", **options}
-    trainer = model.as_distributed(comm=comm, device="cuda", **given)
-    return [trainer.step(x, y) for _ in range(2)]
-
-
 def test_training_has_the_bits_of_copies_as_a_whole(cupy: Cupy) -> None:
-    assert spawn(lambda comm: train(Threads(comm)), 2)[0] == spawn(train, 2)[0]
+    assert spawn(lambda comm: train_on_gpu(Threads(comm)), 2)[0] == spawn(train_on_gpu, 2)[0]
     assert any(stream.issued for stream in Stream.known.values())

@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from models import norms
-from stand_in import Cublas, Cupy, Device, ndarray
+from on_gpu import PLACES
+from stand_in import Cublas, Cupy, ndarray
 
 from fsdpx import LocalSGD, Mesh, Precision, nn, optim, spawn
 from fsdpx.core.engine.observer import Observer
 from fsdpx.errors import ConfigError, NumericsError
 from fsdpx.ext.gpu import gemm, replay
-from fsdpx.ext.gpu.cupy_devices import list_gpu_pci_addresses
 from fsdpx.ext.gpu.replay import CudaGraphObserver
-
-try:
-    list_gpu_pci_addresses()
-    WHY = ""
-except ConfigError as error:
-    WHY = str(error)
-
-PLACES = ["stand-in", pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=WHY)])]
 
 
 @pytest.fixture(autouse=True)
 def _stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("gpu"):
         return
-    for name, module in Cupy().modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    Cupy().install(monkeypatch)
     library = gemm.CublasLibrary(Cublas())
     monkeypatch.setattr(gemm, "_load_cublas_library", lambda: library)
-    Device(0).use()
 
 
 class Trained(NamedTuple):
@@ -62,9 +51,8 @@ def fields(random: np.random.Generator) -> Any:
 
 
 def mlp() -> nn.Layer:
-    return nn.Sequential(
-        nn.Linear(12, 8), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 5)
-    )
+    first = nn.Linear(12, 8), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(8)
+    return nn.Sequential(*first, nn.Linear(8, 6), nn.Linear(6, 5))
 
 
 def gpt() -> nn.Layer:
@@ -186,12 +174,6 @@ class Failing(nn.Layer):
         return dy * (2.0 if bool((saved == saved).all()) else 0.0), ()
 
 
-def between(layer: type[nn.Layer]) -> Any:
-    return lambda: nn.Sequential(
-        nn.Linear(12, 8), nn.Tanh(), nn.ReLU(), layer(), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 5)
-    )
-
-
 CUTS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "units": ({}, [40]),
     "one unit": ({"group_bytes": 1 << 20}, [24]),
@@ -212,9 +194,14 @@ CUTS: dict[str, tuple[dict[str, Any], list[int]]] = {
 def test_layers_that_read_values_compute_as_usual(layer: type[nn.Layer], why: str, cuts: list[str]) -> None:
     """The layers before and behind are replayed: the second step finds that there is such a layer, the third which one,
     the fourth records what is before and behind it, and the last two launch that."""
+
+    def between() -> nn.Layer:
+        behind = nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 5)
+        return nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.ReLU(), layer(), *behind)
+
     for cut in cuts:
         options, launches = CUTS[cut]
-        found = both(len(launches), between(layer), rows, steps=6, **options)
+        found = both(len(launches), between, rows, steps=6, **options)
         reasons = [one for rank in found for one in rank.reasons]
         assert [why in one and one.startswith("unit '3'") for one in reasons] == [True], cut
         more = 2 * len(launches) * (layer is Failing)  # forward passes that were recorded before the backward failed
@@ -244,25 +231,20 @@ class Wrapping(Observer):
         return [dataclasses.replace(unit) for unit in units]
 
 
-def wrap_from(first: int) -> Any:
-    return lambda trainer, step: trainer.inspect.engine.add_observer(Wrapping()) if step == first else None
-
-
 @pytest.mark.parametrize(("first", "launches"), [(1, 0), (3, 2 * 8)])
 def test_units_that_an_observer_replaces_compute_as_usual(first: int, launches: int) -> None:
-    (got,) = both(1, mlp, rows, look=wrap_from(first), steps=5)
+    def wrap(trainer: Any, step: int) -> None:
+        if step == first:
+            trainer.inspect.engine.add_observer(Wrapping())
+
+    (got,) = both(1, mlp, look=wrap, steps=5)
     assert got.launches == launches
     assert {why.partition(": ")[2] for why in got.reasons} == {"an observer has replaced its layers"}
 
 
-def freeze(trainer: Any, step: int) -> None:
-    if step == 3:
-        trainer.freeze("0.*")
-
-
 def test_parameters_that_are_frozen_later() -> None:
     """Other programs run from then on, at first one that still gathers the frozen parameters."""
-    (got,) = both(1, mlp, rows, look=freeze, steps=7)
+    (got,) = both(1, mlp, look=lambda trainer, step: trainer.freeze("0.*") if step == 3 else None, steps=7)
     assert got.reasons == []
     assert got.launches == 2 * 8 + 2 * 7
 
