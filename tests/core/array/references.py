@@ -19,10 +19,8 @@ from fsdpx.core.array.random import NumberRange
 
 __all__ = ["BF16", "F16", "FAMILIES", "KERNELS", "agree", "cases"]
 
-KERNELS = {name for name in kernels.__all__ if isfunction(getattr(kernels, name))} - {
-    "get_implementation_name",
-    "use_mode",
-}
+KERNELS = {name for name in kernels.__all__ if isfunction(getattr(kernels, name))}
+KERNELS -= {"get_implementation_name", "use_mode"}
 
 TOLERANCE = 1e-6
 BF16, F16 = parse_dtype("bf16"), np.dtype(np.float16)
@@ -203,9 +201,7 @@ def rectifiers(x, dy, dtype) -> Cases:
     part = np.where(steep > 20.0, 1.0, logistic(steep))
     s, t = of(logistic(x), dtype), of(np.tanh(x), dtype)
     leaky_relu, leaky_relu_backward = behind(kernels.leaky_relu, 0.1), behind(kernels.leaky_relu_backward, 0.1)
-    softplus, softplus_backward = (
-        behind(kernel, 2.0, 20.0) for kernel in (kernels.softplus, kernels.softplus_backward)
-    )
+    softplus, softplus_backward = (behind(k, 2.0, 20.0) for k in (kernels.softplus, kernels.softplus_backward))
     sizes = np.abs(dy) * slope * (1 - below_zero), np.abs(dy) * part * (1 + np.abs(x))
     return {
         "leaky_relu": [Case(leaky_relu, (x,), leaky)],

@@ -61,17 +61,20 @@ def test_sums_of_squares_have_one_order_on_every_processor(size, kind):
     rng = np.random.default_rng(size)
     x = (rng.normal(size=size) * 10.0 ** rng.integers(-6, 4, size)).astype(kind)
     for grain in (1, 16, 100, 1024) if size < 1 << 18 else (16, 1024):
-        with kernels.use_mode("plain"):
-            plain = kernels.sum_squares_of_blocks(np, x, grain)
-        with kernels.use_mode("numba"):
-            assert kernels.sum_squares_of_blocks(np, x, grain).tobytes() == plain.tobytes(), grain
+        plain, compiled = in_both_modes(kernels.sum_squares_of_blocks, np, x, grain)
+        assert compiled.tobytes() == plain.tobytes(), grain
         want = [add_as_documented(x[start : start + grain]) for start in range(0, min(size, 5000), grain)]
         assert plain.tolist()[: len(want)] == want, grain
-    with kernels.use_mode("plain"):
-        plain = kernels.square_sum(np, x)
-    with kernels.use_mode("numba"):
-        assert kernels.square_sum(np, x) == plain
+    plain, compiled = in_both_modes(kernels.square_sum, np, x)
+    assert compiled == plain
     assert plain == pytest.approx(math.fsum(np.square(x.astype(np.float64)).tolist()), rel=1e-13)
+
+
+def in_both_modes(kernel, *arguments):
+    with kernels.use_mode("plain"):
+        plain = kernel(*arguments)
+    with kernels.use_mode("numba"):
+        return plain, kernel(*arguments)
 
 
 def add_as_documented(block):
@@ -173,7 +176,7 @@ SCALE = st.sampled_from([1e-3, 1.0, 5.0])
 MODE = st.sampled_from(["plain", "numba"])
 LAID = st.sampled_from(["rows", "columns", "every second"])
 FORMATS = st.sampled_from([np.dtype(np.float32), BF16, F16])
-families = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
+families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def tried(number):
@@ -204,9 +207,7 @@ def test_against_float64(family, rows, columns, scale, mode, dtype, layout, seed
     compare(family, mode, dtype, rng.normal(size=(rows, columns)) * scale, rng.normal(size=(rows, columns)), layout)
 
 
-@pytest.mark.parametrize(
-    "family", [f for f in FAMILIES if f.__name__ not in ("gelu", "products")], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.__name__ not in ("gelu", "products")])
 def test_in_float64(family, mode):
     """Without products of 16 bits, and without gelu, whose erfc is a polynomial for float32."""
     rng = np.random.default_rng(0)

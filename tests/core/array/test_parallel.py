@@ -106,9 +106,8 @@ def test_all_pieces_run_and_the_first_error_is_raised(many):
 def test_a_piece_may_call_again(many):
     many(2)
     done = []
-    parallel.run_tasks(
-        lambda a: parallel.run_tasks(done.append, [((a, b),) for b in range(5)]), [(a,) for a in range(5)]
-    )
+    pieces = range(5)
+    parallel.run_tasks(lambda a: parallel.run_tasks(done.append, [((a, b),) for b in pieces]), [(a,) for a in pieces])
     assert sorted(done) == [(a, b) for a in range(5) for b in range(5)]
 
 

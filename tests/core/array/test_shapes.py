@@ -104,38 +104,30 @@ def test_reductions(shape, dtype, keepdims, axis):
 @pytest.mark.parametrize("shape", [(2, 3, 4), (0, 3, 4)])
 def test_rearranging(shape):
     x = np.ones(shape, np.float32)
+    for name, *arguments in (
+        ("transpose", 2, 0, 1), ("transpose", 0, 0, 1), ("swapaxes", 0, -1), ("squeeze", 1), ("reshape", -1, 12),
+        ("reshape", 5, -1), ("reshape", (4, -1)), ("ravel",), ("view", np.int32), ("view", np.float64),
+        ("astype", np.float16),
+    ):  # fmt: skip
+        same(lambda m, x, n=name, a=arguments: getattr(x, n)(*a), x)
+    for name, *arguments in (
+        ("moveaxis", 0, -1), ("moveaxis", -1, 1), ("expand_dims", -1), ("broadcast_to", (7, *shape)),
+        ("broadcast_to", (3,)), ("pad", ((0, 0), (1, 2), (0, 3))), ("isfinite",), ("zeros_like", np.int8),
+    ):  # fmt: skip
+        same(lambda m, x, n=name, a=arguments: getattr(m, n)(x, *a), x)
     for function in (
         lambda m, x: x.T,
-        lambda m, x: x.transpose(2, 0, 1),
-        lambda m, x: x.transpose(0, 0, 1),
-        lambda m, x: x.swapaxes(0, -1),
-        lambda m, x: m.moveaxis(x, 0, -1),
-        lambda m, x: m.moveaxis(x, -1, 1),
-        lambda m, x: m.expand_dims(x, -1),
         lambda m, x: m.expand_dims(x, 1).squeeze(1),
-        lambda m, x: x.squeeze(1),
-        lambda m, x: x.reshape(-1, 12),
-        lambda m, x: x.reshape(5, -1),
-        lambda m, x: x.reshape((4, -1)),
-        lambda m, x: x.ravel(),
-        lambda m, x: m.broadcast_to(x, (7, *shape)),
-        lambda m, x: m.broadcast_to(x, (3,)),
         lambda m, x: m.take_along_axis(x, m.zeros((*x.shape[:2], 1), dtype=np.int64), axis=2),
         lambda m, x: m.take(x, m.zeros((5,), dtype=np.int64), axis=1),
-        lambda m, x: m.pad(x, ((0, 0), (1, 2), (0, 3))),
         lambda m, x: m.concatenate([x, x], axis=1),
         lambda m, x: m.stack([x, x], axis=-1),
         lambda m, x: m.split(x, 3, axis=1)[2],
         lambda m, x: m.einsum("abc,adc->bd", x, x),
         lambda m, x: m.cumsum(x, axis=1),
         lambda m, x: m.triu(x[0:1].reshape(x[0:1].shape)),
-        lambda m, x: x.view(np.int32),
-        lambda m, x: x.view(np.float64),
-        lambda m, x: x.astype(np.float16),
         lambda m, x: -abs(x),
         lambda m, x: ~(x > 0),
-        lambda m, x: m.isfinite(x),
-        lambda m, x: m.zeros_like(x, dtype=np.int8),
         lambda m, x: m.full((2,), 3),
         lambda m, x: m.arange(2, 9, 3),
         lambda m, x: x[1, 0, 9],

@@ -28,10 +28,8 @@ X = np.zeros(4)
 
 def ring(comm: Communicator, buf: np.ndarray, op: ReduceOp = ReduceOp.SUM, tag: int = 0, what: str = "") -> Handle:
     """An all-reduce in place by the sends and receives of any communicator."""
-    steps = iterate_ring_all_reduce(
-        comm.issue, comm.rank, comm.size, Call("all_reduce", (buf,), op, what=what, tag=tag)
-    )
-    return GeneratorHandle(steps, get_progress(comm))
+    call = Call("all_reduce", (buf,), op, what=what, tag=tag)
+    return GeneratorHandle(iterate_ring_all_reduce(comm.issue, comm.rank, comm.size, call), get_progress(comm))
 
 
 class TestContract(CommunicatorContract):

@@ -102,7 +102,7 @@ def test_many_calls_in_flight_with_ranks_out_of_step(world, cluster, machines, c
         if not comm.is_sharing_useful:
             return
         n, rng = 60, np.random.default_rng(comm.rank)
-        bufs = [room[i * 512 : i * 512 + 8 * n].view(np.float64) for i in range(200)]
+        bufs = [room[i * 512 :][: 8 * n].view(np.float64) for i in range(200)]
         fulls = [(shared if common else room)[150_000 + i * 512 :][: 8 * n].view(np.float64) for i in range(200)]
         cut, handles = make_balanced_partition(n, comm.size), []
         for i, (buf, full) in enumerate(zip(bufs, fulls, strict=True)):

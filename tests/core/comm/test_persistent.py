@@ -149,10 +149,8 @@ def test_a_plan_is_not_taken_for_another_array_of_the_same_id(comm, room):
     piece = np.empty_like(_own(comm, buf))
     other = np.empty(piece.size + 1)
     comm.reduce_scatter(buf, piece).wait()
-    key, taken = (
-        ("reduce_scatter", id(buf), id(recv), ReduceOp.SUM, (None,), "library", None) for recv in (piece, other)
-    )
-    comm._persistent_calls[taken] = comm._persistent_calls[key]
+    verb, rest, calls = "reduce_scatter", (ReduceOp.SUM, (None,), "library", None), comm._persistent_calls
+    calls[verb, id(buf), id(other), *rest] = calls[verb, id(buf), id(piece), *rest]
     with pytest.raises(ShapeError, match=r"reduce_scatter of page 0 on rank \d+: recv has \d+ elements"):
         comm.reduce_scatter(buf, other, what="page 0")
 

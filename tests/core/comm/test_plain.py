@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
+@dataclass
 class Bad:
     """A pickle of it writes a file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.path),)
@@ -58,11 +59,10 @@ def test_an_error_comes_back_with_its_words() -> None:
     assert str(found) == "what is wrong"
 
 
-@pytest.mark.parametrize(
-    "value",
-    [Bad(Path("x")), os.mkdir, lambda: 1, Path, object()],
-    ids=["own class", "function", "lambda", "class", "object"],
-)
+FOREIGN = {"own class": Bad(Path("x")), "function": os.mkdir, "lambda": lambda: 1, "class": Path, "object": object()}
+
+
+@pytest.mark.parametrize("value", FOREIGN.values(), ids=FOREIGN)
 def test_what_is_no_plain_data_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"is no plain data: send it by all_gather_object|object"):
         pack(value)

@@ -87,9 +87,7 @@ class Post:
 class Arrival:
     """The handle of a receive: complete when the message is there, those before it with the same tag taken first."""
 
-    def __init__(
-        self, line: list[Arrival], letters: queue.SimpleQueue[np.ndarray], into: np.ndarray, progress: Progress
-    ) -> None:
+    def __init__(self, line: list[Arrival], letters: Any, into: np.ndarray, progress: Progress) -> None:
         self.line, self.letters, self.into, self.here, self.progress = line, letters, into, False, progress
         line.append(self)
 
@@ -179,9 +177,7 @@ def test_a_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_collective_of_two_arrays_is_a_copy_on_one_rank_only_where_its_row_says_so(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collective_is_a_copy_on_one_rank_only_where_its_row_says_so(ranks: int, monkeypatch: Any) -> None:
     """An exclusive scan leaves the sum of the ranks before: nothing, on the first one."""
 
     def exclusive_scan(comm: Any, call: Call) -> Handle:

@@ -226,10 +226,9 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
     piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, "0"], **piped) as first, subprocess.Popen([*command, "1"], **piped) as second:
         for _ in range(4):  # collective calls
-            said = f"[{first.stdout.readline().strip()}, {second.stdout.readline().strip()}]\n"
+            said = f"[{first.stdout.readline().strip()}, {second.stdout.readline().strip()}]"
             for rank in (first, second):
-                rank.stdin.write(said)
-                rank.stdin.flush()
+                print(said, file=rank.stdin, flush=True)
         assert first.stdout.readline() == "held\n"
         time.sleep(0.2)  # the first waits for it
         os.kill(second.pid, signal.SIGKILL)
@@ -250,8 +249,7 @@ def test_no_room_is_named_on_all_ranks(comm: Communicator, monkeypatch: pytest.M
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files without names are Linux's")
 @pytest.mark.parametrize("way", ["each", "refused", "20"])
 def test_ranks_killed_while_they_make_windows_leave_no_memory(way: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("window_kills.py")), way], capture_output=True, text=True
-    )
+    command = [sys.executable, str(Path(__file__).with_name("window_kills.py")), way]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) >= 12

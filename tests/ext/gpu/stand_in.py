@@ -355,8 +355,7 @@ def _compiled(source: str, defines: list[str]) -> str:
 FORMATS = {0: np.float32, 1: np.float64, 2: np.float16, 14: ml_dtypes.bfloat16}
 
 
-def by_columns(kind: Any, into: Any, shape: tuple[int, ...], alpha: float, a: int, lda: int, b: int, ldb: int,
-               beta: float, c: int, ldc: int) -> None:  # fmt: skip
+def by_columns(kind, into, shape, alpha, a, lda, b, ldb, beta, c, ldc) -> None:
     """C = alpha op(A) op(B) + beta C of matrices that lie by columns, as cuBLAS has it. a, b, c: addresses."""
     turn_a, turn_b, m, n, k = shape
     one = _columns(a, kind, *((k, m) if turn_a else (m, k)), lda)

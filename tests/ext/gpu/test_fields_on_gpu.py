@@ -41,9 +41,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-def trained(
-    comm: Any, name: str, dims: tuple[int, ...], cuts: Any, loss: str, precision: str, device: str
-) -> list[float]:
+def trained(comm: Any, name: str, dims: Any, cuts: Any, loss: str, precision: str, device: str) -> list[float]:
     """Return the loss of a step and the sum of squares of the prediction after it."""
     make, shape, _ = CASES[name]
     fields = np.random.default_rng(1).standard_normal((2, *shape, 2))
@@ -64,10 +62,7 @@ def found(device: str, name: str, dims: tuple[int, ...], cuts: Any, loss: str, p
 on_the_host = lru_cache(partial(found, "cpu"))
 
 
-def both(
-    bound: float, name: str, dims: tuple[int, ...], cuts: Any, device: str = "cuda", loss: str = "",
-    precision: str = "float64",
-) -> None:  # fmt: skip
+def both(bound: float, name: str, dims: Any, cuts: Any, device="cuda", loss="", precision="float64") -> None:
     """What ranks find on a device, beside the host; 16 bits beside float32."""
     want = on_the_host(name, dims, cuts, loss, "float32" if precision == "bf16" else precision)
     got = found(device, name, dims, cuts, loss, precision)
@@ -91,9 +86,8 @@ def test_scalars_and_rollouts_on_a_gpu(gpu: str, of: str) -> None:
     module, loss = (test_scalars, "losses") if of == "scalars" else (test_rollouts, "loss")
     run = test_scalars.trained if of == "scalars" else partial(test_rollouts.trained, kind="noise", ghosts=1)
     cuts = random_cuts(module.SHAPE, (2, 1))
-    got, want = (
-        spawn(lambda comm, d=device: run(comm, dims=(2, 1), cuts=cuts, device=d), 2)[0][0] for device in ("cuda", "cpu")
-    )
+    given = {"dims": (2, 1), "cuts": cuts}
+    got, want = (spawn(lambda comm, d=d: run(comm, device=d, **given), 2)[0][0] for d in ("cuda", "cpu"))
     for name in (loss, *(name for name in want if "." in name)):
         np.testing.assert_allclose(got[name], want[name], rtol=1e-10, atol=1e-13, err_msg=name)
 

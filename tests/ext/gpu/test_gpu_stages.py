@@ -74,9 +74,7 @@ def test_the_summary_has_forty_lines_at_most(script: Any) -> None:
     assert long[-1] == "... 28 lines more in the JSON file"
 
 
-def test_stages_end_in_time_and_leave_their_reason(
-    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stages_end_in_time_and_leave_their_reason(script, monkeypatch, tmp_path: Path, capsys: Any) -> None:
     monkeypatch.setattr(script, "device", dict)
     monkeypatch.setattr(script, "run_stage", lambda name, _, seconds: {"failed": f"{name} within {seconds:.0f} s"})
     options = argparse.Namespace(stages=["products", "kernels"], seconds=20, quick=True, out=tmp_path, nccl=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,19 +79,15 @@ def find_observer(engine: Any) -> Any:
     return next((one for one in engine.observers if isinstance(one, CudaGraphObserver)), None)
 
 
-def train(
-    comm: Any, replayed: bool, model: Callable[[], nn.Layer], batch: Callable[..., Any] = rows, steps: int = 4,
-    look: Any = None, **options: Any,
-) -> Trained:  # fmt: skip
+def train(comm: Any, replayed: bool, model: Any, batch: Any = rows, steps=4, look: Any = None, **options) -> Trained:
     loss = nn.CrossEntropyLoss() if batch is text else nn.MSELoss()
     chosen = {"optimizer": optim.AdamW(lr=0.01), "group_bytes": 0, "seed": 3, "precision": "float64", **options}
     trainer = model().as_distributed(loss=loss, comm=comm, replay=replayed, device="cuda", **chosen)
     observer = find_observer(trainer.inspect.engine)
-    losses = []
+    losses, place = [], trainer.inspect.placement.axes.data.rank
     for step in range(steps):
         if look is not None:
             look(trainer, step)
-        place = trainer.inspect.placement.axes.data.rank
         losses.append(trainer.step(*batch(np.random.default_rng((place, step)))))
     found = (0, []) if observer is None else (observer.launches, [*observer.reasons])
     return Trained(losses, trainer.parameters(), *found)
