@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -95,19 +96,12 @@ def test_a_full_disk(old: Any, after: int, in_background: bool, short: int, monk
 def test_a_full_disk_at_the_end(old: Any, module: Any, later: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some systems say so only when asked to keep it; or there is room for all but the header."""
     monkeypatch.setattr(write, "FLUSH_BYTES", later)
-
-    def full(fd: int) -> None:
-        raise FULL
-
-    monkeypatch.setattr(module, "sync_file", full)
+    monkeypatch.setattr(module, "sync_file", Mock(side_effect=FULL))
     assert refused(2, trained, old[0]).endswith("No space left on device (ENOSPC)")
 
 
 def test_a_full_disk_in_the_background_of_one_rank(old: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise FULL
-
-    monkeypatch.setattr(saving, "_write_checksum_file", full)
+    monkeypatch.setattr(saving, "_write_checksum_file", Mock(side_effect=FULL))
     text = refused(3, lambda comm: trained(comm, old[0], background=True))
     assert text == f"save to {old[0]}: rank 1: No space left on device (ENOSPC)"
 
@@ -119,25 +113,19 @@ def test_errors_in_the_background_surface_at_the_next_save(old: Any, monkeypatch
         steps(trainer, "wide", 0, 1)
         trainer.save(old[0])
 
-    def failing(self: Any, *args: Any) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "model.safetensors")
-
-    monkeypatch.setattr(atomic_commit.SaveTarget, "commit", failing)
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "model.safetensors")
+    monkeypatch.setattr(atomic_commit.SaveTarget, "commit", Mock(side_effect=denied))
     assert refused(2, body) == f"save to {old[0]}: rank 0: Permission denied (EACCES): model.safetensors"
 
 
 def test_a_host_with_a_disk_of_its_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def elsewhere(folder: Path, *args: Any) -> Any:
-        return write.write_tensor_shards(
-            folder / "not" if threading.current_thread().name == "rank 1" else folder, *args
-        )
+        there = folder / "not" if threading.current_thread().name == "rank 1" else folder
+        return write.write_tensor_shards(there, *args)
 
-    def body(comm: Communicator) -> None:
-        make(comm, "wide").save(tmp_path / "a")
-
-    monkeypatch.setattr("fsdpx.core.checkpoint.save.write_tensor_shards", elsewhere)
+    monkeypatch.setattr(saving, "write_tensor_shards", elsewhere)
     with pytest.raises(CheckpointError, match=r"a: rank 1: .* does not see .*: all hosts must share the disk of"):
-        spawn(body, 2)
+        spawn(saved, 2, tmp_path / "a")
 
 
 def test_training_does_not_wait_for_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,13 +197,10 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_ctrl_c_in_a_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any) -> None:
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
     def body(comm: Communicator) -> None:
         trainer = make(comm, "wide")
         with monkeypatch.context() as broken:
-            broken.setattr(*place, interrupt)
+            broken.setattr(*place, Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 trainer.save(tmp_path / "a", background=True)
         assert not list(tmp_path.glob(f"*{atomic_commit.PARTIAL}*"))
@@ -262,13 +247,12 @@ def test_no_permission_and_no_folder(tmp_path: Path) -> None:
 def nobody() -> Iterator[Path]:
     """A folder in which a test that runs as root has no more rights than others."""
     folder = Path(tempfile.mkdtemp())
-    root = os.geteuid() == 0
-    if root:
+    user = os.geteuid()
+    if user == 0:
         os.chown(folder, 65534, 65534)
         os.seteuid(65534)
     yield folder
-    if root:
-        os.seteuid(0)
+    os.seteuid(user)
     folder.chmod(0o755)
     shutil.rmtree(folder)
 
@@ -354,19 +338,28 @@ def test_a_link_is_followed_to_its_end(in_background: bool, tmp_path: Path) -> N
     assert loaded(path) == loaded(tmp_path / "step-100") != loaded(tmp_path / "other")
 
 
-@pytest.mark.parametrize("moved", [atomic_commit.PARTIAL, "step-100"])
-def test_what_a_link_names_outlives_a_failed_save(moved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("moved", "code", "words"),
+    [
+        (atomic_commit.PARTIAL, errno.EBUSY, "this folder cannot be renamed, so no checkpoint can take its place"),
+        ("step-100", errno.EBUSY, "this folder cannot be renamed, so no checkpoint can take its place"),
+        (atomic_commit.PARTIAL, errno.EIO, "(EIO)"),
+    ],
+    ids=["last rename, busy", "first rename, busy", "last rename, of the disk"],
+)
+def test_what_a_link_names_outlives_a_failed_save(moved, code, words, tmp_path, monkeypatch):
+    """The first rename is taken back where the last one fails."""
     path, rename = linked(tmp_path, "latest"), os.rename
     digest = loaded(path)
 
     def failing(source: Any, target: Any) -> None:
         if moved in Path(source).name and atomic_commit.PREVIOUS not in Path(source).name:
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(source))
+            raise OSError(code, os.strerror(code), str(source))
         rename(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", failing)
-        assert "this folder cannot be renamed, so no checkpoint can take its place" in refused(2, trained, path)
+        assert words in refused(2, trained, path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-100"]
     assert loaded(path) == loaded(tmp_path / "step-100") == digest
 
@@ -389,9 +382,9 @@ def test_links_in_the_place_of_parts_lose_themselves_alone(tmp_path: Path) -> No
     for name in [*leavings("a")[:-1], *leavings("step-1")[-1:]]:
         if "lock" not in name:
             (tmp_path / name).symlink_to("precious")
-    spawn(saved, 2, tmp_path / "a")
-    spawn(saved, 2, tmp_path / "a")
-    spawn(lambda comm: saved(comm, tmp_path / "step-2", keep=1), 2)
+    for _ in range(2):
+        spawn(saved, 2, tmp_path / "a")
+    spawn(keeping, 2, tmp_path, [2], 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "precious", "step-2"]
     assert loaded(tmp_path / "precious") == digest
 
@@ -409,14 +402,19 @@ def test_two_names_of_one_place_have_one_lock(tmp_path: Path) -> None:
     assert loaded(path)
 
 
+def keeping(comm: Communicator, folder: Path, numbers: list[int], keep: int) -> None:
+    trainer = make(comm, "wide")
+    for number in numbers:
+        trainer.save(folder / f"step-{number}", keep=keep)
+
+
 def test_keep_spares_links_and_what_they_point_at(tmp_path: Path) -> None:
     spawn(saved, 2, tmp_path / "elsewhere")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/step-1").symlink_to(tmp_path / "elsewhere")
-    for k in (2, 3, 4, 5):
-        spawn(lambda comm, k=k: saved(comm, tmp_path / f"run/step-{k}", keep=2), 2)
-        if k == 2:
-            (tmp_path / "run/best").symlink_to("step-2")
+    spawn(keeping, 2, tmp_path / "run", [2], 2)
+    (tmp_path / "run/best").symlink_to("step-2")
+    spawn(keeping, 2, tmp_path / "run", [3, 4, 5], 2)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["best", "step-1", "step-2", "step-4", "step-5"]
     assert loaded(tmp_path / "elsewhere") == loaded(tmp_path / "run/best")
 
@@ -424,8 +422,7 @@ def test_keep_spares_links_and_what_they_point_at(tmp_path: Path) -> None:
 def test_keep_leaves_larger_numbers_alone(tmp_path: Path) -> None:
     """They are of another run; the run's own newest must not go first."""
     spawn(saved, 1, tmp_path / "step-2000")
-    for k in (10, 20, 30):
-        spawn(lambda comm, k=k: saved(comm, tmp_path / f"step-{k}", keep=2), 1)
+    spawn(keeping, 1, tmp_path, [10, 20, 30], 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-20", "step-2000", "step-30"]
 
 
@@ -441,19 +438,15 @@ def test_two_jobs_do_not_save_to_one_place(old: Any) -> None:
         "import sys; from pathlib import Path; from fsdpx.core.checkpoint.atomic_commit import _lock_checkpoint\n"
         "_lock_checkpoint(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
     )
-    job = subprocess.Popen([sys.executable, "-c", code, str(old[0])], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert job.stdout is not None
-        assert job.stdout.readline() == b"locked\n"
-        text = refused(2, trained, old[0])
-        assert f"{old[0]}: another job is saving there: " in text
-        assert json.loads(text[text.index("{") :])["process"] == job.pid
-    finally:
-        job.kill()  # its lock goes with it
-        job.wait()
-        for stream in (job.stdin, job.stdout):
-            assert stream is not None
-            stream.close()
+    command = [sys.executable, "-c", code, str(old[0])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+        try:
+            assert job.stdout.readline() == b"locked\n"
+            text = refused(2, trained, old[0])
+        finally:
+            job.kill()  # its lock goes with it
+    assert f"{old[0]}: another job is saving there: " in text
+    assert json.loads(text[text.index("{") :])["process"] == job.pid
     spawn(saved, 2, old[0])
 
 
@@ -501,31 +494,13 @@ def test_a_save_removes_what_is_its_own_alone(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "a", "a.lock", "b-2"])
 
 
-def test_a_failing_last_rename_takes_the_first_one_back(old: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rename = os.rename
-
-    def failing(source: Any, target: Any) -> None:
-        if atomic_commit.PARTIAL in str(source):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", failing)
-    assert "(EIO)" in refused(2, trained, old[0])
-
-
 def test_keep_removes_the_oldest_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "step-none").mkdir()
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1/notes.txt").write_text("no checkpoint")
-
-    def body(comm: Communicator) -> None:
-        trainer = make(comm, "mlp")
-        for k in (2, 9, 10, 11):
-            trainer.save(tmp_path / f"step-{k}", keep=3)
-
-    spawn(body, 2)
+    spawn(keeping, 2, tmp_path, [2, 9, 10, 11], 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-10", "step-11", "step-9", "step-none"]
-    spawn(lambda comm: make(comm, "mlp").save(tmp_path / "step-12", keep=1), 1)
+    spawn(keeping, 1, tmp_path, [12], 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-12", "step-none"]
 
 
@@ -535,13 +510,13 @@ def damage(path: Path, at: int, bit: int = 1) -> None:
     path.write_bytes(data)
 
 
-def broken(comm: Communicator, path: Path, name: str = "fsdp 3", **options: Any) -> None:
+def broken(comm: Communicator, path: Path, call: str = "load") -> None:
     """Load; if that is refused, nothing has changed."""
-    trainer = build(comm, name, **{"seed": 8, **options})
+    trainer = build(comm, "fsdp 3", seed=8)
     steps(trainer, "wide", 0, 1)
     before = trainer.inspect.compute_fingerprint(), trainer.global_step
     try:
-        trainer.load(path)
+        getattr(trainer, call)(path)
     finally:
         assert (trainer.inspect.compute_fingerprint(), trainer.global_step) == before
 
@@ -550,29 +525,29 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     spawn(saved, 2, tmp_path / "good")
     path = tmp_path / "bad" / "a"
     shutil.copytree(tmp_path / "good", path)
-    size = (path / "model.safetensors").stat().st_size
-    start = int.from_bytes((path / "model.safetensors").read_bytes()[:8], "little") + 8
+    model = path / "model.safetensors"
+    size, start = model.stat().st_size, int.from_bytes(model.read_bytes()[:8], "little") + 8
 
     def in_words(text: str) -> None:
         found = refused(3, broken, path)
         assert text in found, found
         shutil.copytree(tmp_path / "good", path, dirs_exist_ok=True)
 
-    damage(path / "model.safetensors", start)
+    damage(model, start)
     in_words(f"{path}: damaged: the digest of blocks.0.attn")
-    damage(path / "model.safetensors", size - 1, 128)
+    damage(model, size - 1, 128)
     in_words("damaged: the digest of norm.weight")
     damage(path / "state.safetensors", (path / "state.safetensors").stat().st_size - 1)
     in_words("damaged: the digest of v/norm.weight")
-    damage(path / "model.safetensors", start - 1, 32 ^ 10)  # a space of the header
+    damage(model, start - 1, 32 ^ 10)  # a space of the header
     in_words("model.safetensors: damaged: the digest of the header does not fit")
     damage(path / "manifest.json", 60)
     in_words("manifest.json: damaged")
-    os.truncate(path / "model.safetensors", size - 3)
+    os.truncate(model, size - 3)
     in_words(f"model.safetensors: truncated: {size - 3} bytes, its tensors need {size}")
-    os.truncate(path / "model.safetensors", 0)
+    os.truncate(model, 0)
     in_words("truncated: 0 bytes are no safetensors file")
-    (path / "model.safetensors").unlink()
+    model.unlink()
     in_words("model.safetensors: the file is missing")
     (path / "manifest.json").unlink()
     assert "is no checkpoint: it has no manifest.json" in refused(2, broken, path)
@@ -595,34 +570,23 @@ def test_a_checkpoint_that_is_not_there_names_the_newest_one(tmp_path: Path) -> 
 
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
     spawn(saved, 1, tmp_path / "a")
-    values = safetensors.numpy.load_file(tmp_path / "a/model.safetensors")
+    values, weights = safetensors.numpy.load_file(tmp_path / "a/model.safetensors"), tmp_path / "w.safetensors"
 
     def in_words(changed: dict[str, Any], message: str) -> None:
-        safetensors.numpy.save_file(changed, tmp_path / "w.safetensors")
+        safetensors.numpy.save_file(changed, weights)
+        assert refused(2, broken, weights, "load_parameters") == f"load_parameters {weights}: {message}"
 
-        def body(comm: Communicator) -> None:
-            trainer = make(comm, "wide", seed=8)
-            before = trainer.inspect.compute_fingerprint()
-            try:
-                trainer.load_parameters(tmp_path / "w.safetensors")
-            finally:
-                assert trainer.inspect.compute_fingerprint() == before
-
-        assert refused(2, body) == f"load_parameters {tmp_path}/w.safetensors: {message}"
-
-    rest = {name: value for name, value in values.items() if name != "norm.weight"}
-    in_words(rest, f"missing: norm.weight ({RENAME_HINT})")
-    in_words(values | {"extra": np.ones(3)}, f"not in the model: extra ({RENAME_HINT})")
-    in_words(rest | {"extra": np.ones(3)}, f"missing: norm.weight; not in the model: extra ({RENAME_HINT})")
-    in_words(values | {"norm.weight": np.ones(21)}, "of the wrong shape: norm.weight is (21,) instead of (20,)")
-    in_words(
-        values | {"norm.weight": np.ones(20, np.int64)},
-        "norm.weight has the format I64: weights are F64, F32, F16, BF16",
-    )
-    in_words(
-        values | {"norm.weight": np.ones(20, np.float32)},
-        "norm.weight is float32 there and float64 in the trainer: say convert=True to round or widen it",
-    )
+    norm = values.pop("norm.weight")
+    in_words(values, f"missing: norm.weight ({RENAME_HINT})")
+    in_words(values | {"norm.weight": norm, "extra": np.ones(3)}, f"not in the model: extra ({RENAME_HINT})")
+    in_words(values | {"extra": np.ones(3)}, f"missing: norm.weight; not in the model: extra ({RENAME_HINT})")
+    for wrong, message in (
+        (np.ones(21), "of the wrong shape: norm.weight is (21,) instead of (20,)"),
+        (np.ones(20, np.int64), "norm.weight has the format I64: weights are F64, F32, F16, BF16"),
+        (np.ones(20, "f4"), "norm.weight is float32 there and float64 in the trainer: say convert=True to round or "
+                            "widen it"),
+    ):  # fmt: skip
+        in_words(values | {"norm.weight": wrong}, message)
     in_words({}, "missing: blocks.0.attn.out.bias, blocks.0.attn.out.weight, blocks.0.attn.qkv.bias, "
          f"blocks.0.attn.qkv.weight, blocks.0.mlp.down.bias and 23 more ({RENAME_HINT})")  # fmt: skip
     text = refused(2, lambda comm: make(comm, "wide", optimizer=optim.SGD(lr=1, momentum=0.9)).load(tmp_path / "a"))
@@ -633,28 +597,25 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
-    def fresh() -> dict[str, Any]:
-        spawn(saved, 1, tmp_path / "a")
-        spawn(lambda comm: saved(comm, tmp_path / "a", shard_bytes=20_000), 1)
-        (tmp_path / "a/manifest.json").unlink()
-        (tmp_path / "a/state.safetensors").unlink()
-        return json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
+    index = tmp_path / "a/model.safetensors.index.json"
 
-    def in_words(index: Any, message: str) -> None:
-        (tmp_path / "a/model.safetensors.index.json").write_text(json.dumps(index))
+    def in_words(table: Any, message: str) -> None:
+        index.write_text(json.dumps(table))
         text = refused(1, lambda comm: make(comm, "wide").load_parameters(tmp_path / "a"))
         assert message in text, text
 
-    index = fresh()
-    names = index["weight_map"]
+    spawn(saved, 1, tmp_path / "a")
+    spawn(lambda comm: saved(comm, tmp_path / "a", shard_bytes=20_000), 1)
+    for name in ("manifest.json", "state.safetensors"):
+        (tmp_path / "a" / name).unlink()
+    names = json.loads(index.read_text())["weight_map"]
     files = sorted(set(names.values()))
     in_words({}, "this is no index of safetensors files: 'weight_map'")
     in_words({"weight_map": names | {"more": files[0]}}, "tensor 'more' is in the index or in a file, but not in both")
     in_words({"weight_map": names | {"more": "../x"}}, "'../x' is no name of a file in the same folder")
     in_words({"weight_map": names | {"more": "nothing"}}, "nothing: the file is missing")
-    wrong = {
-        name: files[0] if file == files[1] else files[1] if file == files[0] else file for name, file in names.items()
-    }
+    swapped = dict(zip(files, [files[1], files[0], *files[2:]], strict=True))
+    wrong = {name: swapped[file] for name, file in names.items()}
     in_words({"weight_map": wrong}, f"is in {files[0]}, the index says {files[1]}")
 
 
@@ -689,9 +650,7 @@ def test_ranks_that_work_in_different_folders_are_told_so(tmp_path: Path, monkey
     spawn(saved, 2, tmp_path / "b")
 
 
-def test_a_relative_path_that_is_not_there_is_looked_for_by_its_whole_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_that_is_not_there_is_looked_for_by_its_whole_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(f"in {tmp_path} there is nothing")) as caught:
         spawn(lambda comm: make(comm, "wide").load("a"), 2)

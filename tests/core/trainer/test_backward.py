@@ -5,13 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import CASES, make
+from models import CASES, make, own_part, part
 from present import needs
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
+from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.init import open_world as open_world
+from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.errors import ConfigError, DataError, DesyncError
 from fsdpx.testing import assert_close
 
@@ -43,13 +45,9 @@ def gradients(comm: Communicator, **options: Any) -> Any:
     """The gradients of this data rank's inputs and of all parameters."""
     options = {"precision": "float64", "group_bytes": 0, "seed": 3, **options}
     trainer = two_inputs().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
-    x, dy = batch(12)
-    mine = slice(
-        12 * trainer.data_group.rank // trainer.data_group.size,
-        12 * (trainer.data_group.rank + 1) // trainer.data_group.size,
-    )
-    trainer.forward(tuple(part[mine] for part in x))
-    dx = trainer.backward(tuple(part[mine] for part in dy))
+    (x, dy), mine = batch(12), part(trainer.data_group, 12)
+    trainer.forward(tuple(array[mine] for array in x))
+    dx = trainer.backward(tuple(array[mine] for array in dy))
     return mine, dx, trainer.gradients(), trainer.parameters()
 
 
@@ -59,12 +57,8 @@ def test_backward_gives_what_the_model_gives() -> None:
     directions = np.random.default_rng(1).normal(size=(12, 6)), np.random.default_rng(2).normal(size=(12, 3))
 
     def total(step: float) -> float:
-        from fsdpx.core.array.random import Random
-        from fsdpx.core.comm.mesh import make_single_rank_axes
-        from fsdpx.nn import LayerContext
-
         moved = x[0] + step * directions[0], x[1], x[2] + step * directions[1]
-        y, _ = model.forward(LayerContext(np, make_single_rank_axes(), Random(0)), values, moved)
+        y, _ = model.forward(nn.LayerContext(np, make_single_rank_axes(), Random(0)), values, moved)
         return sum(float(np.sum(a * b)) for a, b in zip(y, dy, strict=True))
 
     assert dx[1] is None
@@ -106,10 +100,10 @@ def test_a_gradient_of_whole_numbers_is_one_of_numbers(dtype: Any) -> None:
 
 
 def test_zero_grad_forgets_gradients_and_nothing_else() -> None:
-    def run(comm: Communicator, strategy: str, detour: bool, local: bool) -> Any:
+    def run(comm: Communicator, strategy: str, detour: str) -> Any:
         trainer = make(comm, "mlp", strategy)
         x, y = CASES["mlp"].batch(np.random.default_rng(comm.rank), 4)
-        if detour and local:
+        if detour == "local":
             with trainer.no_sync():
                 trainer.accumulate(x, y)
         elif detour:
@@ -126,10 +120,9 @@ def test_zero_grad_forgets_gradients_and_nothing_else() -> None:
         return trainer.parameters()
 
     for strategy in ("ddp", "fsdp", "zero2"):
-        want = spawn(lambda comm, s=strategy: run(comm, s, False, False), 2)[0]
-        for local in (False, True):
-            got = spawn(lambda comm, s=strategy, k=local: run(comm, s, True, k), 2)[0]
-            assert_close(got, want)  # (strategy, local)
+        want = spawn(run, 2, strategy, "")[0]
+        for detour in ("summed", "local"):
+            assert_close(spawn(run, 2, strategy, detour)[0], want)
 
 
 class Interrupted(nn.Layer):
@@ -153,8 +146,7 @@ class Interrupted(nn.Layer):
 def test_a_step_that_ctrl_c_breaks_off_leaves_no_gradients(options: dict[str, Any]) -> None:
     def run(comm: Communicator, interrupts: bool) -> Any:
         model = nn.Sequential(nn.Linear(4, 8), Interrupted(), nn.Linear(8, 3))
-        adam = optim.AdamW(lr=1e-2)
-        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=adam, comm=comm, precision="float64", **options)
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-2), comm=comm, **options)
         x = np.random.default_rng(0).normal(size=(12, 4))
         if interrupts:
             Interrupted.armed = True
@@ -181,8 +173,8 @@ def test_frozen_parameters_stay_and_the_others_do_not_notice(case: str, pattern:
         return before, trainer.parameters(), losses, trainer.unfreeze(pattern), trainer.step(*batches[0])
 
     for strategy in ("ddp", "fsdp"):
-        before, after, losses, _, _ = spawn(lambda comm, s=strategy: run(comm, s, False), 3)[0]
-        _, want, want_losses, _, _ = spawn(lambda comm, s=strategy: run(comm, s, True), 3)[0]
+        before, after, losses, _, _ = spawn(run, 3, strategy, False)[0]
+        _, want, want_losses, _, _ = spawn(run, 3, strategy, True)[0]
         assert_close(after, want, 1e-13)
         np.testing.assert_allclose(losses, want_losses, rtol=1e-13)
         still = [name for name in before if (before[name] == after[name]).all()]
@@ -204,23 +196,23 @@ def test_what_was_frozen_goes_on_with_its_optimizer_state() -> None:
 
     for held, there, last in spawn(run, 2):
         names = ["0.weight", "0.bias", "2.bias"]
-        assert [name for name in held if (held[name] == there[name]).all()] == ["0.weight", "0.bias", "2.bias"]
+        assert [name for name in held if (held[name] == there[name]).all()] == names
         assert all((there[name] != last[name]).any() for name in names)
 
 
 def test_freeze_is_the_same_on_all_ranks_and_between_updates() -> None:
-    def run(comm: Communicator, what: str) -> None:
+    def run(comm: Communicator) -> None:
         trainer = make(comm, "mlp")
-        if what == "adding":
-            trainer.accumulate(*CASES["mlp"].batch(np.random.default_rng(0), 4))
-        trainer.freeze("9.*" if what == "unknown" else f"{2 * comm.rank}.*")
+        with pytest.raises(ConfigError, match=r"freeze: '9\.\*' matches no parameter; there are '0\.weight', '0\.bias"):
+            trainer.freeze("9.*")
+        trainer.accumulate(*own_part(comm, "mlp", 8))
+        with pytest.raises(ConfigError, match="freeze: gradients are being added up; call update or zero_grad first"):
+            trainer.freeze("0.*")
+        trainer.zero_grad()
+        trainer.freeze(f"{2 * comm.rank}.*")
 
-    with pytest.raises(ConfigError, match=r"freeze: '9\.\*' matches no parameter; there are '0\.weight', '0\.bias'"):
-        spawn(lambda comm: run(comm, "unknown"), 2)
-    with pytest.raises(ConfigError, match="freeze: gradients are being added up; call update or zero_grad first"):
-        spawn(lambda comm: run(comm, "adding"), 2)
     with pytest.raises(DesyncError, match=r"rank 0: freeze\('0\.\*'\); rank 1: freeze\('2\.\*'\)"):
-        spawn(lambda comm: run(comm, "differ"), 2)
+        spawn(run, 2)
 
 
 FORMATS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", ">i4", ">u2", ">f4")
@@ -275,10 +267,6 @@ def results(comm: Communicator | None, model: nn.Layer, x: Any, **options: Any) 
         return y, trainer.step(x, target), trainer.evaluate(x, target), trainer.forward(x), trainer.parameters()
 
 
-def same(a: Any, b: Any) -> None:
-    assert_close(a, b)
-
-
 @pytest.mark.parametrize(("layer", "precision"), [
     *(pytest.param(n, "float32", marks=needs("fields") if "2d" in n else ()) for n in NUMBERS),
     ("BatchNorm", "float64"), ("Linear", "float64"),
@@ -286,17 +274,17 @@ def same(a: Any, b: Any) -> None:
 def test_whole_numbers_give_what_floats_of_the_same_values_give(layer: str, precision: str) -> None:
     want = results(None, NUMBERS[layer](), IMAGES.astype("float64"), precision=precision)
     for kind in FORMATS:
-        same(results(None, NUMBERS[layer](), IMAGES.astype(kind), precision=precision), want)
+        assert_close(results(None, NUMBERS[layer](), IMAGES.astype(kind), precision=precision), want)
     truth = results(None, NUMBERS[layer](), (IMAGES % 2).astype("float32"), precision=precision)
-    same(results(None, NUMBERS[layer](), IMAGES % 2 == 1, precision=precision), truth)
+    assert_close(results(None, NUMBERS[layer](), IMAGES % 2 == 1, precision=precision), truth)
 
 
 @pytest.mark.parametrize("layer", INDICES)
 def test_indices_stay_whole_numbers_of_any_format(layer: str) -> None:
     want = results(None, INDICES[layer](), IMAGES)
     for kind in FORMATS[:-1]:
-        same(results(None, INDICES[layer](), IMAGES.astype(kind)), want)
-    same(results(None, INDICES[layer](), IMAGES % 2 == 1), results(None, INDICES[layer](), IMAGES % 2))
+        assert_close(results(None, INDICES[layer](), IMAGES.astype(kind)), want)
+    assert_close(results(None, INDICES[layer](), IMAGES % 2 == 1), results(None, INDICES[layer](), IMAGES % 2))
 
 
 def test_an_input_of_indices_and_numbers_is_what_two_inputs_are() -> None:
@@ -312,7 +300,10 @@ def test_an_input_of_indices_and_numbers_is_what_two_inputs_are() -> None:
         with fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1)) as trainer:
             return trainer.predict(batch), trainer.step(batch, target), trainer.parameters()
 
-    same(run(one, x), run(apart, (x, x.astype("float32"))))
+    assert_close(run(one, x), run(apart, (x, x.astype("float32"))))
+
+
+TENSOR_PLAN = {"n.last": nn.sharding.ColumnParallel, "1": nn.sharding.RowParallel}
 
 
 @pytest.mark.parametrize(
@@ -321,30 +312,22 @@ def test_an_input_of_indices_and_numbers_is_what_two_inputs_are() -> None:
         {"strategy": "fsdp"},
         {"strategy": "ddp", "recompute": "all"},
         {"mesh": Mesh(shard=1, pipe=2), "microbatches": 2},
-        {
-            "mesh": Mesh(shard=1, tensor=2),
-            "tensor_plan": {"n.last": nn.sharding.ColumnParallel, "1": nn.sharding.RowParallel},
-        },
+        {"mesh": Mesh(shard=1, tensor=2), "tensor_plan": TENSOR_PLAN},
     ],
     ids=["fsdp", "recompute", "pipe", "tensor"],
 )
 def test_the_rule_is_the_same_on_ranks_that_share_a_model(options: Any) -> None:
-    def model() -> nn.Layer:
-        first = {
-            "n": nn.Sequential(nn.Flatten(2), nn.Residual(nn.LayerNorm(16)), nn.Flatten(), {"last": nn.Linear(48, 2)})
-        }
-        return nn.Sequential(first, nn.Linear(2, 2))
-
     def run(comm: Communicator, kind: str) -> Any:
         x = IMAGES if "mesh" in options else np.array_split(IMAGES, 2)[comm.rank]
-        with fsdpx.distribute(model(), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **options) as trainer:
+        inner = nn.Sequential(nn.Flatten(2), nn.Residual(nn.LayerNorm(16)), nn.Flatten(), {"last": nn.Linear(48, 2)})
+        model = nn.Sequential({"n": inner}, nn.Linear(2, 2))
+        with fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **options) as trainer:
             target = np.zeros((len(x), 2))
             losses = [trainer.step(x.astype(kind), target) for _ in range(2)]
             return np.array(losses), trainer.evaluate(x.astype(kind), target), trainer.parameters()
 
     for kind in ("uint8", ">i4"):
-        for one, other in zip(fsdpx.spawn(run, 2, kind), fsdpx.spawn(run, 2, "float32"), strict=True):
-            same(one, other)
+        assert_close(spawn(run, 2, kind), spawn(run, 2, "float32"))
 
 
 def test_tokens_of_few_bits_and_foreign_byte_order_are_generated_from() -> None:
@@ -395,9 +378,8 @@ def test_a_layer_of_the_users_says_in_one_word_that_it_takes_indices() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", ["uint8", ">i4", "bool"])
 def test_under_mpi(kind: str) -> None:
-    comm, x = open_world("node"), IMAGES.astype(kind)
-    make = NUMBERS["Residual"]
-    same(results(comm, make(), x), results(comm, make(), x.astype("float32")))
+    comm, x, model = open_world("node"), IMAGES.astype(kind), NUMBERS["Residual"]()
+    assert_close(results(comm, model, x), results(comm, model, x.astype("float32")))
 
 
 @pytest.mark.parametrize("layers", [[nn.GELU, nn.Linear], [nn.LayerNorm, nn.Tanh]])

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from models import alike
 from present import needs
 
 import fsdpx
@@ -49,43 +50,29 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
 }
 
 
-def told(size: int, act: Callable[[Communicator], object]) -> set[str]:
-    def run(comm: Communicator) -> str:
-        try:
-            act(comm)
-        except DesyncError as error:
-            return str(error)
-        return "no error"
-
-    return set(spawn(run, size, timeout=60))
-
-
-@pytest.mark.parametrize("other", ["step", "save"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "other"), [(call, other) for call in CALLS for other in ("step", "save") if call != other]
+)
 def test_a_rank_that_calls_something_else_is_named_on_all(tmp_path: Path, call: str, other: str) -> None:
-    if call == other:
-        return
-
     def act(comm: Communicator) -> None:
         t = trainer(comm, strategy="ddp")
         if "accumulate" in (call, other) or call in ("update", "gradients"):
             t.accumulate(X, Y)
         CALLS[call if comm.rank == 1 else other](t, tmp_path)
 
-    assert told(3, act) == {
-        f"ranks called different methods: ranks 0, 2: {other}; rank 1: {call}. All ranks make the same calls, in the "
-        "same order"
-    }
+    assert alike(3, act) == (
+        f"DesyncError: ranks called different methods: ranks 0, 2: {other}; rank 1: {call}. All ranks make the same "
+        "calls, in the same order"
+    )
 
 
-def test_a_gradient_of_the_caller(tmp_path: Path) -> None:
+def test_a_gradient_of_the_caller() -> None:
     def act(comm: Communicator) -> None:
         t = trainer(comm)
         dy = np.ones_like(t.forward(X))
         t.backward(dy) if comm.rank else t.parameters()
 
-    (text,) = told(2, act)
-    assert "rank 0: parameters; rank 1: backward." in text
+    assert "rank 0: parameters; rank 1: backward." in alike(2, act)
 
 
 def test_another_trainer_on_one_rank() -> None:
@@ -93,8 +80,7 @@ def test_another_trainer_on_one_rank() -> None:
         t = trainer(comm)
         trainer(comm) if comm.rank else t.step(X, Y)
 
-    (text,) = told(2, act)
-    assert "rank 0: step; rank 1: distribute." in text
+    assert "rank 0: step; rank 1: distribute." in alike(2, act)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pipe=2), Mesh(tensor=1, shard=2)])
@@ -104,8 +90,7 @@ def test_the_same_calls_on_other_meshes(mesh: Mesh) -> None:
         t.step(X, Y)
         t.evaluate(X, Y) if comm.rank else t.step(X, Y)
 
-    (text,) = told(2, act)
-    assert "rank 0: step; rank 1: evaluate." in text
+    assert "rank 0: step; rank 1: evaluate." in alike(2, act)
 
 
 @needs("elastic")
@@ -130,14 +115,12 @@ def test_a_good_batch_against_a_bad_one_is_still_the_error_of_the_batch() -> Non
 
 def test_the_largest_of_few_and_of_many_values() -> None:
     def run(comm: Communicator) -> list[Any]:
-        t = trainer(comm)
-        few = t.call_runner.all_reduce_max(np.array([comm.rank - 5.5, -comm.rank]), "few")
-        whole = t.call_runner.all_reduce_max(np.array([2**60 + comm.rank]), "whole")
-        many = t.call_runner.all_reduce_max(np.arange(20.0) * (-1) ** comm.rank, "many")
-        return [few.tolist(), whole.tolist(), many.tolist()]
+        largest = trainer(comm).call_runner.all_reduce_max
+        few, whole = np.array([comm.rank - 5.5, -comm.rank]), np.array([2**60 + comm.rank])
+        many = np.arange(20.0) * (-1) ** comm.rank
+        return [largest(values, "a call").tolist() for values in (few, whole, many)]
 
-    for found in spawn(run, 3):
-        assert found == [[-3.5, 0.0], [2**60 + 2], np.arange(20.0).tolist()]
+    assert spawn(run, 3) == [[[-3.5, 0.0], [2**60 + 2], np.arange(20.0).tolist()]] * 3
 
 
 MLP = nn.Sequential(
@@ -177,21 +160,17 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(use: 
 
 
 @pytest.mark.parametrize(
-    ("use", "given"),
+    ("use", "text"),
     [
-        (lambda: made(frozen=5), "frozen=5"),
-        (lambda: made().freeze(5), "freeze=(5,)"),
-        (lambda: nn.Sequential(nn.Linear(2, 2), frozen={"0.*": True}), "frozen={'0.*': True}"),
+        (lambda: made(frozen=5), "frozen=5: a list of name patterns is needed"),
+        (lambda: made().freeze(5), "freeze=(5,): a list of name patterns is needed"),
+        (lambda: nn.Sequential(ONE, frozen={"0.*": True}), "frozen={'0.*': True}: a list of name patterns is needed"),
+        (lambda: made().parameters(names=5), "parameters(names=5): a list of texts, or None is needed"),
     ],
 )
-def test_what_is_no_list_of_patterns_is_an_error(use: Any, given: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"{given}: a list of name patterns is needed")):
+def test_what_is_no_list_is_an_error(use: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
         use()
-
-
-def test_names_of_parameters_are_a_list() -> None:
-    with pytest.raises(ConfigError, match=r"parameters\(names=5\): a list of texts, or None is needed"):
-        made().parameters(names=5)
 
 
 def test_names_of_files_that_nothing_has_are_an_error_with_the_nearest() -> None:
@@ -202,12 +181,11 @@ def test_names_of_files_that_nothing_has_are_an_error_with_the_nearest() -> None
 
 def spared(trainer: Any) -> set[str]:
     """The parameters without weight decay, by the optimizer's own groups."""
-    held = trainer.inspect.placement.segments_of_own_shard_by_page.values()
-    groups = trainer.inspect.placement.optimizer.groups
-    every = [
-        (s, run) for part in held for s, run in zip(part.items, part.hyperparameters_per_segment(groups), strict=True)
-    ]
-    return {s.name for s, run in every if run.get_weight_decay(0.1) == 0}
+    found, groups = set(), trainer.inspect.placement.optimizer.groups
+    for part in trainer.inspect.placement.segments_of_own_shard_by_page.values():
+        runs = zip(part.items, part.hyperparameters_per_segment(groups), strict=True)
+        found |= {segment.name for segment, run in runs if run.get_weight_decay(0.1) == 0}
+    return found
 
 
 MODELS: dict[str, tuple[Any, str]] = {
@@ -316,7 +294,8 @@ def test_a_folder_of_offloaded_state_is_free_again(tmp_path: Path) -> None:
 def test_among_processes(tmp_path: Path) -> None:
     from trials import job  # ranks run this file without the folders of the tests
 
-    done = job(tmp_path, Path(__file__).read_text(), ranks=2, PYTHONPATH=str(Path(__file__).parents[2]))
+    folders = Path(__file__).parents[2], Path(__file__).parents[1] / "engine"
+    done = job(tmp_path, Path(__file__).read_text(), ranks=2, PYTHONPATH=os.pathsep.join(map(str, folders)))
     assert done.status == 0, done.out + done.err
 
 
@@ -326,20 +305,16 @@ if __name__ == "__main__":
 
 
 def said(batches: Any, size: int = 2, steps: int = 1, **options: Any) -> list[str]:
-    """What `batches(comm, step)` makes each rank warn of."""
+    """What `batches(data_group, step)` makes each rank warn of."""
 
     def run(comm: Communicator) -> None:
-        trainer = nn.Linear(3, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **options)
+        trainer = made(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), **options)
         for n in range(steps):
-            trainer.step(*batches(comm, n))
+            trainer.step(*batches(trainer.data_group, n))
 
-    return warned(lambda: spawn(run, size))
-
-
-def warned(run: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        run()
+        spawn(run, size)
     return [str(one.message) for one in found]
 
 
@@ -354,8 +329,7 @@ def test_the_same_batch_on_all_ranks_is_named_once_with_the_remedy(strategy: str
     assert text == (
         "fsdpx: all 3 data ranks train on the same samples (8 so far), so together they do what one rank would: give "
         "each its part of the global batch, as DataLoader(comm=trainer.data_group) does, or cut it by "
-        "trainer.data_group.rank and "
-        "trainer.data_group.size"
+        "trainer.data_group.rank and trainer.data_group.size"
     )
 
 
@@ -365,18 +339,9 @@ def test_small_batches_are_named_when_chance_is_ruled_out() -> None:
 
 
 def test_with_a_pipe_the_data_ranks_count() -> None:
-    mesh = Mesh(replica=2, pipe=2)
-
-    def run(own: bool) -> list[str]:
-        def train(comm: Communicator) -> None:
-            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-            trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), mesh=mesh, group_bytes=0)
-            trainer.step(*draw(8, trainer.data_group.rank if own else 0))
-
-        return warned(lambda: spawn(train, 4))
-
-    assert not run(own=True)
-    assert len(run(own=False)) == 1
+    options = {"mesh": Mesh(replica=2, pipe=2), "group_bytes": 0}
+    assert not said(lambda group, n: draw(8, group.rank), 4, **options)
+    assert len(said(lambda group, n: draw(8), 4, **options)) == 1
 
 
 def test_constant_idle_and_different_batches_are_fine() -> None:

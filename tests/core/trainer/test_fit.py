@@ -4,17 +4,20 @@ import functools
 import io
 import json
 import re
+import sys
 import threading
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 from bits import bits
 from metric_rows import rows_of
-from models import CASES, make, part
+from models import CASES, alike, make, part
 from present import needs
 
 from fsdpx import CheckpointConfig, Mesh, data, nn, optim, spawn
@@ -51,6 +54,15 @@ def held(trainer: Any, rows: int = 7) -> list[Any]:
     return [(x[mine], y[mine])]
 
 
+def fit(
+    comm: Communicator, *, rows: int = 24, validation: bool = False, made: Any = None, **options: Any
+) -> FitHistory:
+    """An epoch of three batches, unless `options` of fit say otherwise. made: options of the trainer."""
+    trainer = make(comm, "mlp", **(made or {}))
+    given = {"validation": held(trainer) if validation else None, "progress": False, **options}
+    return trainer.fit(loader(trainer, rows), **given)
+
+
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
@@ -83,38 +95,26 @@ def test_metrics_are_means_over_the_global_batch(size: int, mesh: Mesh | None) -
 
 def test_a_count_is_exact_at_any_number_of_ranks() -> None:
     """Seven samples on three ranks: a mean of means would not be a seventh."""
-
-    def run(comm: Communicator) -> float:
-        trainer = make(comm, "mlp")
-        right = {"right": lambda y, t: t[:, 0] > 0}
-        history = trainer.fit(loader(trainer), metrics=right, validation=held(trainer), progress=False)
-        return history.metrics["right"][0][1]
-
     want = float((batch(7, seed=1)[1][:, 0] > 0).sum()) / 7
     assert 0 < want < 1
-    assert ranks(3, run) == [want] * 3
+    for history in ranks(3, fit, validation=True, metrics={"right": lambda y, t: t[:, 0] > 0}):
+        assert history.metrics["right"][0][1] == want
 
 
-def test_metrics_that_do_not_fit() -> None:
-    def run(comm: Communicator, metric: Any, **options: Any) -> None:
-        trainer = make(comm, "mlp")
-        given = {"validation": held(trainer)} | options
-        trainer.fit(loader(trainer), metrics={"mine": metric}, progress=False, **given)
+def test_metrics_that_do_not_fit(tmp_path: Path) -> None:
+    def refused(size: int, metrics: Any, **options: Any) -> str:
+        return alike(size, lambda comm: fit(comm, metrics=metrics(comm.rank), **{"validation": True, **options}))
 
-    with pytest.raises(ConfigError, match=r"metric 'mine': it returned one number, .*: return an array with a value"):
-        spawn(lambda comm: run(comm, lambda y, t: float(y.mean())), 2)
-    with pytest.raises(ConfigError, match=r"metrics and restore_best are about validation=\.\.\., and none is given"):
-        spawn(lambda comm: run(comm, square, validation=None), 1)
-
-    def on_one(comm: Communicator) -> str:
-        def metric(y: Any, t: Any) -> Any:
-            return [1.0 / comm.rank] * len(y)  # fails on rank 0
-
-        with pytest.raises(ConfigError) as caught:
-            run(comm, metric)
-        return str(caught.value)
-
-    assert set(spawn(on_one, 3)) == {"rank 0: metric 'mine': float division by zero"}
+    text = refused(2, lambda rank: {"mine": lambda y, t: float(y.mean())})
+    assert re.match("ConfigError: .*metric 'mine': it returned one number, .*: return an array with a value", text)
+    text = refused(1, lambda rank: {"mine": square}, validation=False)
+    assert text.startswith("ConfigError: fit: metrics and restore_best are about validation=..., and none is given")
+    text = refused(3, lambda rank: {"mine": lambda y, t: [1.0 / rank] * len(y)})
+    assert text == "ConfigError: rank 0: metric 'mine': float division by zero"
+    text = refused(2, lambda rank: {"ab"[rank]: square}, every=1)
+    assert text == "ConfigError: ranks differ in metrics (rank 0: ['a']; rank 1: ['b']). Give all ranks the same"
+    text = refused(1, lambda rank: {"loss": square, "mine": square}, log=tmp_path)
+    assert text == "ConfigError: fit(metrics=...): the log has columns named 'loss': choose other names"
 
 
 @needs("elastic")
@@ -162,11 +162,9 @@ class Notes:
 
 def test_callbacks_are_called_on_all_ranks() -> None:
     def run(comm: Communicator) -> Any:
-        trainer, notes, rates = make(comm, "mlp"), Notes(), []
-        trainer.fit(
-            loader(trainer, 16), epochs=2, validation=held(trainer), every=3, progress=False,
-            callbacks=[notes, lambda t, history: rates.append((t.inspect.last_update.lr, t.parameters() != {}))],
-        )  # fmt: skip
+        notes, rates = Notes(), []
+        callbacks = [notes, lambda t, history: rates.append((t.inspect.last_update.lr, t.parameters() != {}))]
+        fit(comm, rows=16, epochs=2, validation=True, every=3, callbacks=callbacks)
         return notes.seen, rates
 
     for seen, rates in ranks(2, run):
@@ -181,12 +179,9 @@ def test_an_epoch_counts_when_steps_end_with_its_last_batch(kind: str, tmp_path:
 
     def run(comm: Communicator, steps: int, folder: Path) -> Any:
         trainer, notes = make(comm, "mlp"), Notes()
-        batches: Any = loader(trainer)
-        saved = folder if kind == "loader" else None
-        batches = {"list": list, "iterator": iter, "loader": lambda same: same}[kind](batches)
-        history = trainer.fit(
-            batches, epochs=None, steps=steps, checkpoints=saved, every=9, progress=False, callbacks=notes
-        )
+        batches = {"list": list, "iterator": iter, "loader": lambda same: same}[kind](loader(trainer))
+        options = {"checkpoints": folder if kind == "loader" else None, "every": 9, "progress": False}
+        history = trainer.fit(batches, epochs=None, steps=steps, callbacks=notes, **options)
         return history.epochs, [word for word in notes.seen if word.startswith("epoch")]
 
     last = ranks(2, run, 3, tmp_path / "a")[0]
@@ -202,43 +197,23 @@ def test_an_epoch_counts_when_steps_end_with_its_last_batch(kind: str, tmp_path:
 
 def test_an_error_in_a_callback_still_ends_the_others() -> None:
     def run(comm: Communicator) -> list[str]:
-        trainer, notes = make(comm, "mlp"), Notes()
-
-        def fail(trainer: Any, history: FitHistory) -> None:
-            raise ValueError("mine")
-
+        notes = Notes()
         with pytest.raises(ValueError, match="mine"):
-            trainer.fit(loader(trainer), callbacks=[notes, fail], progress=False)
+            fit(comm, callbacks=[notes, Mock(spec=["__call__"], side_effect=ValueError("mine"))])
         return notes.seen
 
     assert ranks(2, run) == [["begin", "step 1", "end"]] * 2
 
 
 def test_a_callback_that_cannot_begin_ends_those_that_have(tmp_path: Path) -> None:
-    class Fails:
-        def on_train_begin(self, trainer: Any, history: FitHistory) -> None:
-            raise ValueError("mine")
-
     def run(comm: Communicator) -> list[str]:
-        trainer, notes = make(comm, "mlp"), Notes()
+        notes, fails = Notes(), SimpleNamespace(on_train_begin=Mock(side_effect=ValueError("mine")))
         with pytest.raises(ValueError, match="mine"):
-            trainer.fit(loader(trainer), log=tmp_path, callbacks=[notes, Fails()], progress=False)
-        trainer.fit(loader(trainer), log=tmp_path, progress=False)  # the log is not locked
+            fit(comm, log=tmp_path, callbacks=[notes, fails])
+        fit(comm, log=tmp_path)  # the log is not locked
         return notes.seen
 
     assert ranks(1, run) == [["begin", "end"]]
-
-
-def test_metrics_that_differ_between_ranks_are_told() -> None:
-    def run(comm: Communicator) -> str:
-        trainer = make(comm, "mlp")
-        with pytest.raises(ConfigError) as caught:
-            trainer.fit(
-                loader(trainer), validation=held(trainer), metrics={"ab"[comm.rank]: square}, every=1, progress=False
-            )
-        return str(caught.value)
-
-    assert ranks(2, run) == ["ranks differ in metrics (rank 0: ['a']; rank 1: ['b']). Give all ranks the same"] * 2
 
 
 def test_callbacks_that_would_never_be_called() -> None:
@@ -256,12 +231,8 @@ def test_callbacks_that_would_never_be_called() -> None:
 
 def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdpx.ext.observe.progress.LINE_INTERVAL_SECONDS", 0.0)
-
-    def run(comm: Communicator) -> None:
-        trainer = make(comm, "mlp", clip_norm=1.0)
-        trainer.fit(loader(trainer), epochs=2, validation=held(trainer), metrics={"s": square}, every=3, unit="rows")
-
-    ranks(2, run)
+    options = {"epochs": 2, "validation": True, "metrics": {"s": square}, "every": 3, "unit": "rows", "progress": True}
+    ranks(2, fit, made={"clip_norm": 1.0}, **options)
     lines = said(capsys)
     number = r"[\d.,e+-]+"
     assert re.fullmatch(f"epoch 1/2  step 1/6  loss {number}  lr 0.01  norm {number}", lines[0])
@@ -294,12 +265,7 @@ def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_terminal_it_is_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "150")
-
-    def run(comm: Communicator) -> None:
-        trainer = make(comm, "mlp", clip_norm=1.0)
-        trainer.fit(loader(trainer), epochs=2, validation=held(trainer), every=3)
-
-    ranks(2, run)
+    ranks(2, fit, made={"clip_norm": 1.0}, epochs=2, validation=True, every=3, progress=True)
     err = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capsys.readouterr().err)  # without colors
     assert re.search(r"epoch 2/2 .* 6/6 loss [\d.]+  [\d,]+ samples/s  lr 0.01  norm [\d.]+ 00:00", err)
     assert err.count("step 3/6  validation loss ") == 1
@@ -312,8 +278,7 @@ def test_without_standard_error_it_is_silent(monkeypatch: pytest.MonkeyPatch, cl
     gone.close()
     monkeypatch.setattr("logging.raiseExceptions", False)
     monkeypatch.setattr("sys.stderr", gone if closed else None)
-    trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
-    assert trainer.fit(loader(trainer)).steps == 3
+    assert ranks(1, fit, progress=True)[0].steps == 3
 
 
 def test_the_rate_leaves_validation_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,17 +288,16 @@ def test_the_rate_leaves_validation_out(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("fsdpx.ext.observe.progress.LINE_INTERVAL_SECONDS", 0.0)
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
 
-    def batches(steps: int = 3) -> Any:
-        for _ in range(steps):
-            clock[0] += 2.0
-            yield batch(8)
-
     class Slow:
-        def __iter__(self) -> Any:
-            clock[0] += 1000.0
-            return iter([batch(8)])
+        def __init__(self, seconds: float, steps: int) -> None:
+            self.seconds, self.steps = seconds, steps
 
-    history = trainer.fit(batches(), validation=Slow(), every=1)
+        def __iter__(self) -> Any:
+            for _ in range(self.steps):
+                clock[0] += self.seconds
+                yield batch(8)
+
+    history = trainer.fit(Slow(2.0, 3), validation=Slow(1000.0, 1), every=1)
     assert (history.seconds, history.samples_seen) == (6.0, 24)
     assert "4 samples/s" in capsys.readouterr().err
 
@@ -341,9 +305,7 @@ def test_the_rate_leaves_validation_out(monkeypatch: pytest.MonkeyPatch, capsys:
 # -- what takes long ---------------------------------------------------------------------------------------------------
 
 
-def test_what_takes_more_than_a_second_is_said(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_more_than_a_second_is_said(capsys, monkeypatch):
     """By rank 0, while it lasts; here less, and until the line itself is there."""
     monkeypatch.setattr(messages, "SILENCE_SECONDS", 0.05)
     spoken = threading.Event()
@@ -364,9 +326,7 @@ def test_what_takes_more_than_a_second_is_said(
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_how_far_it_is_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
-) -> None:
+def test_how_far_it_is_is_said(monkeypatch, capsys, terminal):
     """On a terminal in one line; elsewhere in few, as it may be a file."""
     clock = [0.0]
     monkeypatch.setattr(messages, "perf_counter", lambda: clock[0])
@@ -389,10 +349,8 @@ def test_how_far_it_is_is_said(
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, ["kernels"]), (2, [])])
-def test_trainers_of_single_ranks_are_spoken_of_by_the_first_of_the_job(
-    monkeypatch: pytest.MonkeyPatch, rank: int, said: list[str]
-) -> None:
-    heard: list[str] = []
+def test_trainers_of_single_ranks_are_spoken_of_by_the_first_of_the_job(monkeypatch, rank, said):
+    heard = []
 
     @contextmanager
     def hear(speaks: bool, what: str, *_: Any) -> Any:
@@ -410,13 +368,11 @@ def test_ranks_of_a_host_begin_with_different_kernels() -> None:
     made: list[int] = []
     calls = [functools.partial(made.append, number) for number in range(5)]
     for rank, order in enumerate([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0], [3, 4, 0, 1, 2]]):
-        counted: list[tuple[int, int]] = []
+        counted = Mock()
         made.clear()
-        run_warm_up_calls_in_rotated_order(
-            calls, (rank, 3), lambda done, total, counted=counted: counted.append((done, total))
-        )
+        run_warm_up_calls_in_rotated_order(calls, (rank, 3), counted)
         assert made == order
-        assert counted == [(done, 5) for done in range(6)]
+        assert counted.call_args_list == [call(done, 5) for done in range(6)]
 
 
 def test_what_is_quick_is_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -430,11 +386,8 @@ def test_what_is_quick_is_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def logged(comm: Communicator, folder: Path, steps: int | None = None, **options: Any) -> FitHistory:
-    trainer = make(comm, "mlp", clip_norm=1.0)
-    return trainer.fit(
-        loader(trainer), epochs=3, steps=steps, validation=held(trainer), metrics={"s": square}, every=4,
-        log=folder / "log", progress=False, **options,
-    )  # fmt: skip
+    options |= {"epochs": 3, "steps": steps, "every": 4, "log": folder / "log"}
+    return fit(comm, made={"clip_norm": 1.0}, validation=True, metrics={"s": square}, **options)
 
 
 def test_a_log_has_a_row_per_step_and_per_validation(tmp_path: Path) -> None:
@@ -463,14 +416,11 @@ def test_a_log_goes_on_with_its_run(tmp_path: Path) -> None:
     assert [r["step"] for r in rows_of(tmp_path / "log") if "loss" in r] == [1, 2], "another run begins anew"
 
 
-def test_a_log_without_tensorboard_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
+def test_a_log_without_tensorboard_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
     ranks(2, logged, tmp_path, 2)
-    assert said(capsys) == [
-        f"fsdpx: log {tmp_path / 'log'}: CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
-    ]
+    (line,) = said(capsys)
+    assert line == f"fsdpx: log {tmp_path}/log: CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
     assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["log.txt", "metrics.csv", "metrics.jsonl"]
 
 
@@ -489,7 +439,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.Monke
         def close(self) -> None:
             found["closed"] = True
 
-    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", type("Module", (), {"SummaryWriter": SummaryWriter}))
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=SummaryWriter))
     history = ranks(2, logged, tmp_path, 4)[0]
     assert found[str(tmp_path / "log")] == 1
     assert [found["loss", step] for step in range(1, 5)] == history.losses
@@ -502,17 +452,6 @@ def test_real_tensorboard_events(tmp_path: Path) -> None:
     ranks(2, logged, tmp_path, 4)
     (events,) = tmp_path.glob("log/events.out.tfevents.*")
     assert b"validation_loss" in events.read_bytes()
-
-
-def test_metrics_do_not_take_the_names_of_columns(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> str:
-        trainer, metrics = make(comm, "mlp"), {"loss": square, "mine": square}
-        with pytest.raises(ConfigError) as caught:
-            trainer.fit(loader(trainer), validation=held(trainer), metrics=metrics, log=tmp_path)
-        return str(caught.value)
-
-    (text,) = ranks(1, body)
-    assert text == "fit(metrics=...): the log has columns named 'loss': choose other names"
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -530,47 +469,34 @@ def test_the_training_data_may_be_the_validation(size: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("given", "what"), [(None, "None"), ((1, 2, 3), "3 values"), (5, "int")])
 def test_a_batch_that_is_none(given: Any, what: str) -> None:
-    def body(comm: Communicator) -> list[str]:
-        trainer, texts = make(comm, "mlp"), []
-        for training, validation in (([*held(trainer), given], None), (held(trainer), [given])):
-            with pytest.raises(DataError) as caught:
-                trainer.fit(training, validation=validation, progress=False)
-            texts.append(str(caught.value))
-        return texts
+    def act(comm: Communicator, validation: bool) -> None:
+        trainer = make(comm, "mlp")
+        good, bad = held(trainer), [*held(trainer), given]
+        trainer.fit(good if validation else bad, validation=bad if validation else None, progress=False)
 
-    assert ranks(1, body) == [[
-        f"fit: the loader gives a batch that is {what} and not (x, y)",
-        f"fit: the validation loader gives a batch that is {what} and not (x, y)",
-    ]]  # fmt: skip
+    for name, validation in (("loader", False), ("validation loader", True)):
+        text = alike(1, functools.partial(act, validation=validation))
+        assert text == f"DataError: fit: the {name} gives a batch that is {what} and not (x, y)"
 
 
 def test_a_new_run_does_not_begin_among_old_checkpoints(tmp_path: Path) -> None:
-    def body(comm: Communicator, resume: bool) -> str:
-        trainer, kept = make(comm, "mlp"), CheckpointConfig(tmp_path, every=2, resume=resume)
-        if resume:
-            return str(trainer.fit(loader(trainer), epochs=None, steps=4, checkpoints=kept, progress=False).steps)
-        with pytest.raises(CheckpointError) as caught:
-            trainer.fit(loader(trainer), epochs=None, steps=2, checkpoints=kept, progress=False)
-        return str(caught.value)
+    def run(comm: Communicator, resume: bool, steps: int) -> int:
+        kept = CheckpointConfig(tmp_path, every=2, resume=resume)
+        return fit(comm, epochs=None, steps=steps, checkpoints=kept).steps
 
-    assert ranks(2, body, True) == ["4", "4"]
-    assert set(ranks(2, body, False)) == {
-        f"{tmp_path / 'step-4'} is of an earlier run, which the next start would take for the newest of this one: give "
-        "CheckpointConfig(...) another folder, remove its checkpoints, or resume from them with resume=True"
-    }
+    assert ranks(2, run, True, 4) == [4, 4]
+    assert alike(2, lambda comm: run(comm, False, 2)) == (
+        f"CheckpointError: {tmp_path}/step-4 is of an earlier run, which the next start would take for the newest of "
+        "this one: give CheckpointConfig(...) another folder, remove its checkpoints, or resume from them with "
+        "resume=True"
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-4"]
 
 
 def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("a file")
-
-    def run(comm: Communicator) -> str:
-        with pytest.raises(ConfigError) as caught:
-            logged(comm, tmp_path)
-        return str(caught.value)
-
-    (text,) = set(ranks(3, run))
-    assert text.startswith(f"fit(log=...): log {tmp_path / 'log'}: rank 0: File exists (EEXIST)")
+    text = alike(3, lambda comm: logged(comm, tmp_path))
+    assert text.startswith(f"ConfigError: fit(log=...): log {tmp_path}/log: rank 0: File exists (EEXIST)")
 
 
 # -- the best weights, and runs that are finished ----------------------------------------------------------------------
@@ -585,21 +511,17 @@ def worse(comm: Communicator, folder: Path | None, **options: Any) -> Any:
     )  # fmt: skip
     x, y = batch(24)
     rows = data.DataLoader(data.ArrayDataset(x, y), options.pop("samples", 8), comm=trainer.data_group, shuffle=True)
-    seen: list[Any] = []
-    check = Falling(trainer, seen)
-    history = trainer.fit(
-        rows, validation=check, every=2,
-        checkpoints=None if folder is None else CheckpointConfig(folder, every=2, keep=2),
-        **{"epochs": 40, "patience": 3, "progress": False, **options},
-    )  # fmt: skip
-    return history, seen, trainer.parameters(), trainer.global_step
+    check, kept = Falling(trainer), None if folder is None else CheckpointConfig(folder, every=2, keep=2)
+    options = {"epochs": 40, "patience": 3, "progress": False, **options}
+    history = trainer.fit(rows, validation=check, every=2, checkpoints=kept, **options)
+    return history, check.seen, trainer.parameters(), trainer.global_step
 
 
 class Falling:
     """Validation that is best at step 4: its target is what the model says there."""
 
-    def __init__(self, trainer: Any, seen: list[Any]) -> None:
-        self.trainer, self.seen = trainer, seen
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.seen = trainer, list[Any]()
 
     def __iter__(self) -> Any:
         self.seen.append(self.trainer.parameters())
@@ -636,9 +558,8 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFix
     """The best checkpoint is beside the last ones; started again, at any number of ranks, nothing changes."""
     _, _, best, _ = ranks(2, worse, tmp_path)[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-4", "step-8"]
-    assert f"fsdpx: the weights are those of step 4, the best (validation loss 0.0000): {tmp_path / 'step-4'}" in (
-        capsys.readouterr().err
-    )
+    best_is = f"fsdpx: the weights are those of step 4, the best (validation loss 0.0000): {tmp_path}/step-4"
+    assert best_is in capsys.readouterr().err
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for history, _, parameters, _ in ranks(3, worse, tmp_path):
         assert history.losses == []
@@ -646,12 +567,10 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFix
         assert history.reason == "no better validation loss in 3 validations"
         assert same(parameters, best)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-    err = said(capsys)
-    assert err[0] == (
-        f"fsdpx: finished: no better validation loss in 3 validations at {tmp_path / 'step-10'}; "
-        "nothing is trained or saved"
-    )
-    assert err[1].startswith("fsdpx: the weights are those of step 4")
+    first, second = said(capsys)
+    reason = f"no better validation loss in 3 validations at {tmp_path}/step-10"
+    assert first == f"fsdpx: finished: {reason}; nothing is trained or saved"
+    assert second.startswith("fsdpx: the weights are those of step 4")
 
 
 def test_more_patience_or_steps_take_a_finished_run_up_again(tmp_path: Path) -> None:
@@ -676,12 +595,8 @@ def test_stop_and_epochs_finish_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_checkpoints_may_be_a_folder(tmp_path: Path) -> None:
-    def run(comm: Communicator, where: Any) -> FitHistory:
-        trainer = make(comm, "mlp")
-        return trainer.fit(loader(trainer), progress=False, checkpoints=where)
-
-    assert ranks(2, run, str(tmp_path / "run"))[0].checkpoint == tmp_path / "run" / "step-3"
-    assert ranks(2, run, tmp_path / "run")[0].losses == [], "the run is finished"
+    assert ranks(2, fit, checkpoints=str(tmp_path / "run"))[0].checkpoint == tmp_path / "run" / "step-3"
+    assert ranks(2, fit, checkpoints=tmp_path / "run")[0].losses == [], "the run is finished"
 
 
 def test_a_folder_that_cannot_be_written_is_named_before_training(tmp_path: Path) -> None:
@@ -697,12 +612,10 @@ def test_a_folder_that_cannot_be_written_is_named_before_training(tmp_path: Path
 
 
 def test_what_has_changed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"patience": None}
-    ranks(2, worse, tmp_path, steps=3, **options)
-    ranks(2, worse, tmp_path, steps=5, **options)
-    lines = said(capsys)
-    assert lines == [f"fsdpx: resumes from {tmp_path / 'step-3'}: step 3, epoch 2"]
-    ranks(3, worse, tmp_path, steps=7, lr=0.01, samples=6, strategy="ddp", **options)
+    ranks(2, worse, tmp_path, steps=3, patience=None)
+    ranks(2, worse, tmp_path, steps=5, patience=None)
+    assert said(capsys) == [f"fsdpx: resumes from {tmp_path / 'step-3'}: step 3, epoch 2"]
+    ranks(3, worse, tmp_path, steps=7, lr=0.01, samples=6, strategy="ddp", patience=None)
     assert said(capsys) == [
         f"fsdpx: resumes from {tmp_path / 'step-5'}: step 5, epoch 2",
         f"fsdpx: changed since {tmp_path / 'step-5'}: learning rate 0.02 -> 0.01; batch size 8 -> 6",
@@ -711,17 +624,10 @@ def test_what_has_changed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_checkpoints_in_another_format_are_gone_on_from(tmp_path: Path) -> None:
     """The weights are rounded in the file, so they are those of the file afterwards."""
-
-    def go_on(comm: Communicator, steps: int) -> tuple[int, int]:
-        trainer = make(comm, "mlp", precision="float32")
-        kept = CheckpointConfig(tmp_path, every=2, dtype="bf16")
-        history = trainer.fit(
-            loader(trainer), epochs=5, steps=steps, validation=held(trainer), every=1, restore_best=True,
-            checkpoints=kept, progress=False,
-        )  # fmt: skip
-        return history.earlier_steps, history.steps
-
-    assert [ranks(2, go_on, steps)[0] for steps in (2, 5)] == [(0, 2), (2, 5)]
+    options = {"checkpoints": CheckpointConfig(tmp_path, every=2, dtype="bf16"), "restore_best": True, "every": 1}
+    for earlier, steps in ((0, 2), (2, 5)):
+        history = ranks(2, fit, made={"precision": "float32"}, epochs=5, steps=steps, validation=True, **options)[0]
+        assert (history.earlier_steps, history.steps) == (earlier, steps)
 
 
 def test_a_changed_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -732,9 +638,8 @@ def test_a_changed_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
 
     ranks(2, run, 1, 0.1, optim.Adam)
     ranks(2, run, 2, 0.2, optim.AdamW)
-    assert "layer 1 Dropout(p=0.1) -> Dropout(p=0.2); optimizer.weight_decay 0.0 -> 0.01; optimizer Adam -> AdamW" in (
-        capsys.readouterr().err
-    )
+    changed = "layer 1 Dropout(p=0.1) -> Dropout(p=0.2); optimizer.weight_decay 0.0 -> 0.01; optimizer Adam -> AdamW"
+    assert changed in capsys.readouterr().err
 
 
 def test_saving_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -762,21 +667,17 @@ class Own:
     def __getitem__(self, i: int) -> Any:
         self.seen.append(i)
         seed = [self.rank, i, len(self.seen) if self.changing else 0]
-        return np.random.default_rng(seed).normal(size=3), np.float64(i % 2)
+        return np.random.default_rng(seed).normal(size=3), np.int64(i % 2)
 
 
-def trained_on(
-    lengths: list[int], *, own: bool = False, changing: bool = False, validation: bool = False, **options: Any
-) -> list[Any]:
+def trained_on(lengths: list[int], *, own: bool = False, changing: bool = False, validation: bool = False) -> list[Any]:
     """What `fit` says on each rank, or the samples that it has trained on, and warnings."""
 
     def run(comm: Communicator) -> Any:
         mine = Own(comm.rank, lengths[comm.rank], changing)
-        trainer = nn.Linear(3, 2).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), **options)
+        trainer = nn.Linear(3, 2).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1))
         whole = data.DataLoader(Own(0, 8), 8, comm=trainer.data_group)
-        cut: dict[str, Any] = {"rank": 0, "size": 1} if own else {"comm": trainer.data_group}
-        given = data.DataLoader(mine, 4, transform=lambda batch: (batch[0], batch[1].astype(int)), **cut)
-        whole.transform = given.transform
+        given = data.DataLoader(mine, 4, **({"rank": 0, "size": 1} if own else {"comm": trainer.data_group}))
         try:
             trainer.fit(whole if validation else given, validation=given if validation else None, progress=False)
         except DataError as error:
@@ -834,12 +735,8 @@ class Wrapped:
     """A loader of the user's own around one of fsdpx: no subclass, but with what one that shares samples out has."""
 
     def __init__(self, inner: data.DataLoader) -> None:
-        self.dataset, self.sampler = inner.dataset, inner.sampler
-        self.iterate_independently, self.hash_first_sample, self._inner = (
-            inner.iterate_independently,
-            inner.hash_first_sample,
-            inner,
-        )
+        self.dataset, self.sampler, self._inner = inner.dataset, inner.sampler, inner
+        self.iterate_independently, self.hash_first_sample = inner.iterate_independently, inner.hash_first_sample
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -849,15 +746,13 @@ class Wrapped:
 
 
 def test_loaders_of_the_users_own_are_compared_where_they_share_samples_out() -> None:
-    def run(comm: Communicator) -> str:
+    def act(comm: Communicator) -> None:
         trainer = make(comm, "mlp")
-        with pytest.raises(DataError) as raised:
-            trainer.fit(Wrapped(loader(trainer, 16 + 8 * comm.rank)), progress=False)
-        return str(raised.value)
+        trainer.fit(Wrapped(loader(trainer, 16 + 8 * comm.rank)), progress=False)
 
-    texts = spawn(run, 2)
-    assert len({*texts}) == 1
-    assert "differ in length: rank 0: 16 samples; rank 1: 24 samples. " in texts[0]
+    text = alike(2, act)
+    assert text.startswith("DataError: ")
+    assert "differ in length: rank 0: 16 samples; rank 1: 24 samples. " in text
 
 
 class Third:

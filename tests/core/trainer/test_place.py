@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from inspect import signature
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from trials import environment as variables_of_jobs
 from trials import job, none_left
 
 import fsdpx
-from fsdpx import RuntimeOptions, data, nn, optim, spawn
+from fsdpx import RuntimeOptions, nn, optim, spawn
 from fsdpx.core.base import environment
 from fsdpx.core.base import name_hints as words
 from fsdpx.core.comm import Communicator, default_communicator
-from fsdpx.core.comm import default_communicator as places
 from fsdpx.core.comm.default_communicator import comparing_arguments
 from fsdpx.core.comm.init import unwrap_message_backend
 from fsdpx.core.program import StepChoices
@@ -78,6 +78,12 @@ def test_places_before_init_and_of_half_of_the_ranks(tmp_path: Path) -> None:
     assert none_left(tmp_path)
 
 
+def alone(folder: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A process without a launcher of fsdpx, but with variables of another one."""
+    command, env = [sys.executable, "-c", code], variables_of_jobs(**variables)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+
+
 def test_ranks_of_torchrun_do_not_train_alone_in_silence(tmp_path: Path) -> None:
     code = (
         "import fsdpx\n"
@@ -85,10 +91,7 @@ def test_ranks_of_torchrun_do_not_train_alone_in_silence(tmp_path: Path) -> None
         "except fsdpx.errors.LaunchError as error: print('LaunchError:', error)\n"
         "fsdpx.init()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path, env=variables_of_jobs(RANK="1", WORLD_SIZE="2"), capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = alone(tmp_path, code, RANK="1", WORLD_SIZE="2")
     assert done.returncode == 1
     for call, text in (("rank", done.stdout), ("init", done.stderr)):
         said = text.splitlines()[-1:]
@@ -98,18 +101,14 @@ def test_ranks_of_torchrun_do_not_train_alone_in_silence(tmp_path: Path) -> None
 def test_a_process_of_a_slurm_allocation_trains_alone_with_a_note(tmp_path: Path) -> None:
     code = "import fsdpx; print(fsdpx.init().size, fsdpx.rank())"
     for tasks, notes in (("1", 0), ("8", 1)):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path, env=variables_of_jobs(SLURM_JOB_ID="7", SLURM_NTASKS=tasks, SLURM_PROCID="0"),
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        done = alone(tmp_path, code, SLURM_JOB_ID="7", SLURM_NTASKS=tasks, SLURM_PROCID="0")
         assert done.stdout == "1 0\n"
         assert done.stderr.count("fsdpx: this process is alone, in a Slurm job of 8 tasks") == notes
 
 
 def test_a_launcher_that_does_not_say_which_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     fsdpx.finalize()  # what a test before has left open
-    monkeypatch.setattr(places, "get_running_mpi", lambda: None)
+    monkeypatch.setattr(default_communicator, "get_running_mpi", lambda: None)
     monkeypatch.setenv("FSDPX_EXPECT_SIZE", "4")
     with pytest.raises(ConfigError, match="FSDPX_EXPECT_SIZE does not say which rank of how many this is: call "):
         fsdpx.rank()
@@ -138,14 +137,18 @@ def test_info_is_a_dict_and_its_text_a_table() -> None:
     assert any(line.startswith("NumPy ") and np.__version__ in line for line in lines)
 
 
+MODEL = nn.Linear(2, 2)
+GIVEN: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
+
+
 def test_with_closes_the_default_communicator_and_the_trainer() -> None:
     with fsdpx.init() as comm:
         assert fsdpx.is_initialized()
-        with nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1)) as trainer:
+        with MODEL.as_distributed(**GIVEN) as trainer:
             assert fsdpx.init() is comm
-            trainer.step(np.ones((2, 6)), np.array([0, 1]))
+            trainer.step(np.eye(2), np.eye(2))
         with pytest.raises(ConfigError, match="this trainer is closed"):
-            trainer.step(np.ones((2, 6)), np.array([0, 1]))
+            trainer.step(np.eye(2), np.eye(2))
     assert not fsdpx.is_initialized()
 
 
@@ -160,14 +163,9 @@ def test_with_leaves_the_communicator_of_a_thread_rank_open() -> None:
 
 def test_after_an_exception_nothing_collective_is_called() -> None:
     """The other ranks would not come to it."""
-
-    def body() -> None:
-        with fsdpx.init() as comm:
-            comm.leave = lambda: pytest.fail("closed")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        body()
+    with pytest.raises(KeyError), fsdpx.init() as comm:  # noqa: PT012
+        comm.leave = lambda: pytest.fail("closed")
+        raise KeyError
     finalize()
 
 
@@ -182,8 +180,7 @@ def test_after_an_exception_nothing_collective_is_called() -> None:
 )
 def test_arguments_of_distribute_on_some_ranks_are_named(name: str, value: Any, words: str) -> None:
     def run(comm: Communicator) -> None:
-        given = {name: value} if comm.rank else {}
-        nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **given)
+        MODEL.as_distributed(**GIVEN, **({name: value} if comm.rank else {}))
 
     with pytest.raises(ConfigError, match=rf"ranks differ in {words}\. Give all ranks the same"):
         spawn(run, 2)
@@ -201,7 +198,7 @@ def test_what_ranks_agree_on_is_of_the_environment() -> None:
 def test_the_inner_call_does_not_hide_what_the_outer_one_given() -> None:
     with comparing_arguments(backend="mpi", check=True), comparing_arguments(backend=None) as inner:
         assert inner == {"backend": "None"}
-        assert fsdpx.core.comm.default_communicator.get_compared_arguments() == {"backend": "'mpi'", "check": "True"}
+        assert default_communicator.get_compared_arguments() == {"backend": "'mpi'", "check": "True"}
 
 
 @pytest.mark.world
@@ -210,13 +207,7 @@ def test_variables_on_some_ranks_are_named(world: Communicator, monkeypatch: pyt
         pytest.skip("needs two ranks of MPI")
     from mpi4py import MPI
 
-    for name, value in (
-        ("CHECK", "1"),
-        ("NODE", "0"),
-        ("WATCH", "0"),
-        ("TUNE", "0"),
-        ("TIMEOUT", "300"),
-    ):
+    for name, value in (("CHECK", "1"), ("NODE", "0"), ("WATCH", "0"), ("TUNE", "0"), ("TIMEOUT", "300")):
         with monkeypatch.context() as patch:
             patch.delenv(f"FSDPX_{name}", raising=False)
             if world.rank == 1:
@@ -240,32 +231,30 @@ def test_a_communicator_given_on_some_ranks_is_named(world: Communicator) -> Non
         fsdpx.init(**given)
     for _ in range(2):
         with pytest.raises(ConfigError, match=words):
-            nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **given)
+            MODEL.as_distributed(**GIVEN, **given)
         fsdpx.init()
     fsdpx.finalize()
     default_communicator.set_default(before)
 
 
-def made(**options: object) -> fsdpx.Trainer:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    return model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **options)
-
-
 def test_a_value_and_its_fields_by_name_are_the_same_choice() -> None:
-    few, many = made(), made(runtime=RuntimeOptions(group_bytes=0))
-    assert len(few.inspect.placement.layout.units) == 1
-    assert len(many.inspect.placement.layout.units) == len(made(group_bytes="0MiB").inspect.placement.layout.units) == 3
-    both = made(runtime=RuntimeOptions(group_bytes=0, check_finite=True), group_bytes=1 << 20)
-    assert len(both.inspect.placement.layout.units) == 1
+    def units(**options: object) -> int:
+        return len(model.as_distributed(**GIVEN, **options).inspect.placement.layout.units)
+
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    assert units() == 1
+    assert units(runtime=RuntimeOptions(group_bytes=0)) == units(group_bytes="0MiB") == 3
+    both = {"runtime": RuntimeOptions(group_bytes=0, check_finite=True), "group_bytes": 1 << 20}
+    assert units(**both) == 1
     with pytest.raises(fsdpx.errors.NumericsError, match="input 'x'"):
-        both.step(np.full((2, 4), np.nan, "f4"), np.zeros((2, 4), "f4"))
+        MODEL.as_distributed(**GIVEN, **both).step(np.full((2, 2), np.nan, "f4"), np.zeros((2, 2), "f4"))
 
 
 def test_what_is_no_machinery_is_named() -> None:
     with pytest.raises(ConfigError, match=r"runtime=\{'tune': False\}: say fsdpx.RuntimeOptions\(...\)"):
-        made(runtime={"tune": False})
+        MODEL.as_distributed(**GIVEN, runtime={"tune": False})
     with pytest.raises(ConfigError, match=r"distribute\(group_byte=...\): no such option; did you mean"):
-        made(group_byte=0)
+        MODEL.as_distributed(**GIVEN, group_byte=0)
     with pytest.raises(ConfigError, match="prefetch=-1: a number of pages"):
         RuntimeOptions(prefetch=-1)
 
@@ -274,10 +263,6 @@ def test_a_call_has_few_parameters_and_each_choice_is_declared_once() -> None:
     named = [*signature(fsdpx.distribute).parameters]
     assert len(named) <= 24
     assert not set(named) & {field.name for field in fields(RuntimeOptions)}
-
-
-MODEL: Any = nn.Linear(2, 2)
-GIVEN: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
 
 
 @pytest.mark.parametrize(
@@ -304,64 +289,39 @@ def test_fit_knows_them_too() -> None:
         MODEL.as_distributed(**GIVEN).fit([], num_epochs=3)
 
 
+LAUNCH, OFFLOAD = {"marks": needs("launch")}, {"marks": needs("offload")}
+
+
 @pytest.mark.parametrize(
-    ("call", "line"),
+    ("call", "given", "odd", "line"),
     [
-        (
-            lambda: fsdpx.init(init_method="env://"),
-            r"^init\(init_method=...\): no such option; here that is fsdpx.init\(\), ",
-        ),
-        (
-            lambda: fsdpx.init(world_size=4),
-            r"^init\(world_size=...\): no such option; here that is mpiexec -n, or fsdpx run",
-        ),
-        (
-            lambda: data.DataLoader([], 2, num_workers=4),
-            r"^DataLoader\(num_workers=...\): no such option; here that is prefetch=, the number of batches",
-        ),
-        (
-            lambda: fsdpx.Precision(param_dtype="bf16"),
-            r"^Precision\(param_dtype=...\): no such option; here that is precision=fsdpx.Precision\(compute=...\)$",
-        ),
-        (
-            lambda: fsdpx.Sharding(reshard_after_forward=False),
-            r"^Sharding\(reshard_after_forward=...\): no such option; here that is strategy=\"fsdp\" for True,",
-        ),
-        (lambda: fsdpx.Sharding(replicas=2), r"^Sharding\(replicas=...\): no such option; did you mean 'replica'\?$"),
-        (lambda: fsdpx.Mesh(tp=2), r"^Mesh\(tp=...\): no such option; here that is mesh=fsdpx.Mesh\(tensor=...\)$"),
-        (
-            lambda: fsdpx.Mesh(2, dp=2),
-            r"^Mesh\(dp=...\): no such option; here that is mesh=fsdpx.Mesh\(replica=...\) to replicate the",
-        ),
-        (lambda: fsdpx.Mesh(pip=2), r"^Mesh\(pip=...\): no such option; did you mean 'pipe'\?$"),
-        (lambda: fsdpx.Mesh.parse("pp=2"), r"^--mesh pp=2: the axes are .*; here that is mesh=fsdpx.Mesh\(pipe=...\)$"),
-        (lambda: fsdpx.spawn(print, world_size=2), r"^spawn\(world_size=...\): no such option; here that is size=$"),
-        (lambda: fsdpx.spawn(print, nprocs=2), r"^spawn\(nprocs=...\): no such option; here that is size=$"),
-        (lambda: fsdpx.spawn(print, 2, args=(1,)), r"^spawn\(args=...\): no such option: fn, size, timeout, delays"),
-        pytest.param(
-            lambda: fsdpx.launch("train.py", nproc_per_node=2),
-            r"^launch\(nproc_per_node=...\): no such option; here that is per_node=$",
-            marks=needs("launch"),
-        ),
-        pytest.param(
-            lambda: fsdpx.LaunchConfig(ranks=2, nnodes=2),
-            r"^LaunchConfig\(nnodes=...\): no such option; here that is nodes=$",
-            marks=needs("launch"),
-        ),
-        pytest.param(
-            lambda: fsdpx.OffloadConfig("d", cpu_offload=True),
-            r"^OffloadConfig\(cpu_offload=...\): no such option; here that is off",
-            marks=needs("offload"),
-        ),
-        (
-            lambda: fsdpx.ElasticConfig(min_nodes=2),
-            r"^ElasticConfig\(min_nodes=...\): no such option: copies, every, ranks, resize$",
-        ),
+        ("init", (), {"init_method": "env://"}, r"; here that is fsdpx.init\(\), "),
+        ("init", (), {"world_size": 4}, "; here that is mpiexec -n, or fsdpx run"),
+        ("data.DataLoader", ([], 2), {"num_workers": 4}, "; here that is prefetch=, the number of batches"),
+        ("Precision", (), {"param_dtype": "bf16"}, r"; here that is precision=fsdpx.Precision\(compute=...\)$"),
+        ("Sharding", (), {"reshard_after_forward": False}, '; here that is strategy="fsdp" for True,'),
+        ("Sharding", (), {"replicas": 2}, r"; did you mean 'replica'\?$"),
+        ("Mesh", (), {"tp": 2}, r"; here that is mesh=fsdpx.Mesh\(tensor=...\)$"),
+        ("Mesh", (2,), {"dp": 2}, r"; here that is mesh=fsdpx.Mesh\(replica=...\) to replicate the"),
+        ("Mesh", (), {"pip": 2}, r"; did you mean 'pipe'\?$"),
+        ("spawn", (print,), {"world_size": 2}, "; here that is size=$"),
+        ("spawn", (print,), {"nprocs": 2}, "; here that is size=$"),
+        ("spawn", (print, 2), {"args": (1,)}, ": fn, size, timeout, delays"),
+        pytest.param("launch", ("train.py",), {"nproc_per_node": 2}, "; here that is per_node=$", **LAUNCH),
+        pytest.param("LaunchConfig", (2,), {"nnodes": 2}, "; here that is nodes=$", **LAUNCH),
+        pytest.param("OffloadConfig", ("d",), {"cpu_offload": True}, "; here that is off", **OFFLOAD),
+        ("ElasticConfig", (), {"min_nodes": 2}, ": copies, every, ranks, resize$"),
     ],
 )
-def test_other_calls_know_them_too(call: Any, line: str) -> None:
-    with pytest.raises(ConfigError, match=line):
-        call()
+def test_other_calls_know_them_too(call: str, given: Any, odd: dict[str, Any], line: str) -> None:
+    (option,) = odd
+    with pytest.raises(ConfigError, match=rf"^{call.removeprefix('data.')}\({option}=...\): no such option{line}"):
+        attrgetter(call)(fsdpx)(*given, **odd)
+
+
+def test_axes_in_a_text_are_known_too() -> None:
+    with pytest.raises(ConfigError, match=r"^--mesh pp=2: the axes are .*; here that is mesh=fsdpx.Mesh\(pipe=...\)$"):
+        fsdpx.Mesh.parse("pp=2")
 
 
 @pytest.mark.parametrize("name", words.CALLS_ELSEWHERE)
@@ -413,17 +373,14 @@ def test_a_choice_about_a_step_is_declared_once() -> None:
         assert signature(distribute).parameters[name].default == default
         assert any(line.startswith(f"{name} : ") for line in explained)
 
-        def run(comm: Communicator, name: str = name, value: Any = value, default: Any = default) -> str:
-            options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "comm": comm}
-            trainer = nn.Linear(2, 2).as_distributed(**options, **{name: value})
+        def run(comm: Communicator, name: str = name, value: Any = value, default: Any = default) -> None:
+            trainer = MODEL.as_distributed(**GIVEN, comm=comm, **{name: value})
             request = trainer._session.make_program_request("step", 1)
             assert getattr(request.choices, name) == getattr(trainer.inspect.placement.options, name) == value
-            other = value if comm.rank else default
-            with pytest.raises(ConfigError) as raised:
-                nn.Linear(2, 2).as_distributed(**options, **{name: other})
-            return str(raised.value)
+            with pytest.raises(ConfigError, match=name):
+                MODEL.as_distributed(**GIVEN, comm=comm, **{name: value if comm.rank else default})
 
-        assert all(name in text for text in spawn(run, 2))
+        spawn(run, 2)
         for wrong in (-1, "many"):
             with pytest.raises(ConfigError, match=f"{name}="):
-                nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **{name: wrong})
+                MODEL.as_distributed(**GIVEN, **{name: wrong})

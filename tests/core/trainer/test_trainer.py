@@ -2,17 +2,17 @@
 
 import inspect
 import pydoc
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from bits import Bits, bits
-from models import CASES, make, mlp, part, placed, train
+from models import CASES, alike, make, mlp, own_part, part, placed, train
 
 from fsdpx import FakeCommunicator, Precision, Sharding, Trainer, data, distribute, nn, optim, spawn
 from fsdpx.core.comm import Communicator, Handle
 from fsdpx.core.comm.communicator import Call, CommunicatorWrapper
-from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import ConfigError, DataError, NumericsError
 from fsdpx.testing import assert_close, find_difference
 
@@ -47,27 +47,21 @@ def test_tied_names_load_too() -> None:
 def test_evaluate_and_predict_change_nothing(strategy: str) -> None:
     def run(comm: Communicator, look: bool) -> Bits:
         trainer = make(comm, "gpt", strategy)
-        x, y = CASES["gpt"].batch(np.random.default_rng(0), 6)
-        mine = part(comm, 6)
-        trainer.accumulate(x[mine], y[mine])
+        x, y = own_part(comm, "gpt", 6)
+        trainer.accumulate(x, y)
         if look:
-            assert trainer.evaluate(x[mine], y[mine]) == trainer.evaluate(x[mine], y[mine])
-            assert trainer.predict(x[mine]).shape == (x[mine].shape[0], 8, 31)
-        trainer.step(x[mine], y[mine])
+            assert trainer.evaluate(x, y) == trainer.evaluate(x, y)
+            assert trainer.predict(x).shape == (3, 8, 31)
+        trainer.step(x, y)
         return bits(trainer)
 
-    assert spawn(lambda comm: run(comm, True), 2) == spawn(lambda comm: run(comm, False), 2)
+    assert spawn(run, 2, True) == spawn(run, 2, False)
 
 
 def test_evaluate_is_the_mean_over_all_ranks_and_drops_nothing() -> None:
-    def run(comm: Communicator) -> float:
-        x, y = CASES["gpt"].batch(np.random.default_rng(0), 7)
-        mine = part(comm, 7)
-        return make(comm, "gpt").evaluate(x[mine], y[mine])
-
-    one = spawn(run, 1)[0]
-    for size in (2, 3):
-        np.testing.assert_allclose(spawn(run, size), one, rtol=1e-13)
+    one, *others = (spawn(lambda comm: make(comm, "gpt").evaluate(*own_part(comm, "gpt", 7)), n) for n in (1, 2, 3))
+    for several in others:
+        np.testing.assert_allclose(several, one[0], rtol=1e-13)
 
 
 def test_several_inputs_and_outputs() -> None:
@@ -87,29 +81,21 @@ def test_several_inputs_and_outputs() -> None:
             assert shape[0] == tuple(target.shape)
 
     def run(comm: Communicator, strategy: str) -> Any:
-        model = nn.Graph(
-            {
-                "l": (nn.Linear(3, 4), "left"),
-                "r": (nn.Linear(5, 4), "right"),
-                "s": (nn.Add(), "l", "r"),
-                "t": (nn.Tanh(), "s"),
-            },
-            inputs=("left", "right"),
-            outputs=("s", "t"),
-        )
-        trainer = model.as_distributed(
-            loss=Both(), optimizer=optim.SGD(lr=0.1), strategy=strategy, comm=comm, precision="float64", group_bytes=0
-        )
-        rng = np.random.default_rng(0)
-        x, y = {"left": rng.normal(size=(6, 3)), "right": rng.normal(size=(6, 5))}, rng.normal(size=(6, 4))
-        mine = part(comm, 6)
-        loss = [trainer.step({k: v[mine] for k, v in x.items()}, y[mine]) for _ in range(3)]
-        assert len(trainer.predict({k: v[mine] for k, v in x.items()})) == 2
+        sides = {"l": (nn.Linear(3, 4), "left"), "r": (nn.Linear(5, 4), "right")}
+        nodes = {**sides, "s": (nn.Add(), "l", "r"), "t": (nn.Tanh(), "s")}
+        model = nn.Graph(nodes, inputs=("left", "right"), outputs=("s", "t"))
+        options = {"strategy": strategy, "precision": "float64", "group_bytes": 0}
+        trainer = model.as_distributed(loss=Both(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
+        rng, mine = np.random.default_rng(0), part(comm, 6)
+        x = {"left": rng.normal(size=(6, 3))[mine], "right": rng.normal(size=(6, 5))[mine]}
+        y = rng.normal(size=(6, 4))[mine]
+        loss = [trainer.step(x, y) for _ in range(3)]
+        assert len(trainer.predict(x)) == 2
         return loss, trainer.parameters()
 
-    losses, want = spawn(lambda comm: run(comm, "ddp"), 1)[0]
+    losses, want = spawn(run, 1, "ddp")[0]
     assert losses[2] < losses[0]
-    for got_losses, got in spawn(lambda comm: run(comm, "fsdp"), 3):
+    for got_losses, got in spawn(run, 3, "fsdp"):
         np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
         assert_close(got, want, 1e-12)
 
@@ -117,8 +103,9 @@ def test_several_inputs_and_outputs() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("strategy", "size"), [("zero1", 3), ("hybrid", 4)])
 def test_half_precision_is_near_and_alike(precision: str, strategy: str, size: int) -> None:
-    _, want, _ = spawn(lambda comm: train(comm, "mlp", "ddp", precision="float32", optimizer=optim.SGD(lr=0.05)), 1)[0]
-    results = spawn(lambda comm: train(comm, "mlp", strategy, precision=precision, optimizer=optim.SGD(lr=0.05)), size)
+    sgd = optim.SGD(lr=0.05)
+    _, want, _ = spawn(lambda comm: train(comm, "mlp", "ddp", precision="float32", optimizer=sgd), 1)[0]
+    results = spawn(lambda comm: train(comm, "mlp", strategy, precision=precision, optimizer=sgd), size)
     for _, got, _ in results:
         assert_close(got, results[0][1])  # "every rank has the same bits"
         assert_close(got, want, 0.02)
@@ -128,19 +115,17 @@ def test_half_precision_is_near_and_alike(precision: str, strategy: str, size: i
 def test_clipping_counts_each_element_once() -> None:
     def run(comm: Communicator, strategy: str) -> float:
         trainer = make(comm, "gpt", strategy, clip_norm=1e9)
-        x, y = CASES["gpt"].batch(np.random.default_rng(0), 6)
-        mine = part(comm, 6)
-        trainer.step(x[mine], y[mine])
+        trainer.step(*own_part(comm, "gpt", 6))
         return trainer.inspect.last_update.norm
 
     def by_hand(comm: Communicator) -> float:
         trainer = make(comm, "gpt")
-        trainer.accumulate(*CASES["gpt"].batch(np.random.default_rng(0), 6))
+        trainer.accumulate(*own_part(comm, "gpt", 6))
         return float(np.sqrt(sum((g**2).sum() for g in trainer.gradients().values())))
 
     want = spawn(by_hand, 1)[0]
     for strategy, size in placed([1, 2, 4], [4]):
-        np.testing.assert_allclose(spawn(lambda comm, s=strategy: run(comm, s), size), want, rtol=1e-12)
+        np.testing.assert_allclose(spawn(run, size, strategy), want, rtol=1e-12)
 
 
 def loader(comm: Communicator, n: int = 24, batch: int = 8) -> data.DataLoader:
@@ -149,17 +134,17 @@ def loader(comm: Communicator, n: int = 24, batch: int = 8) -> data.DataLoader:
 
 
 def test_fit_stops_at_steps_and_for_patience_and_on_any_ranks_wish() -> None:
-    def run(comm: Communicator, **options: Any) -> FitHistory:
-        return make(comm, "mlp", optimizer=optim.SGD(lr=options.pop("lr", 0.0))).fit(
-            loader(comm), epochs=50, progress=False, **options
-        )
+    def run(comm: Communicator, **options: Any) -> tuple[int, str]:
+        trainer = make(comm, "mlp", optimizer=optim.SGD(lr=0.0))
+        history = trainer.fit(loader(comm), epochs=50, progress=False, **options)
+        return len(history.losses), history.reason
 
-    assert {(len(h.losses), h.reason) for h in spawn(lambda c: run(c, steps=5), 2)} == {(5, "5 steps done")}
+    assert spawn(lambda comm: run(comm, steps=5), 2) == [(5, "5 steps done")] * 2
     held = CASES["mlp"].batch(np.random.default_rng(1), 4)
-    tired = spawn(lambda c: run(c, validation=[held], every=2, patience=3), 2)
-    assert {(len(h.losses), h.reason) for h in tired} == {(8, "no better validation loss in 3 validations")}
-    asked = spawn(lambda c: run(c, every=2, stop=lambda h: c.rank == 1 and len(h.losses) >= 4), 3)
-    assert {(len(h.losses), h.reason) for h in asked} == {(4, "stop() said so")}
+    tired = spawn(lambda comm: run(comm, validation=[held], every=2, patience=3), 2)
+    assert tired == [(8, "no better validation loss in 3 validations")] * 2
+    asked = spawn(lambda comm: run(comm, every=2, stop=lambda h: comm.rank == 1 and len(h.losses) >= 4), 3)
+    assert asked == [(4, "stop() said so")] * 3
 
 
 def test_help_shows_the_options_of_fit() -> None:
@@ -167,41 +152,42 @@ def test_help_shows_the_options_of_fit() -> None:
     assert "patience : end training after this many validations" in (Trainer.fit.__doc__ or "")
     made = make(spawn(lambda comm: comm, 1)[0], "mlp")
     assert list(inspect.signature(made.fit).parameters)[:3] == ["loader", "epochs", "steps"]
+    kinds = {parameter.kind for parameter in inspect.signature(Trainer.fit).parameters.values()}
+    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("validation", [False, True])
 def test_fit_refuses_a_loader_of_other_ranks(validation: bool) -> None:
     """Half of the ranks train; a loader without `comm` cuts for all of them. One rank alone is enough."""
 
-    def run(comm: Communicator, wrong: tuple[int, ...]) -> str:
+    def run(comm: Communicator, wrong: tuple[int, ...]) -> None:
         half = comm.split(comm.rank // 2)
         trainer = make(half, "mlp")
         dataset = data.ArrayDataset(*CASES["mlp"].batch(np.random.default_rng(0), 8))
         bad = data.DataLoader(dataset, 4, comm=None if half.rank in wrong else half)
         good = data.DataLoader(dataset, 4, comm=trainer.data_group)
         assert len(trainer.fit(good, progress=False).losses) == 2
-        with pytest.raises(ConfigError) as caught:
-            trainer.fit(good if validation else bad, validation=bad if validation else None, progress=False)
-        return str(caught.value)
+        trainer.fit(good if validation else bad, validation=bad if validation else None, progress=False)
 
-    text = (
-        "fit: the DataLoader of rank {} shares each batch among 4 ranks, which are not the 2 data ranks of the "
-        "trainer: DataLoader(..., comm=trainer.data_group)"
-    )
-    assert spawn(lambda comm: run(comm, (0, 1)), 4) == [text.format(1)] * 4
-    assert spawn(lambda comm: run(comm, (0,)), 4) == [text.format(0)] * 4
+    for wrong in ((0, 1), (0,)):
+        assert alike(4, partial(run, wrong=wrong)) == (
+            f"ConfigError: fit: the DataLoader of rank {wrong[-1]} shares each batch among 4 ranks, which are not the "
+            "2 data ranks of the trainer: DataLoader(..., comm=trainer.data_group)"
+        )
 
 
 def test_none_is_no_batch() -> None:
+    x, _ = CASES["mlp"].batch(np.random.default_rng(0), 4)
+
     def run(comm: Communicator, call: str, *given: Any) -> None:
-        trainer, (x, y) = make(comm, "mlp"), CASES["mlp"].batch(np.random.default_rng(0), 4)
+        trainer = make(comm, "mlp")
         if call == "backward":
             trainer.forward(x)
-        getattr(trainer, call)(*({"x": x, "y": y}.get(one, one) for one in given))
+        getattr(trainer, call)(*given)
 
-    for call, *given in (("step", None, None), ("step", "x", None), ("predict", None), ("backward", None)):
+    for call in (("step", None, None), ("step", x, None), ("predict", None), ("backward", None)):
         with pytest.raises(DataError, match="got None where an array is needed"):
-            spawn(lambda comm, call=call, given=given: run(comm, call, *given), 2)
+            spawn(run, 2, *call)
 
 
 def test_masked_elements_are_no_numbers() -> None:
@@ -241,17 +227,12 @@ def test_fit_refuses_nonsense_and_nan() -> None:
 
 def test_fit_takes_one_callback_and_no_loader_that_is_none() -> None:
     called: list[int] = []
-
-    def run(comm: Communicator, given: Any = None) -> None:
-        def note(trainer: Any, history: Any) -> None:
-            called.append(history.steps)
-
-        make(comm, "mlp").fit(given or loader(comm), progress=False, callbacks=note)
-
-    spawn(run, 1)
-    assert called == [*range(1, len(called) + 1)] != []
+    comm = spawn(lambda comm: comm, 1)[0]
+    trainer = make(comm, "mlp")
+    trainer.fit(loader(comm), progress=False, callbacks=lambda _, history: called.append(history.steps))
+    assert called == [1, 2, 3]
     with pytest.raises(ConfigError, match=r"^fit: a loader of \(x, y\) batches is needed, .*, not 3"):
-        spawn(lambda comm: run(comm, 3), 1)
+        trainer.fit(3, progress=False)
 
 
 def test_a_loss_that_overflows_is_said_to_be_skipped() -> None:
@@ -278,57 +259,38 @@ def test_lr_is_the_rate_of_the_next_update() -> None:
     assert spawn(run, 2) == [[0.5, 0.5, 0.25]] * 2
 
 
-def test_attributes_that_a_trainer_does_not_have_are_refused() -> None:
+def test_a_trainer_has_few_names_and_takes_no_others() -> None:
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
+    few = 27  # with the ranks that have parts of the same fields, and the grid of results
+    assert len([name for name in dir(trainer) if not name.startswith("_")]) <= few
+    assert not hasattr(trainer, "learning_rate")
     for name in ("learning_rate", "step", "clip_norm", "steps", "lr"):
         with pytest.raises(AttributeError, match=name):
             setattr(trainer, name, 1)
 
 
-def test_a_trainer_has_few_names() -> None:
-    trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
-    few = 27  # with the ranks that have parts of the same fields, and the grid of results
-    assert len([name for name in dir(trainer) if not name.startswith("_")]) <= few
-    assert not hasattr(trainer, "learning_rate")
-
-
-def test_fit_shows_its_parameters() -> None:
-    kinds = {parameter.kind for parameter in inspect.signature(Trainer.fit).parameters.values()}
-    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+def report(comm: Communicator, strategy: str, group_bytes: int) -> Any:
+    """After a step."""
+    trainer = make(comm, "mlp", strategy, group_bytes=group_bytes)
+    trainer.step(*CASES["mlp"].batch(np.random.default_rng(0), 4))
+    return trainer.report()
 
 
 def test_report_says_what_was_moved_held_and_spent() -> None:
-    def run(comm: Communicator) -> Any:
-        trainer = make(comm, "mlp", "fsdp", group_bytes=0)
-        trainer.step(*CASES["mlp"].batch(np.random.default_rng(0), 4))
-        return trainer.report()
-
-    report = spawn(run, 2)[0]
-    text = str(report)
-    for word in (
-        "all-gather over shard",
-        "reduce-scatter over shard",
-        "optimizer",
-        "GATHER",
-        "UPDATE",
-        "bytes in total",
-        "predicted per step",
-    ):
-        assert word in text
-    assert report.times["F"][2] == 3
-    assert report.memory["optimizer"] > 0
+    found = spawn(report, 2, "fsdp", 0)[0]
+    text = str(found)
+    moved = ["all-gather over shard", "reduce-scatter over shard", "bytes in total", "predicted per step"]
+    for words in (*moved, "optimizer", "GATHER", "UPDATE"):
+        assert words in text
+    assert found.times["F"][2] == 3
+    assert found.memory["optimizer"] > 0
 
 
 @pytest.mark.parametrize(
     ("strategy", "group_bytes", "told"), [("fsdp", 1 << 20, True), ("fsdp", 0, False), ("ddp", 1 << 20, False)]
 )
 def test_report_says_that_one_unit_is_gathered_at_once(strategy: str, group_bytes: int, told: bool) -> None:
-    def run(comm: Communicator) -> str:
-        trainer = make(comm, "mlp", strategy, group_bytes=group_bytes)
-        trainer.step(*CASES["mlp"].batch(np.random.default_rng(0), 4))
-        return str(trainer.report())
-
-    text = spawn(run, 2)[0]
+    text = str(spawn(report, 2, strategy, group_bytes)[0])
     assert ("one unit: all layers are gathered and reduced at once" in text) == told
     assert (" parameters in 1 unit, 1 step\n" in text) == (group_bytes > 0)
 
@@ -339,10 +301,7 @@ def test_program_is_the_step_in_words() -> None:
 
 
 def test_functional_default_is_used_inside_spawn() -> None:
-    def run(comm: Communicator) -> int:
-        return mlp().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1)).inspect.placement.axes.world.size
-
-    assert spawn(run, 3) == [3, 3, 3]
+    assert spawn(lambda comm: mlp().as_distributed().inspect.placement.axes.world.size, 3) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid", "fsdp"])
@@ -372,13 +331,11 @@ def test_ring_is_really_used() -> None:
 
 def test_samples_that_are_dealt_out_without_chunks_are_told_how() -> None:
     def run(comm: Communicator) -> None:
-        make(comm, "mlp", reproducible_chunks=4).step(
-            *CASES["mlp"].batch(np.random.default_rng(0), 3 if comm.rank else 5)
-        )
+        batch = CASES["mlp"].batch(np.random.default_rng(0), 3 if comm.rank else 5)
+        make(comm, "mlp", reproducible_chunks=4).step(*batch)
 
-    with pytest.raises(
-        DataError, match=r"not \[5, 3\]: DataLoader\(\.\.\., reproducible_chunks=4\) splits batches this way"
-    ):
+    words = r"not \[5, 3\]: DataLoader\(\.\.\., reproducible_chunks=4\) splits batches this way"
+    with pytest.raises(DataError, match=words):
         spawn(run, 2)
 
 
