@@ -53,17 +53,9 @@ def everywhere(name: str, body: Any, *args: Any) -> list[Any]:
     return spawn(body, ALL[name][0], *args)
 
 
-def loader(trainer: Trainer, chunks: int | None = 4, rows: int = 100, **options: Any) -> data.DataLoader:
-    x, y = KNOWN["wide"].batch(np.random.default_rng(0), rows)
-    return data.DataLoader(
-        data.ArrayDataset(x, y),
-        12,
-        comm=trainer.data_group,
-        shuffle=True,
-        seed=3,
-        reproducible_chunks=chunks,
-        **options,
-    )
+def loader(trainer: Trainer, rows: int = 100) -> data.DataLoader:
+    dataset = data.ArrayDataset(*KNOWN["wide"].batch(np.random.default_rng(0), rows))
+    return data.DataLoader(dataset, 12, comm=trainer.data_group, shuffle=True, seed=3, reproducible_chunks=4)
 
 
 def refused(ranks: int, body: Any, *args: Any) -> str:

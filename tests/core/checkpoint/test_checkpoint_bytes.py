@@ -4,8 +4,10 @@ import json
 import threading
 import tracemalloc
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +21,7 @@ from savers import ALL, CUT, MESHES, build, contents, everywhere, steps
 
 from fsdpx import FakeCommunicator, Mesh, nn, optim, spawn
 from fsdpx.core.checkpoint import write
-from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_shards_to_write
+from fsdpx.core.checkpoint.local_shards import iterate_shards_to_write
 from fsdpx.core.checkpoint.write import Worker
 from fsdpx.core.comm import Communicator
 from fsdpx.core.state.train_state import TrainState
@@ -72,7 +74,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return path, digest
 
 
-PLACES = {name: (ranks, mesh, strategy) for name, (ranks, mesh, strategy) in MESHES.items()} | {
+PLACES = MESHES | {
     "ddp 3": (3, None, "ddp"),
     "zero1 5": (5, None, "zero1"),
     "zero2 3": (3, None, "zero2"),
@@ -148,20 +150,20 @@ def test_weights_in_another_format(tmp_path: Path) -> None:
             trainer.save(tmp_path / name, dtype=name)
         return trainer.parameters()
 
-    values = everywhere("3D", save)[0]
-    files = {name: safetensors.numpy.load_file(tmp_path / name / "model.safetensors") for name in FORMATS}
-    for name, found in files.items():
-        assert {value.dtype for value in found.values()} == {np.dtype(FORMATS[name])}, name
-        assert_close({n: found[n].astype(np.float64) for n in values}, values, 2.0**-8)
+    values, files = everywhere("3D", save)[0], {}
+    for name, dtype in FORMATS.items():
+        found = safetensors.numpy.load_file(tmp_path / name / "model.safetensors")
+        assert {value.dtype for value in found.values()} == {np.dtype(dtype)}, name
+        files[name] = {n: found[n].astype(np.float64) for n in values}
+        assert_close(files[name], values, 2.0**-8)
 
     def load(comm: Communicator) -> None:
         trainer = build(comm, "fsdp 3", seed=9)
-        for name, found in files.items():
+        for name, rounded in files.items():
             with pytest.raises(CheckpointError, match=r"is \w+ there and float64 in the trainer: say convert=True"):
                 trainer.load(tmp_path / name)
             trainer.load(tmp_path / name, convert=True)
-            loaded = trainer.parameters()
-            assert all((loaded[n] == found[n].astype(np.float64)).all() for n in found), name
+            assert_close(trainer.parameters(), rounded)
 
     everywhere("fsdp 3", load)
 
@@ -181,13 +183,15 @@ def test_precisions_change_by_convert_alone(tmp_path: Path) -> None:
     spawn(load, 2, "float64", True)
 
 
-def test_several_files_and_their_index(tmp_path: Path) -> None:
-    def save(comm: Communicator) -> Any:
-        trainer = build(comm, "3D")
-        trainer.save(tmp_path / "a", shard_bytes=10_000)
-        return trainer.parameters()
+def weights_of(comm: Communicator, name: str, path: Path, case: str = "wide") -> dict[str, np.ndarray]:
+    """The parameters of another trainer that loads them."""
+    trainer = build(comm, name, case, seed=9)
+    trainer.load_parameters(path)
+    return trainer.parameters()
 
-    values = everywhere("3D", save)[0]
+
+def test_several_files_and_their_index(tmp_path: Path) -> None:
+    values = everywhere("3D", lambda comm: saved(comm, "3D", tmp_path / "a", shard_bytes=10_000))[0]
     index = json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in values.values())
     files = sorted(set(index["weight_map"].values()))
@@ -198,34 +202,27 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
         assert len(found) == 1 or sum(value.nbytes for value in found.values()) <= 10_000
         assert {n for n, f in index["weight_map"].items() if f == file} == set(found)
         assert all((values[n] == found[n]).all() for n in found)
-
-    def load(comm: Communicator) -> Any:
-        trainer = build(comm, "fsdp 3", seed=9)
-        trainer.load_parameters(tmp_path / "a")
-        return trainer.parameters()
-
-    assert_close(everywhere("fsdp 3", load)[0], values)
+    assert_close(everywhere("fsdp 3", weights_of, "fsdp 3", tmp_path / "a")[0], values)
     (tmp_path / "a/manifest.json").unlink()
     (tmp_path / "a/state.safetensors").unlink()
-    assert_close(everywhere("fsdp 3", load)[0], values)
+    assert_close(everywhere("fsdp 3", weights_of, "fsdp 3", tmp_path / "a")[0], values)
 
 
 @pytest.mark.parametrize("name", few(["fsdp 3", "one", "3D"], 3))
 def test_weights_of_anybody_are_loaded(name: str, reference: tuple[Path, str], tmp_path: Path) -> None:
     """A tied parameter under either name, or both."""
     values = safetensors.numpy.load_file(reference[0].parent / "weights")
-    tied = values.pop("embed.weight")
-    variants: list[tuple[Path, dict[str, np.ndarray]]] = []
-    for k, names in enumerate((["embed.weight"], ["head.weight"], ["embed.weight", "head.weight"])):
-        variants.append((tmp_path / f"{k}.safetensors", {n: v + k for n, v in values.items()}))
-        held = variants[-1][1] | dict.fromkeys(names, tied + k)
-        safetensors.numpy.save_file(held, variants[-1][0], {"format": "pt"})
+    variants = {tmp_path / f"{k}.safetensors": {n: v + k for n, v in values.items()} for k in range(3)}
+    for names, (path, wanted) in zip(("embed", "head", "embed head"), variants.items(), strict=True):
+        given = dict.fromkeys((f"{name}.weight" for name in names.split()), wanted["embed.weight"])
+        given |= {n: v for n, v in wanted.items() if n != "embed.weight"}
+        safetensors.numpy.save_file(given, path, {"format": "pt"})
 
     def load(comm: Communicator) -> None:
         trainer = build(comm, name, seed=9)
-        for k, (path, rest) in enumerate(variants):
+        for path, wanted in variants.items():
             trainer.load_parameters(path)
-            found, wanted = trainer.parameters(), rest | {"embed.weight": tied + k}
+            found = trainer.parameters()
             assert found.keys() == wanted.keys(), path
             assert_close(found, {n: wanted[n] for n in found})
 
@@ -256,13 +253,7 @@ def test_running_statistics_may_be_missing(tmp_path: Path) -> None:
     values = everywhere("fsdp 3", saved, "fsdp 3", tmp_path / "a", "norms")[0]
     some = {name: value for name, value in values.items() if "running" not in name}
     safetensors.numpy.save_file(some, tmp_path / "some.safetensors")
-
-    def load(comm: Communicator) -> Any:
-        trainer = build(comm, "ddp 2", "norms", seed=9)
-        trainer.load_parameters(tmp_path / "some.safetensors")
-        return trainer.parameters()
-
-    found = everywhere("ddp 2", load)[0]
+    found = everywhere("ddp 2", weights_of, "ddp 2", tmp_path / "some.safetensors", "norms")[0]
     assert all((found[name] == values[name]).all() for name in some)
     assert (found["1.running_mean"] == 0).all()
 
@@ -270,14 +261,12 @@ def test_running_statistics_may_be_missing(tmp_path: Path) -> None:
 def test_saving_and_loading_take_a_few_blocks_of_memory(tmp_path: Path) -> None:
     """80 MB of arrays; a tensor axis cuts columns, so that runs are short."""
 
+    plan = {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}
+    options = {"precision": "float64", "mesh": Mesh(shard=1, tensor=2), "tensor_plan": plan}
+
     def run(comm: Communicator) -> None:
         model = nn.Sequential(nn.Linear(640, 2560), nn.GELU(), nn.Linear(2560, 640))
-        options = {"loss": nn.MSELoss(), "optimizer": optim.AdamW(), "precision": "float64", "comm": comm}
-        trainer = model.as_distributed(
-            **options,
-            mesh=Mesh(shard=1, tensor=2),
-            tensor_plan={"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel},
-        )
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=comm, **options)
         comm.barrier().wait()
         if comm.rank == 0:
             tracemalloc.start()
@@ -305,15 +294,6 @@ def states(case: str, mesh: Mesh, **options: Any) -> list[TrainState]:
     return [trainer.inspect.engine.state for trainer in made]
 
 
-def runs(pieces: list[LocalShard], elements: int) -> dict[str, list[tuple[int, int]]]:
-    found = defaultdict(list)
-    for piece in pieces:
-        for block in piece.iterate_blocks(elements):
-            assert sum(stop - start for start, stop in block.runs) == block.array.size
-            found[piece.name] += block.runs
-    return found
-
-
 ANY_MESH = st.builds(
     Mesh, replica=st.integers(1, 2), shard=st.integers(1, 3), pipe=st.integers(1, 2), tensor=st.integers(1, 3)
 )
@@ -335,18 +315,16 @@ def test_every_element_is_written_once(
         ranks = states("wide", mesh, reproducible_chunks=reproducible_chunks, group_bytes=group_bytes, **options)
     except ConfigError:  # heads that this way of cutting sequences does not divide
         reject()
-    total = defaultdict(list)
-    for state in ranks:
-        for name, some in runs(list(iterate_shards_to_write(state)), elements).items():
-            total[name] += some
+    written = defaultdict(list)
+    for piece in chain.from_iterable(map(iterate_shards_to_write, ranks)):
+        for block in piece.iterate_blocks(elements):
+            assert sum(stop - start for start, stop in block.runs) == block.array.size
+            written[piece.name] += block.runs
     specs = ranks[0].placement.layout.specs
-    assert set(total) == {f"{slot}{name}" for slot in ("", "m/", "v/") for name in specs}
-    for name, some in total.items():
-        at = 0
-        for start, stop in sorted(some):
-            assert start == at, name
-            at = stop
-        assert at == specs[name.rpartition("/")[2]].size
+    assert set(written) == {f"{slot}{name}" for slot in ("", "m/", "v/") for name in specs}
+    for name, runs in written.items():
+        starts, stops = zip(*sorted(runs), strict=True)
+        assert (0, *stops) == (*starts, specs[name.rpartition("/")[2]].size), name
 
 
 def test_tasks_run_beside_their_owner_in_order() -> None:
@@ -367,9 +345,7 @@ def test_tasks_run_beside_their_owner_in_order() -> None:
 
 @pytest.mark.parametrize("by", ["begin", "end"])
 def test_errors_come_out_once_at_the_next_call(by: str) -> None:
-    def fail() -> None:
-        raise OSError(28, "No space left on device")
-
+    fail = Mock(side_effect=OSError(28, "No space left on device"))
     with Worker("test") as hand:
         hand.begin_task(fail)
         with pytest.raises(OSError, match="No space left on device"):

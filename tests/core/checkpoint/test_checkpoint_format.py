@@ -5,9 +5,12 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -42,6 +45,10 @@ SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 
 
+def parsed(file: bytes) -> Any:
+    return parse_header(lambda n: file[:n], len(file), "file")
+
+
 @given(st.dictionaries(NAMES, st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=6), st.booleans())
 def test_a_header_is_that_of_the_library(tensors: dict[str, Any], named: bool) -> None:
     arrays = {name: np.zeros(shape, dtype) for name, (dtype, shape) in tensors.items() if name != "__metadata__"}
@@ -50,7 +57,7 @@ def test_a_header_is_that_of_the_library(tensors: dict[str, Any], named: bool) -
     made = make_file_header({name: (dtype_to_code(a.dtype), a.shape) for name, a in arrays.items()}, metadata)
     assert made.header == data[: len(made.header)]
     assert made.size == len(data)
-    assert parse_header(lambda n: data[:n], len(data), "file").tensors == made.tensors
+    assert parsed(data).tensors == made.tensors
     assert all(code_to_dtype(entry.code) == arrays[name].dtype for name, entry in made.tensors.items())
 
 
@@ -92,16 +99,14 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_what_is_wrong_with_a_header_is_said(message: str) -> None:
-    data = BAD[message]
     with pytest.raises(CheckpointError, match=f"^file: .*{message}"):
-        parse_header(lambda n: data[:n], len(data), "file")
+        parsed(BAD[message])
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 100_000, b'{"a":1' + b"0" * 100_000 + b"}"])
 def test_deep_and_long_headers_end_in_an_error(text: bytes) -> None:
-    data = file_of(b'{"x":' + text)
     with pytest.raises(CheckpointError, match="no JSON of unique names"):
-        parse_header(lambda n: data[:n], len(data), "file")
+        parsed(file_of(b'{"x":' + text))
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 9000), max_size=8), st.integers(1, 4), st.randoms())
@@ -120,7 +125,8 @@ def test_sums_of_parts_are_the_crc_of_the_whole(data: bytes, cuts: list[int], ra
 @given(st.floats(allow_nan=False, width=64), st.integers(0, 255), st.integers(-60, -8))
 def test_bf16_is_the_nearest_of_a_float64(x: float, top: int, exponent: int) -> None:
     """Also just beside a tie, where rounding to float32 in between would go wrong."""
-    for value in (x, (1 + top / 128 + 1 / 256) * (1 + 2.0**exponent), (1 + top / 128 + 1 / 256) * (1 - 2.0**exponent)):
+    tie = 1 + top / 128 + 1 / 256
+    for value in (x, tie * (1 + 2.0**exponent), tie * (1 - 2.0**exponent)):
         got = cast_array(np.array([value]), np.dtype(ml_dtypes.bfloat16))
         bits = int(got.view(np.uint16)[0])
         if not np.isfinite(float(got[0])):
@@ -179,22 +185,15 @@ JSON = st.recursive(
     st.binary(max_size=16),
 )  # fmt: skip
 def test_any_json_is_a_header_or_an_error(table: object, data: bytes) -> None:
-    text = json.dumps(table).encode()
-    file = len(text).to_bytes(8, "little") + text + data
-    try:
-        found = parse_header(lambda n: file[:n], len(file), "file")
-    except CheckpointError:
-        return
-    assert sum(entry.nbytes for entry in found.tensors.values()) == len(data)
+    with suppress(CheckpointError):
+        assert sum(entry.nbytes for entry in parsed(file_of(table, data)).tensors.values()) == len(data)
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_file_or_an_error(data: bytes) -> None:
-    try:
-        parse_header(lambda n: data[:n], len(data), "file")
-    except CheckpointError:
-        return
-    assert data[8:9] == b"{"
+    with suppress(CheckpointError):
+        parsed(data)
+        assert data[8:9] == b"{"
 
 
 LARGE = 1 << 70
@@ -260,8 +259,7 @@ def tensors(file: bytes) -> tuple[Any, bytes]:
 
 def with_header(table: Any, rest: bytes) -> bytes:
     text = json.dumps(table).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + rest
+    return file_of(text + b" " * (-len(text) % 8), rest)
 
 
 def closed(table: Any) -> bytes:
@@ -344,22 +342,16 @@ def test_values_of_other_types_are_refused_alike(good: Path, tmp_path: Path) -> 
         assert text.startswith(f"load {tmp_path}/bad: ") or text.startswith(f"{tmp_path}/bad"), text
 
 
-@pytest.mark.parametrize("name", ["manifest", "state"])
-def test_the_ones_that_were_taken_or_not_caught(name: str, good: Path) -> None:
-    files = contents(good)
-    if name == "manifest":
-        table = json.loads(files["manifest.json"])
-        del table["crc32"]
-        for at, other in (
-            (("files", "model.safetensors", "bytes"), "100"),
-            (("files", "model.safetensors", "head"), 1.0),
-            (("files", "model.safetensors", "tensors", "0.bias"), 1.0),
-            (("files", "model.safetensors", "tensors", "0.bias"), 1 << 32),
-        ):
-            with pytest.raises(CheckpointError, match=r"^m: damaged: this is no manifest of a checkpoint$"):
-                Manifest.parse(closed(put(table, at, other)), "m")
-        return
-    header, rest = tensors(files["state.safetensors"])
+def test_values_of_a_manifest_that_were_taken(good: Path) -> None:
+    table, bias = json.loads((good / "manifest.json").read_text()), ("tensors", "0.bias")
+    del table["crc32"]
+    for at, other in ((("bytes",), "100"), (("head",), 1.0), (bias, 1.0), (bias, 1 << 32)):
+        with pytest.raises(CheckpointError, match=r"^m: damaged: this is no manifest of a checkpoint$"):
+            Manifest.parse(closed(put(table, ("files", "model.safetensors", *at), other)), "m")
+
+
+def test_a_value_of_the_state_that_was_not_caught(good: Path) -> None:
+    header, rest = tensors((good / "state.safetensors").read_bytes())
     state = json.loads(header["__metadata__"]["fsdpx"])
     header["__metadata__"]["fsdpx"] = json.dumps(state | {"slots": [1, 2]})
     (good / "state.safetensors").write_bytes(with_header(header, rest))
@@ -372,7 +364,7 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(tmp_path: Path) -> 
     for table in ({"\ud800": {}}, {"__metadata__": {"a": "\udc00"}}, {"__metadata__": {"\udc00": "a"}}):
         file = with_header(table, b"")
         with pytest.raises(CheckpointError, match=r"^file: the header .*'.ud.00' in it is not valid text$"):
-            parse_header(lambda n, file=file: file[:n], len(file), "file")
+            parsed(file)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"0.bias": "\ud800"}}))
     text = refused(3, lambda comm: small(comm).load_parameters(tmp_path))
@@ -399,9 +391,8 @@ def test_pipes_and_folders_are_not_waited_for(name: str, good: Path, capsys: pyt
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs POSIX")
 def test_devices_are_no_weights() -> None:
     text = refused(3, lambda comm: small(comm).load_parameters("/dev/zero"))
-    assert text == (
-        "load_parameters /dev/zero: rank 0: /dev/zero: this is a folder, a pipe or a device where a file should be"
-    )
+    what = "this is a folder, a pipe or a device where a file should be"
+    assert text == f"load_parameters /dev/zero: rank 0: /dev/zero: {what}"
 
 
 ODD = {
@@ -432,22 +423,16 @@ def test_odd_paths_are_the_same_error_on_all_ranks(call: str, odd: Any, tmp_path
 
 
 def test_whatever_one_rank_raises_is_raised_by_all(good: Path) -> None:
-    class Odd:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def load_state_dict(self, state: Any) -> None:
-            if self.rank == 1:
-                raise KeyError("position")
-
     def body(comm: Communicator) -> None:
         trainer = small(comm, seed=1)
         before = trainer.inspect.compute_fingerprint()
+        error = KeyError("position") if comm.rank == 1 else None
         try:
-            trainer.load(good, loader=Odd(comm.rank))
+            trainer.load(good, loader=SimpleNamespace(load_state_dict=Mock(side_effect=error)))
         finally:
             assert trainer.inspect.compute_fingerprint() == before
 
     assert refused(3, body) == f"load {good}: rank 1: KeyError: 'position'"
-    text = refused(3, lambda comm: small(comm).load(good, loader=None if comm.rank else Odd(0)))
+    loader = SimpleNamespace(load_state_dict=Mock())
+    text = refused(3, lambda comm: small(comm).load(good, loader=None if comm.rank else loader))
     assert text.startswith("load: ranks differ in options: rank 0 has convert=False, verify=True, loader, rank 1 has")

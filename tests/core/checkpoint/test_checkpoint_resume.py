@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few
-from models import KNOWN, STRATEGIES, make, part
+from models import KNOWN, STRATEGIES, make, own_part, part
 from savers import build, contents, everywhere, loader, steps
 from threads import on_ranks
 
-from fsdpx import CheckpointConfig, Precision, Trainer, data, nn, optim, spawn
+from fsdpx import CheckpointConfig, Precision, data, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError
+
+OPTIONS = {"reproducible_chunks": 8, "precision": "float32", "clip_norm": 0.3}
 
 
 def run(comm: Communicator, name: str, first: int, last: int, path: Path, **options: Any) -> str:
     """Steps `first` to `last`, from the checkpoint if not from the start, and a checkpoint at the end."""
-    trainer = build(comm, name, reproducible_chunks=8, **({"precision": "float32", "clip_norm": 0.3} | options))
+    trainer = build(comm, name, **OPTIONS | options)
     if first:
         trainer.load(path)
         assert trainer.global_step == first
@@ -45,7 +47,7 @@ def test_as_many_steps_again_are_all_of_them(first: str, second: str, half: int,
 
 def test_a_tensor_axis_resumes_exactly_on_itself(tmp_path: Path) -> None:
     def goes_on_by_itself(comm: Communicator) -> str:
-        trainer = build(comm, "3D", reproducible_chunks=8, precision="float32", clip_norm=0.3)
+        trainer = build(comm, "3D", **OPTIONS)
         steps(trainer, "wide", 0, 1)
         trainer.save(tmp_path / "a", background=True)
         steps(trainer, "wide", 1, 2)
@@ -57,46 +59,32 @@ def test_a_tensor_axis_resumes_exactly_on_itself(tmp_path: Path) -> None:
 
 
 def test_dropout_goes_on_with_the_seed_of_the_checkpoint(tmp_path: Path) -> None:
-    def go_on(comm: Communicator, load: bool) -> list[float]:
-        trainer = build(comm, "fsdp 3", reproducible_chunks=8, seed=77)
+    def go_on(comm: Communicator, name: str, call: str, seed: int) -> list[float]:
+        trainer = build(comm, name, reproducible_chunks=8, seed=seed)
         steps(trainer, "wide", 0, 1)
-        if load:
-            trainer.load(tmp_path / "a")
-        else:
-            trainer.load_parameters(tmp_path / "a")
+        getattr(trainer, call)(tmp_path / "a")
         return steps(trainer, "wide", 3, 4)
 
     everywhere("one", lambda comm: run(comm, "one", 0, 3, tmp_path / "a", precision="float64", clip_norm=None))
-    whole = everywhere("one", lambda comm: steps(_loaded(comm, tmp_path / "a"), "wide", 3, 4))[0]
-    assert everywhere("fsdp 3", go_on, True)[0] == whole
-    assert everywhere("fsdp 3", go_on, False)[0] != whole
-
-
-def _loaded(comm: Communicator, path: Path) -> Trainer:
-    trainer = build(comm, "one", reproducible_chunks=8)
-    trainer.load(path)
-    return trainer
+    whole = everywhere("one", go_on, "one", "load", 3)[0]
+    assert everywhere("fsdp 3", go_on, "fsdp 3", "load", 77)[0] == whole
+    assert everywhere("fsdp 3", go_on, "fsdp 3", "load_parameters", 77)[0] != whole
 
 
 def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     """Overflow, then growth: the scale and its count are part of the state."""
 
+    precision = Precision(reduce="float16", loss_scale="dynamic", initial_scale=2.0**16, growth_interval=2)
+
     def scales(comm: Communicator, stop: int | None) -> list[tuple[float, int]]:
-        precision = Precision(reduce="float16", loss_scale="dynamic", initial_scale=2.0**16, growth_interval=2)
-
-        def begin() -> Any:
-            return make(comm, "mlp", precision=precision)
-
-        trainer, found = begin(), []
+        trainer, found = make(comm, "mlp", precision=precision), []
         for k in range(8):
             if k == stop:
                 trainer.save(tmp_path / "a")
                 trainer.close()
-                trainer = begin()
+                trainer = make(comm, "mlp", precision=precision)
                 trainer.load(tmp_path / "a")
-            x, y = KNOWN["mlp"].batch(np.random.default_rng(k), 6)
-            mine = part(comm, 6)
-            trainer.step(x[mine], y[mine])
+            trainer.step(*own_part(comm, "mlp", 6, seed=k))
             found.append((trainer.inspect.engine.state.scaler.value, trainer.global_step))
         return found
 
@@ -124,10 +112,9 @@ def test_fit_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     whole, history = spawn(lambda comm: fitted(comm, "one", None, epochs=3, steps=7), 1)[0]
     parts = [("fsdp 3", 2, ["step-2"]), ("pipe 4", 5, ["step-4", "step-5"]), ("ddp 2", 7, None)]
     losses = []
-    for k, (name, stop, names) in enumerate(parts):
-        found, part_of = everywhere(
-            name, lambda comm, n=name, s=stop, k=k: fitted(comm, n, tmp_path, epochs=3, steps=s, background=k == 1)
-        )[0]
+    for name, stop, names in parts:
+        options = {"epochs": 3, "steps": stop, "background": name == "pipe 4"}
+        found, part_of = everywhere(name, lambda comm, n=name, o=options: fitted(comm, n, tmp_path, **o))[0]
         losses += part_of.losses
         assert names is None or sorted(p.name for p in tmp_path.iterdir()) == sorted(names)
     assert found == whole
@@ -164,9 +151,7 @@ def test_a_loader_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
         batches = loader(trainer)
         if first:
             trainer.load(tmp_path / "a", loader=batches)
-        found = []
-        for _, (x, _) in zip(range(first, last), batches, strict=False):
-            found.append(x)
+        found = [x for _, (x, _) in zip(range(first, last), batches, strict=False)]
         trainer.save(tmp_path / "a", loader=batches)
         return found
 
@@ -185,13 +170,11 @@ def test_data_that_begin_anew_after_a_load_are_said_once_at_the_first_step(tmp_p
         trainer.save(tmp_path / "with", loader=loader(trainer))
         trainer.save(tmp_path / "without")
 
-    def go_on(comm: Communicator, name: str, takes: bool, again: bool = False) -> None:
+    def go_on(comm: Communicator, name: str, *takes: bool) -> None:
         trainer = build(comm, "ddp 2", reproducible_chunks=4)
-        trainer.load(tmp_path / name, loader=loader(trainer) if takes else None)
-        steps(trainer, "wide", 0, 0 if again else 2)  # no warning without a step, as for an evaluation
-        if again:
-            trainer.load(tmp_path / name, loader=loader(trainer))
-            steps(trainer, "wide", 0, 1)
+        for take in takes:  # no warning without a step, as for an evaluation
+            trainer.load(tmp_path / name, loader=loader(trainer) if take else None)
+        steps(trainer, "wide", 0, 2)
 
     spawn(save, 2)
     spawn(go_on, 2, "with", True)
@@ -240,19 +223,18 @@ def test_gradients_that_wait_are_not_lost_silently(comm: Communicator, tmp_path:
 
 def test_after_load_a_shared_mesh_still_trains_alike(tmp_path: Path) -> None:
     """Parameters that a strategy keeps gathered, or has gathered to evaluate, are gathered anew."""
-    x, y = KNOWN["wide"].batch(np.random.default_rng(1), 8)
 
     def body(comm: Communicator, strategy: str) -> tuple[str, float, float]:
-        trainer, mine = make(comm, "wide", strategy, reproducible_chunks=8), part(comm, 8)
+        trainer, batch = make(comm, "wide", strategy, reproducible_chunks=8), own_part(comm, "wide", 8, seed=1)
         trainer.save(tmp_path / strategy)
-        begun = trainer.evaluate(x[mine], y[mine])
+        begun = trainer.evaluate(*batch)
         steps(trainer, "wide", 0, 1)
         trainer.load(tmp_path / strategy)
         steps(trainer, "wide", 0, 1)
         digest = trainer.inspect.compute_fingerprint()
-        trainer.evaluate(x[mine], y[mine])  # leaves parameters gathered
+        trainer.evaluate(*batch)  # leaves parameters gathered
         trainer.load_parameters(tmp_path / "ddp")
-        return digest, begun, trainer.evaluate(x[mine], y[mine])
+        return digest, begun, trainer.evaluate(*batch)
 
     found = {strategy: set(spawn(body, 2, strategy)) for strategy in STRATEGIES}
     assert len(set().union(*found.values())) == 1, found
@@ -265,10 +247,9 @@ WANTED = json.loads(SAVED.with_suffix(".json").read_text())
 """Of the run that saved it: its fingerprint, the loss of batch 9 by running statistics, and of the steps afterwards."""
 
 
-def part_of_before(comm: Communicator, seed: int, rows: int = 9) -> tuple[Any, Any]:
-    rng = np.random.default_rng(seed)
-    x, y = rng.standard_normal((rows, 6)).astype(np.float32), rng.integers(0, 3, rows)
-    mine = slice(rows * comm.rank // comm.size, rows * (comm.rank + 1) // comm.size)
+def part_of_before(comm: Communicator, seed: int) -> tuple[Any, Any]:
+    rng, mine = np.random.default_rng(seed), part(comm, 9)
+    x, y = rng.standard_normal((9, 6)).astype(np.float32), rng.integers(0, 3, 9)
     return x[mine], y[mine]
 
 
@@ -278,14 +259,8 @@ def test_a_run_from_before_goes_on(ranks: int) -> None:
 
     def run(comm: Communicator) -> dict[str, Any]:
         model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm(16), nn.GELU(), nn.Linear(16, 3))
-        trainer = model.as_distributed(
-            loss=nn.CrossEntropyLoss(),
-            optimizer=optim.AdamW(lr=0.01),
-            strategy="fsdp",
-            comm=comm,
-            seed=8,
-            clip_norm=1.0,
-        )
+        options = {"optimizer": optim.AdamW(lr=0.01), "comm": comm, "seed": 8, "clip_norm": 1.0}
+        trainer = model.as_distributed(loss=nn.CrossEntropyLoss(), **options)
         assert trainer.inspect.compute_fingerprint() != WANTED["fingerprint"]
         trainer.load(SAVED)
         return {

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -46,8 +46,7 @@ def test_files_loads_and_bits(world: Communicator, common: Path, axis: str) -> N
     mesh = None if axis == strategy else Mesh(shard=1, **{axis: world.size})
     trainer = make(world, "wide", strategy, mesh=mesh, reproducible_chunks=8, check=True)
     steps(trainer, "wide", 0, 1)
-    trainer.save(common / "a", background=in_background)
-    trainer.call_runner.wait_for_background_save()
+    save(trainer, common / "a", in_background)
     values = trainer.parameters()
     steps(trainer, "wide", 1, 2)
     want = trainer.inspect.compute_fingerprint()
@@ -59,14 +58,10 @@ def test_files_loads_and_bits(world: Communicator, common: Path, axis: str) -> N
     if world.rank == 0:
         safetensors.numpy.save_file(values, common / "reference")
         assert (common / "a/model.safetensors").read_bytes() == (common / "reference").read_bytes()
-        spawn(_again, 1, common)
+        again = make(spawn(lambda comm: comm, 1)[0], "wide", reproducible_chunks=8)
+        again.load(common / "b")
+        again.save(common / "c")
         assert contents(common / "c") == contents(common / "b")
-
-
-def _again(comm: Communicator, common: Path) -> None:
-    trainer = make(comm, "wide", reproducible_chunks=8)
-    trainer.load(common / "b")
-    trainer.save(common / "c")
 
 
 def save(trainer: Trainer, path: Path, in_background: bool) -> None:
@@ -79,10 +74,7 @@ def test_one_rank_without_room(world: Communicator, common: Path, monkeypatch: p
     trainer.save(common / "a")
     before = trainer.inspect.compute_fingerprint()
     steps(trainer, "wide", 0, 1)
-
-    def full(fd: int, data: Any, offset: int) -> None:
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     for in_background in (False, True):
         if world.rank == world.size - 1:
             monkeypatch.setattr(write, "write_at", full)
@@ -150,9 +142,7 @@ def most(world: Communicator, body: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_no_rank_takes_more_than_a_few_blocks_beside_its_shard(
-    world: Communicator, common: Path, strategy: str
-) -> None:
+def test_no_rank_takes_more_than_a_few_blocks_beside_its_shard(world: Communicator, common: Path, strategy: str):
     """As the kernel counts. All state is 48 MiB, so that one rank that gathers, or one array too many, is seen."""
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=world, strategy=strategy)

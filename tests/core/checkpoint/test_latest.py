@@ -5,14 +5,17 @@ import random
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from models import make
+from savers import refused
 
 import fsdpx
 from fsdpx import spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.errors import CheckpointError, DesyncError
+from fsdpx.core.trainer import latest
+from fsdpx.errors import DesyncError
 
 
 @pytest.fixture(scope="module")
@@ -93,37 +96,23 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path) -> None:
 
 def test_all_ranks_get_what_rank_0_finds(one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though others look at a moment when a save has just been committed."""
-    from fsdpx.core.trainer import latest as module
-
     fill(tmp_path, one, "step-1", "step-2")
-    looked: list[int] = []
-
-    def newest(folder: Path) -> Path:
-        looked.append(1)
-        return folder / "step-2"
-
-    monkeypatch.setattr(module, "find_newest_checkpoint", newest)
+    newest = Mock(return_value=tmp_path / "step-2")
+    monkeypatch.setattr(latest, "find_newest_checkpoint", newest)
     assert spawn(lambda comm: fsdpx.latest_checkpoint(tmp_path, comm), 3) == [tmp_path / "step-2"] * 3
     assert spawn(lambda comm: fsdpx.latest_checkpoint(tmp_path), 3) == [tmp_path / "step-2"] * 3
-    assert len(looked) == 2
+    assert newest.call_args_list == [call(tmp_path)] * 2
 
 
 def test_wrong_folders_are_named_on_all_ranks(one: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-
-    def refused(folder: Any) -> str:
-        def body(comm: Communicator) -> str:
-            with pytest.raises(CheckpointError) as raised:
-                fsdpx.latest_checkpoint(folder(comm.rank))
-            return str(raised.value)
-
-        (text,) = set(spawn(body, 2))
-        return text
-
-    assert refused(lambda rank: one).endswith("is a checkpoint itself: give the folder that contains it")
-    assert "Not a directory (ENOTDIR)" in refused(lambda rank: tmp_path / "file")
-    assert "ranks differ in path" in refused(lambda rank: tmp_path / f"{rank}")
-    assert "give a str or a pathlib.Path" in refused(lambda rank: 3)
+    for folder, text in (
+        (lambda rank: one, "is a checkpoint itself: give the folder that contains it"),
+        (lambda rank: tmp_path / "file", "Not a directory (ENOTDIR)"),
+        (lambda rank: tmp_path / f"{rank}", "ranks differ in path"),
+        (lambda rank: 3, "give a str or a pathlib.Path"),
+    ):
+        assert text in refused(2, lambda comm, folder=folder: fsdpx.latest_checkpoint(folder(comm.rank)))
 
 
 def test_a_rank_that_calls_something_else_is_named(tmp_path: Path) -> None:
