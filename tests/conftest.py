@@ -157,11 +157,7 @@ def some_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         name = name_of(item)
-        parameters = (
-            item.callspec.params
-            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-            else {}
-        )
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
         values = {(name, parameter, repr(value)) for parameter, value in parameters.items()}
         if not values or values - seen:
             cases.setdefault(name, []).append(item)

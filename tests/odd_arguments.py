@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,37 +47,12 @@ class Odd:
 
 def list_odd_values() -> dict[str, Any]:
     """Name -> value. Functions and iterators are made anew for each call."""
-    return {
-        "None": None,
-        "True": True,
-        "0": 0,
-        "-1": -1,
-        "1.5": 1.5,
-        "nan": math.nan,
-        "inf": math.inf,
-        "1j": 1j,
-        "10**30": 10**30,
-        "np.array(3)": np.array(3),
-        "np.float32(2)": np.float32(2),
-        "np.array([1, 2])": np.array([1, 2]),
-        "np.zeros((2, 2))": np.zeros((2, 2)),
-        "'x'": "x",
-        "''": "",
-        "'\\0'": "\0",
-        "b'x'": b"x",
-        "[]": [],
-        "(1, 2, 3, 4)": (1, 2, 3, 4),
-        "(True, 2)": (True, 2),
-        "['x']": ["x"],
-        "{}": {},
-        "{'x': 1}": {"x": 1},
-        "{1, 2}": {1, 2},
-        "range(3)": range(3),
-        "an iterator": iter([1]),
-        "a function": lambda *_, **__: None,
-        "a class": int,
-        "an object": Odd(),
-    }
+    values = [
+        None, True, 0, -1, 1.5, math.nan, math.inf, 1j, 10**30, np.array(3), np.float32(2), np.array([1, 2]),
+        np.zeros((2, 2)), "x", "", "\0", b"x", [], (1, 2, 3, 4), (True, 2), ["x"], {}, {"x": 1}, {1, 2}, range(3),
+    ]  # fmt: skip
+    unlike_others = {"an iterator": iter([1]), "a function": lambda *_, **__: None, "a class": int, "an object": Odd()}
+    return {repr(value): value for value in values} | unlike_others
 
 
 @dataclass
@@ -135,18 +111,16 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "fsdpx.TraceConfig": {"folder": "trace"}, "fsdpx.RunFolder": {"path": "run"},
 }  # fmt: skip
 """Arguments of calls whose parameters need more than their name tells."""
-INNER = {
-    *"nn.Attention nn.AttentionBlock nn.BertEmbedding nn.Container "
-    "nn.sharding.ShardedMoE nn.GatedMLP nn.HeadNorm".split(),
-    *"nn.GroupedQueryAttention nn.sharding.SequenceParallelTokenEmbedding nn.sharding.VocabParallelTokenEmbedding "
-    "nn.sharding.ShardedDropout nn.sharding.output_shapes".split(),
-    *"nn.sharding.parallelize nn.sharding.value_shapes".split(),
-    *"nn.sharding.parameter_specs nn.sharding.linearize nn.ParameterSpec nn.sharding.WithInputOutput "
-    "optim.ShardSegment optim.ShardSegments optim.get_learning_rate data.Dataset data.BatchShard".split(),
-    *"fsdpx.Handle fsdpx.ReduceOp fsdpx.Trainer fsdpx.launch fsdpx.plan fsdpx.load_adapter fsdpx.WeightsReport".split(),
-    *"fsdpx.gather_merged_parameters fsdpx.save_adapter optim.Optimizer fsdpx.JobPreempted".split(),
-    *"data.SupervisedDataset data.FieldDataset nn.LayerContext fsdpx.init fsdpx.finalize nn.PhysicsLoss".split(),
-}
+INNER = set(
+    "nn.Attention nn.AttentionBlock nn.BertEmbedding nn.Container nn.sharding.ShardedMoE nn.GatedMLP nn.HeadNorm "
+    "nn.GroupedQueryAttention nn.sharding.SequenceParallelTokenEmbedding nn.sharding.VocabParallelTokenEmbedding "
+    "nn.sharding.ShardedDropout nn.sharding.output_shapes nn.sharding.parallelize nn.sharding.value_shapes "
+    "nn.sharding.parameter_specs nn.sharding.linearize nn.ParameterSpec nn.sharding.WithInputOutput "
+    "optim.ShardSegment optim.ShardSegments optim.get_learning_rate data.Dataset data.BatchShard "
+    "fsdpx.Handle fsdpx.ReduceOp fsdpx.Trainer fsdpx.launch fsdpx.plan fsdpx.load_adapter fsdpx.WeightsReport "
+    "fsdpx.gather_merged_parameters fsdpx.save_adapter optim.Optimizer fsdpx.JobPreempted "
+    "data.SupervisedDataset data.FieldDataset nn.LayerContext fsdpx.init fsdpx.finalize nn.PhysicsLoss".split()
+)
 """Parts that users do not make themselves, and calls that have tests of their own for odd arguments."""
 USERS = {
     ("nn.Lambda", "function"), ("nn.Lambda", "derivative"), ("fsdpx.spawn", "fn"), ("fit", "count"), ("fit", "stop"),
@@ -188,7 +162,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "freeze": {},
     "fit": {"progress": False, "steps": 1},
 }
-DISTRIBUTE = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW()}
 
 
 def list_collective_calls(comm: Any = None) -> Iterator[Call]:
@@ -272,9 +245,8 @@ def find_uneven_errors(name: str, parameter: str, some: slice = slice(None)) -> 
 
         def run(comm: Any, value: Any = value) -> str:
             call = next(one for one in list_collective_calls(comm) if one.name == name)
-            odd = {parameter: value} if comm.rank else {}
             try:
-                call.make(**odd)
+                call.make(**({parameter: value} if comm.rank else {}))
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
             return "returned"
@@ -326,16 +298,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_samples(Path(folder))
         with contextlib.chdir(folder):
-            for call in list_collective_calls() if options.ranks else ():
-                if not options.words or any(word in call.name for word in options.words):
-                    for parameter in call.parameters:
-                        for line in find_uneven_errors(call.name, parameter):
-                            found += 1
-                            print(line, flush=True)
-            for call in () if options.ranks else list_calls():
+            for call in list_collective_calls() if options.ranks else list_calls():
                 if options.words and not any(word in call.name for word in options.words):
                     continue
-                for line in find_raw_errors(call):
+                uneven = (find_uneven_errors(call.name, parameter) for parameter in call.parameters)
+                for line in chain.from_iterable(uneven) if options.ranks else find_raw_errors(call):
                     found += 1
                     print(line, flush=True)
     print(f"{found} raw errors", file=sys.stderr)

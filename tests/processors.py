@@ -83,9 +83,7 @@ def run_tests(variant: Variant, arguments: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--list", action="store_true", help="print the variants and what this machine lacks")
-    parser.add_argument(
-        "--only", action="append", metavar="NAME", help="one variant; may be given several times"
-    )
+    parser.add_argument("--only", action="append", metavar="NAME", help="one variant; may be given several times")
     parser.add_argument("--quick", action="store_true", help="norms and updates, on narrow vectors")
     parser.add_argument("tests", nargs="*", help="arguments of pytest after --; else all tests on thread ranks")
     options = parser.parse_args()

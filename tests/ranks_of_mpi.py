@@ -21,9 +21,7 @@ SPINS_WITHOUT_CORE = 32
 """Number of polls before a rank sleeps, if ranks use all cores. With more, polling takes half of the time."""
 
 
-SEEN_ON_THREE = tuple(
-    f"tests/ext/{name}/" for name in ("asynchronous", "compression", "gpu", "moe", "observe")
-)
+SEEN_ON_THREE = tuple(f"tests/ext/{name}/" for name in ("asynchronous", "compression", "gpu", "moe", "observe"))
 """Extensions that behave alike on any number of ranks above one: their tests run on two and three."""
 
 
@@ -41,10 +39,7 @@ def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     names: dict[str, int] = {}
     kept = []
     for item in items:
-        kind, parameters = (
-            getattr(item, "cls", None),
-            getattr(getattr(item, "callspec", None), "params", {}),
-        )
+        kind, parameters = getattr(item, "cls", None), getattr(getattr(item, "callspec", None), "params", {})
         several = kind is not None and issubclass(kind, CommunicatorContract) and "dtype" in parameters
         turn = (ALL_DTYPES.index(parameters["dtype"]) + classes.index(kind) + size) % 3 if several else 0
         if parameters.get("world") in TRANSPORTS and "tests/core/comm/" not in item.nodeid:

@@ -4,8 +4,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection, Mapping
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -58,19 +58,13 @@ SHARE, FIELDS, LINES = 0.18, 15, 65
 
 def folders(package: Package) -> set[str]:
     """Parts of the core and extensions, "core/comm" or "data", with modules beside them."""
-    return {folder_of(file) or file.removesuffix(".py") for file in package.sources} - {
-        "core",
-        "ext",
-        "__init__",
-        "__main__",
-    }
+    names = {folder_of(file) or file.removesuffix(".py") for file in package.sources}
+    return names - {"core", "ext", "__init__", "__main__"}
 
 
 def readers(package: Package) -> list[str]:
     """`launch` hands all variables on to the processes it starts, and reads none."""
-    found = [
-        where for file in package.sources if file != "core/base/environment.py" for where in package.environment(file)
-    ]
+    found = [where for file in {*package.sources} - {"core/base/environment.py"} for where in package.environment(file)]
     return [where for where in found if not (where.startswith("launch/") and where.endswith(" whole"))]
 
 
@@ -78,15 +72,6 @@ def none(wrong: list[str]) -> None:
     """All that is wrong is shown, one below the other."""
     if wrong:
         pytest.fail("\n".join(wrong), pytrace=False)
-
-
-def circle(arrows: Mapping[str, Collection[str]]) -> list[str]:
-    """Files each of which imports the one before it, the first of them the last one; none if there is no circle."""
-    try:
-        TopologicalSorter(arrows).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
 
 
 def test_there_are_no_more_lines_of_code_than_the_ceiling() -> None:
@@ -97,7 +82,7 @@ def test_there_are_no_more_lines_of_code_than_the_ceiling() -> None:
 def test_no_circle_of_files() -> None:
     grimp = pytest.importorskip("grimp", reason="import-linter is not installed: pip install '.[dev]'")
     graph = grimp.build_graph(NAME)
-    assert circle({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}) == []
+    TopologicalSorter({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}).prepare()
 
 
 def test_program_needs_the_standard_library_only() -> None:
@@ -124,13 +109,10 @@ def core_tests_that_import(tests: Mapping[str, str]) -> list[str]:
     """Extensions that tests of the core import as soon as they are collected. Contracts (`testing`) and what feeds a
     trainer (`data`) are no tests' subject."""
     places = {NAME: "__init__.py", "nn": "nn/__init__.py", "optim": "optim/__init__.py"}
-    homes = {
-        f"{part}.{name}": home
-        for part, file in places.items()
-        for name, home in _map_names_to_modules(
-            NAME if part == NAME else f"{NAME}.{part}", PACKAGE.sources[file]
-        ).items()
-    }
+    homes = {}
+    for part, file in places.items():
+        module = NAME if part == NAME else f"{NAME}.{part}"
+        homes |= {f"{part}.{name}": home for name, home in _map_names_to_modules(module, PACKAGE.sources[file]).items()}
     outside = tuple(f"{NAME}.{name}" for name in ("ext", "plan", "models", "launch", "examples"))
     return [
         f"{file} imports {module}: import it in the test, and mark that with needs()"

@@ -1,7 +1,6 @@
 """~ is the home folder of the user, wherever a path is given."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,6 @@ def picture(home: Path) -> Any:
 
 
 @pytest.mark.parametrize("use", [from_state_dict, machine, run_folder, checkpoints, launch_config, options, picture])
-def test_the_home_folder_is_that_of_the_user(
-    use: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_home_folder_is_that_of_the_user(use, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     use(tmp_path)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from models import part
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -15,25 +16,20 @@ from fsdpx.core.program import VERBS, Action, Program, Verb, check, compiler
 from fsdpx.errors import DataError, ProgramError
 from fsdpx.nn.layer import LayerContext, ParameterSpec
 from fsdpx.optim.optimizer import Elementwise
-from fsdpx.testing import LayerContract, LossContract, OptimizerContract
+from fsdpx.testing import LayerContract, LossContract, OptimizerContract, assert_close
+
+PIPE = {"mesh": Mesh(pipe=2), "microbatches": 2}
 
 
 def trained(comm: Communicator, steps: int = 4, model: Callable[[], nn.Layer] | None = None, **options: Any) -> Any:
     """A trainer after some steps on the same global batches, and its losses."""
     layers = model() if model else nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    options = {
-        "loss": nn.MSELoss(),
-        "optimizer": optim.SGD(lr=0.05),
-        "precision": "float64",
-        "group_bytes": 0,
-        **options,
-    }
-    trainer = layers.as_distributed(comm=comm, **{"strategy": "fsdp", **options})
-    losses = []
+    options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.05), **options}
+    trainer = layers.as_distributed(comm=comm, precision="float64", group_bytes=0, **options)
+    losses, mine = [], part(trainer.data_group, 12)
     for seed in range(steps):
-        rng, rank, size = np.random.default_rng(seed), trainer.data_group.rank, trainer.data_group.size
+        rng = np.random.default_rng(seed)
         x, y = rng.standard_normal((12, 8)), rng.standard_normal((12, 4))
-        mine = slice(12 * rank // size, 12 * (rank + 1) // size)
         losses.append(trainer.step(x[mine], y[mine]))
     return trainer, losses
 
@@ -59,9 +55,7 @@ class SignDescent:
 
 class TestSignDescent(OptimizerContract):
     takes_groups = False
-
-    def make(self, **options: Any) -> SignDescent:
-        return SignDescent(**options)
+    make = SignDescent
 
 
 @dataclass(frozen=True)
@@ -91,8 +85,7 @@ class Adan(Elementwise):
 
 
 class TestAdan(OptimizerContract):
-    def make(self, **options: Any) -> Adan:
-        return Adan(**options)
+    make = Adan
 
 
 def test_an_optimizer_is_one_class(tmp_path: Path) -> None:
@@ -112,7 +105,7 @@ def test_an_optimizer_is_one_class(tmp_path: Path) -> None:
     for name, values in alone.items():
         np.testing.assert_allclose(many[name], values, rtol=0, atol=1e-12)
     again, moments = spawn(load, 2)[0]
-    assert all((again[name] == many[name]).all() for name in many)
+    assert_close(again, many)
     assert moments > 0
 
 
@@ -151,14 +144,14 @@ def test_a_layer_is_one_class() -> None:
     def model() -> nn.Layer:
         return nn.Sequential(nn.Linear(8, 6), Scale(6), nn.Tanh(), nn.Linear(6, 4))
 
-    def run(comm: Communicator, **options: Any) -> tuple[list[float], dict[str, np.ndarray]]:
+    def run(comm: Communicator, options: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
         trainer, losses = trained(comm, model=model, **options)
         return losses, trainer.parameters()
 
-    losses, alone = spawn(run, 1)[0]
+    losses, alone = spawn(run, 1, {})[0]
     assert not (alone["1.weight"] == 1).all()
-    for options in ({}, {"mesh": Mesh(pipe=2), "microbatches": 2}):
-        got, many = spawn(lambda comm, o=options: run(comm, **o), 4)[0]
+    for options in ({}, PIPE):
+        got, many = spawn(run, 4, options)[0]
         np.testing.assert_allclose(got, losses, rtol=1e-12)
         for name, values in alone.items():
             np.testing.assert_allclose(many[name], values, rtol=1e-11, atol=1e-12)
@@ -186,8 +179,7 @@ class LogCosh(nn.Loss):
 
 
 class TestLogCosh(LossContract):
-    def make(self) -> nn.Loss:
-        return LogCosh()
+    make = LogCosh
 
     def outputs(self) -> Any:
         return self.draw_normal(4, 3, 6)
@@ -197,13 +189,12 @@ class TestLogCosh(LossContract):
 
 
 def test_a_loss_is_one_class() -> None:
-    def run(comm: Communicator, **options: Any) -> list[float]:
-        return trained(comm, loss=LogCosh(), **options)[1]
-
-    losses = spawn(run, 1)[0]
+    losses, whole, piped = (
+        spawn(lambda comm, o=options: trained(comm, loss=LogCosh(), **o)[1], ranks)[0]
+        for ranks, options in ((1, {}), (4, {}), (4, PIPE))
+    )
     assert losses[-1] < losses[0]
-    for options in ({}, {"mesh": Mesh(pipe=2), "microbatches": 2}):
-        np.testing.assert_allclose(spawn(lambda comm, o=options: run(comm, **o), 4)[0], losses, rtol=1e-12)
+    np.testing.assert_allclose([whole, piped], [losses] * 2, rtol=1e-12)
 
 
 # -- a codec with state: one class -------------------------------------------------------------------------------------
@@ -250,9 +241,9 @@ def test_a_codec_with_state_is_one_class(strategy: str, ranks: int, rows: set[st
         assert all(np.abs(a).any() for key, a in state.ledger.arrays.items() if key[::2] == ("memory", "shard/error"))
         return trainer.parameters(), kept, trainer.report().memory.get("codec memory", 0)
 
-    plain, _, none = spawn(lambda comm: run(comm, "plain"), ranks)[0]
-    alone, nothing, _ = spawn(lambda comm: run(comm, Rounded(4.0, False)), ranks)[0]
-    fed, kept, nbytes = spawn(lambda comm: run(comm, Rounded(4.0, True)), ranks)[0]
+    plain, _, none = spawn(run, ranks, "plain")[0]
+    alone, nothing, _ = spawn(run, ranks, Rounded(4.0, False))[0]
+    fed, kept, nbytes = spawn(run, ranks, Rounded(4.0, True))[0]
     assert (none, nothing, kept) == (0, set(), rows)
     elements = 8 * 16 + 16 + 16 * 4 + 4
     assert nbytes == 8 * elements * (1.5 if strategy == "hybrid" else 1)
@@ -287,7 +278,7 @@ def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch, forge
         return [b for a in tail for b in ([Action("PULL", a.unit), a] if a.op == "UPDATE" else [a])]
 
     before = compiler._make_update_actions
-    plain, _ = spawn(lambda comm: (trained(comm, 1)[0].parameters(), 0), 2)[0]
+    plain = spawn(lambda comm: trained(comm, 1)[0].parameters(), 2)[0]
     monkeypatch.setitem(VERBS, "PULL", Verb(reads=("scale",), adds=("final:page",), about="page"))
     monkeypatch.setitem(operations.OPERATIONS, "PULL", pull)
     monkeypatch.setattr(compiler, "_make_update_actions", placed)

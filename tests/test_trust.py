@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,7 @@ def innocent() -> Iterator[subprocess.Popen[bytes]]:
 # -- the start of MPI -------------------------------------------------------------------------------------------------
 
 
-def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: Path
-) -> None:
+def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(tmp_path, monkeypatch, victim):
     launcher = LauncherInfo("mpiexec", 2, 0, 0, 2, "PMI_RANK")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(start.environment, "read_environment", lambda: Environment(launcher=launcher, expected_size=2))
@@ -93,9 +91,7 @@ def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
     assert folder.exists()
 
 
-def test_a_clock_kills_only_the_very_process_that_a_mark_of_a_private_folder_names(
-    tmp_path: Path, innocent: subprocess.Popen[bytes]
-) -> None:
+def test_a_clock_kills_only_the_very_process_that_a_mark_of_a_private_folder_names(tmp_path, innocent):
     folder, birth = tmp_path / "start", mpi_init_watchdog.get_process_start_time(innocent.pid)
     folder.mkdir(mode=0o700)
     names = [f"came-00001.{innocent.pid}-1.0", f"came-1.{innocent.pid}.0", "came-x", f"came-00002.-{birth}.0", "came-"]
@@ -116,12 +112,11 @@ def test_a_clock_kills_only_the_very_process_that_a_mark_of_a_private_folder_nam
 
 @as_root
 def test_a_clock_believes_no_folder_of_another_user(tmp_path: Path, innocent: subprocess.Popen[bytes]) -> None:
-    (tmp_path / "start").mkdir(mode=0o700)
-    (
-        tmp_path / "start" / f"came-00001.{innocent.pid}-{mpi_init_watchdog.get_process_start_time(innocent.pid)}.0"
-    ).touch()
-    os.chown(tmp_path / "start", OTHER, OTHER)
-    assert mpi_init_watchdog.find_waiting_ranks(str(tmp_path / "start")) == {}
+    folder, birth = tmp_path / "start", mpi_init_watchdog.get_process_start_time(innocent.pid)
+    folder.mkdir(mode=0o700)
+    (folder / f"came-00001.{innocent.pid}-{birth}.0").touch()
+    os.chown(folder, OTHER, OTHER)
+    assert mpi_init_watchdog.find_waiting_ranks(str(folder)) == {}
 
 
 def test_the_mark_of_a_start_that_was_ended_follows_no_link(tmp_path: Path, victim: Path) -> None:
@@ -170,9 +165,8 @@ def test_a_forged_flight_record_ends_nothing(tmp_path: Path) -> None:
 def test_notes_that_are_none_are_passed_over(tmp_path: Path) -> None:
     RankStatus(0, 7, "n1", 3, "ValueError").write_to_folder(safe_files.make_folder(tmp_path / "run"))
     good = (tmp_path / "run" / "rank-00000.json").read_text()
-    for number, text in enumerate(
-        ["", "[" * 9999, "3", "{}", good.replace("7", '"7"'), good.replace("}", ', "x": 1}')], 1
-    ):
+    bad = ["", "[" * 9999, "3", "{}", good.replace("7", '"7"'), good.replace("}", ', "x": 1}')]
+    for number, text in enumerate(bad, 1):
         safe_files.write_file(tmp_path / "run" / f"rank-{number:05}.json", text)
     os.mkfifo(tmp_path / "run" / "rank-00008.json")
     (tmp_path / "run" / "rank-00009.json").symlink_to("/dev/zero")
@@ -181,9 +175,7 @@ def test_notes_that_are_none_are_passed_over(tmp_path: Path) -> None:
     assert len(warned) == 1
 
 
-def test_requests_to_join_that_are_none_do_not_end_or_hold_the_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: Path
-) -> None:
+def test_requests_to_join_that_are_none_do_not_end_or_hold_the_launcher(tmp_path, monkeypatch, victim):
     asked: list[int] = []
     (tmp_path / "joins-left").mkdir()
     guests = JoinRequests(tmp_path, asked.append)
@@ -205,9 +197,7 @@ def test_requests_to_join_that_are_none_do_not_end_or_hold_the_launcher(
         assert (tmp_path / f"answer-{name}").read_text().endswith("is no number of ranks")
 
 
-def test_logs_follow_no_link_and_nothing_in_their_folder_holds_the_launcher(
-    tmp_path: Path, victim: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_follow_no_link_and_nothing_in_their_folder_holds_the_launcher(tmp_path, victim, capsys):
     (tmp_path / "rank-0000.log").symlink_to(victim)
     with pytest.raises(safe_files.Untrusted, match="is a link, which is not followed here"):
         redirect_output_to_log(tmp_path, 0)
@@ -228,9 +218,8 @@ def test_folders_of_another_user_are_neither_used_nor_removed(tmp_path: Path) ->
         (tmp_path / name).mkdir()
         (tmp_path / name / "owner").write_text("1-1")
         os.chown(tmp_path / name, OTHER, OTHER)
-    with pytest.raises(
-        LaunchError, match=r"start-0 belongs to user 65534, .*: name a --folder in which no other user can"
-    ):
+    words = r"start-0 belongs to user 65534, .*: name a --folder in which no other user can"
+    with pytest.raises(LaunchError, match=words):
         _recreate_private_folder(tmp_path / "start-0")
     (tmp_path / "fsdpx-run-y").symlink_to(tmp_path / "start-0")
     assert _make_temporary_folder_and_remove_dead(tmp_path).exists()
@@ -240,21 +229,15 @@ def test_folders_of_another_user_are_neither_used_nor_removed(tmp_path: Path) ->
 # -- locks ------------------------------------------------------------------------------------------------------------
 
 
-def _offload(folder: Path) -> Any:
-    return lock_folder(folder, "a job")
-
-
-def _checkpoint(folder: Path) -> Any:
-    return _lock_checkpoint(folder / "fsdpx")
-
-
 @pytest.mark.parametrize(
     ("locked", "name", "error"),
-    [(_offload, "fsdpx.lock", OffloadError), (_checkpoint, ".fsdpx-lock-fsdpx", CheckpointError)],
+    [
+        (lambda folder: lock_folder(folder, "a job"), "fsdpx.lock", OffloadError),
+        (lambda folder: _lock_checkpoint(folder / "fsdpx"), ".fsdpx-lock-fsdpx", CheckpointError),
+    ],
+    ids=["offload", "checkpoint"],
 )
-def test_locks_follow_no_link_and_overwrite_nothing(
-    tmp_path: Path, victim: Path, locked: Callable[[Path], Any], name: str, error: type[Exception]
-) -> None:
+def test_locks_follow_no_link_and_overwrite_nothing(tmp_path, victim, locked, name, error):
     lock = tmp_path / "folder" / name
     lock.parent.mkdir()
     for plant, why in (
@@ -280,18 +263,14 @@ def test_a_log_that_goes_on_follows_no_link(tmp_path: Path, victim: Path) -> Non
         (tmp_path / name).unlink()
 
 
-def test_a_device_in_place_of_a_file_of_a_model_is_not_even_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_in_place_of_a_file_of_a_model_is_not_even_opened(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").symlink_to(os.devnull)
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(CheckpointError, match="this is a folder, a pipe or a device where a file should be"):
         open_weights(tmp_path)
 
 
-def test_a_file_beside_a_model_that_becomes_a_link_while_it_is_copied_is_left_out(
-    tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_beside_a_model_that_becomes_a_link_while_it_is_copied_is_left_out(tmp_path, victim, monkeypatch):
     """Another user swaps it between the look at its name and its opening."""
     beside, opened = tmp_path / "model" / "vocab.txt", safe_files.open_file
     beside.parent.mkdir()
@@ -308,16 +287,13 @@ def test_a_file_beside_a_model_that_becomes_a_link_while_it_is_copied_is_left_ou
     assert not (tmp_path / "copy").exists()
 
 
-def test_the_folder_of_a_run_that_is_started_by_hand_cannot_be_made_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_of_a_run_that_is_started_by_hand_cannot_be_made_before_it(tmp_path, monkeypatch, capsys):
     script = tmp_path / "x.py"
     script.touch()
     monkeypatch.setattr(start_of_jobs, "find_launcher_to_use", lambda config: FoundLauncher(("mpiexec",), None))
-    names = set()
     for _ in range(2):
         assert command_line(["run", "-n", "2", "--dry-run", str(script)]) == 0
-        names |= set(re.findall(r"FSDPX_RUN=(\S+)/start-0", capsys.readouterr().out))
+    names = set(re.findall(r"FSDPX_RUN=(\S+)/start-0", capsys.readouterr().out))
     assert len(names) == 2
     assert all(re.fullmatch(r".*/fsdpx-run-[0-9a-f]{16}", name) for name in names)
 
@@ -342,12 +318,11 @@ def test_names_that_a_terminal_would_obey_are_shown(capsys: pytest.CaptureFixtur
     assert "\x1b" not in format_table([("run", "n"), (hostile, "1")])
 
 
-def packed(folder: Path, n: int = 0, events: Any = (), **header: Any) -> None:
-    """A file of a rank's trace, with some fields of its head otherwise."""
-    told = asdict(TraceHeader(n, 1, "", {}, "host", 0.0, [ClockReading(0.0, 0.0, 0.0)])) | header
-    (folder / f"rank-{n:05}.json.gz").write_bytes(
-        gzip.compress(json.dumps({"traceEvents": list(events), "fsdpx": told}).encode())
-    )
+def packed(folder: Path, events: Any = (), **header: Any) -> None:
+    """A file of rank 0's trace, with some fields of its head otherwise."""
+    told = asdict(TraceHeader(0, 1, "", {}, "host", 0.0, [ClockReading(0.0, 0.0, 0.0)])) | header
+    content = json.dumps({"traceEvents": list(events), "fsdpx": told})
+    (folder / "rank-00000.json.gz").write_bytes(gzip.compress(content.encode()))
 
 
 @pytest.mark.parametrize(
@@ -388,9 +363,9 @@ def test_names_in_a_page_are_text(tmp_path: Path) -> None:
     more = {"run": 1, "key": hostile, "stops": True}
     events = [{"ph": "X", "cat": cat, "name": name, "ts": 0.0, "dur": 9.0, "args": more} for cat, name in slices]
     packed(tmp_path, events=events, shown=1, host=hostile, mesh=hostile, version=hostile)
-    page_of = RunFolder(tmp_path)
-    write_report_page(page_of)
-    text = page_of.page_path.read_text()
+    folder = RunFolder(tmp_path)
+    write_report_page(folder)
+    text = folder.page_path.read_text()
     assert text.count("&lt;script&gt;") > 3
     assert "<script" not in text
     assert "<img src=x" not in text

@@ -37,10 +37,7 @@ from fsdpx.testing.optimizer import OptimizerContract
         (lambda: optim.AdamW(weight_decay=-0.1), r"AdamW\(weight_decay=-0.1\)"),
         (lambda: optim.Lion(betas=(-0.1, 0.9)), r"Lion\(betas\[0\]=-0.1\)"),
         (lambda: optim.Muon(exclude=[3]), r"Muon: exclude=\[3\]: a list of name patterns is needed"),
-        (
-            lambda: optim.Muon(exclude="head*"),
-            r"Muon\(exclude='head\*'\): a list of name patterns is needed, \['head\*'\]",
-        ),
+        (lambda: optim.Muon(exclude="head*"), r"Muon\(exclude='head\*'\): a list of name patterns .*, \['head\*'\]"),
         (lambda: optim.Muon(others=optim.LAMB()), r"Muon\(others=LAMB\(.*\): an optimizer with a slot m is needed"),
         (lambda: optim.Muon(others=optim.SGD()), r"Muon\(others=SGD\(.*\): an optimizer with a slot m is needed"),
         (lambda: optim.EMA(1.0), r"EMA\(decay=1.0\): a finite number >= 0 and < 1 is needed"),
@@ -68,6 +65,11 @@ from fsdpx.testing.optimizer import OptimizerContract
         (lambda: schedules.WarmUp(2, 0.1)(-1), r"WarmUp\(.*: there is no step -1"),
         (lambda: optim.SGD([np.ones(3)], 0.1), r"SGD\(parameters, ...\): leave out the parameters"),
         (lambda: optim.AdamW(iter([np.ones(3)]), lr=0.1), r"AdamW\(parameters, ...\): .*: the trainer passes them"),
+        (lambda: optim.AdamW(learning_rate=1e-3), r"AdamW\(learning_rate=...\): no such option; here that is lr="),
+        (lambda: optim.SGD(momentun=0.9), r"SGD\(momentun=...\): no such option; did you mean 'momentum'\?"),
+        (lambda: schedules.Cosine(1e-3, steps_=3), r"Cosine\(steps_=...\): no such option; did you mean 'steps'\?"),
+        (lambda: schedules.Cosine(1e-3, T_max=3), r"Cosine\(T_max=...\): no such option; here that is steps="),
+        (lambda: optim.EMA(qqq=1), r"EMA\(qqq=...\): no such option: decay"),
     ],
 )
 def test_bad_options(make, text):
@@ -164,13 +166,14 @@ def test_numbers_of_numpy_are_numbers(make: Any, options: dict[str, Any]) -> Non
 def test_numbers_of_numpy_are_options_of_distribute_and_fit() -> None:
     options = {"microbatches": 2, "seed": 3, "clip_norm": 0.5, "group_bytes": 64, "check_finite": True, "tune": False}
     kinds = {int: np.int64, float: np.float32, bool: np.bool_}
-    found = []
-    for wrap in (lambda value: value, lambda value: kinds[type(value)](value)):
+
+    def trained(wrap: Any) -> Any:
         given = {name: wrap(value) for name, value in options.items()}
         trainer = fsdpx.nn.Linear(3, 2).as_distributed(loss=fsdpx.nn.MSELoss(), optimizer=optim.SGD(lr=0.5), **given)
         trainer.fit([(np.ones((4, 3)), np.ones((4, 2)))] * 4, epochs=wrap(1), steps=wrap(3))
-        found.append((trainer.global_step, bits(trainer)))
-    assert found[0] == found[1]
+        return trainer.global_step, bits(trainer)
+
+    assert trained(lambda value: kinds[type(value)](value)) == trained(lambda value: value)
 
 
 def segments(*names, exchange=None):
@@ -255,34 +258,14 @@ def mode(request):
 
 
 KINDS = {
-    "SGD": (optim.SGD, {}),
+    **{kind.__name__: (kind, {}) for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.Lion, optim.Muon)},
     "Momentum": (lambda **options: optim.SGD(momentum=0.9, **options), {}),
     "Nesterov": (lambda **options: optim.SGD(momentum=0.9, nesterov=True, **options), {}),
-    "Adam": (optim.Adam, {}),
-    "AdamW": (optim.AdamW, {}),
-    "Lion": (optim.Lion, {}),
     "EMA": (lambda **options: AveragedOptimizer(optim.AdamW(**options), optim.EMA(0.9)), {}),
     "SWA": (lambda **options: AveragedOptimizer(optim.SGD(**options), optim.SWA(start=2)), {}),
-    "Muon": (optim.Muon, {}),
     "LAMB": (optim.LAMB, {"shard_alignment": 1024}),
 }
 BOTH = pytest.mark.usefixtures("mode")
 for _name, (_make, _more) in KINDS.items():
     _body = {"make": lambda self, make=_make, **options: make(**options), "pytestmark": BOTH, **_more}
     globals()[f"Test{_name}"] = type(f"Test{_name}", (OptimizerContract,), _body)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: optim.AdamW(learning_rate=1e-3), "AdamW(learning_rate=...): no such option; here that is lr="),
-        (lambda: optim.SGD(momentun=0.9), "SGD(momentun=...): no such option; did you mean 'momentum'?"),
-        (lambda: schedules.Cosine(1e-3, steps_=3), "Cosine(steps_=...): no such option; did you mean 'steps'?"),
-        (lambda: schedules.Cosine(1e-3, T_max=3), "Cosine(T_max=...): no such option; here that is steps="),
-        (lambda: optim.EMA(qqq=1), "EMA(qqq=...): no such option: decay"),
-    ],
-)
-def test_options_that_there_are_not(make: Any, text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make()
-    assert text in str(caught.value)

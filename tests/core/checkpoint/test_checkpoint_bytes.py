@@ -37,9 +37,7 @@ def saved(comm: Communicator, name: str, path: Path, case: str = "wide", **optio
 
 
 @pytest.mark.parametrize(("name", "case"), few([*((n, "wide") for n in CUT), *((n, "norms") for n in MESHES)], 5))
-def test_the_weights_are_the_file_that_safetensors_writes(
-    name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_weights_are_the_file_that_safetensors_writes(name, case, tmp_path, monkeypatch):
     """norms: running statistics. wide: tied, and cut in ways that do not divide; test_every_mesh_has_one_file has the
     meshes without a tensor axis. Threads take part in the smallest."""
     write_in_threads(monkeypatch)
@@ -85,9 +83,7 @@ PLACES = MESHES | {
 
 
 @pytest.mark.parametrize("name", few(PLACES, 6))
-def test_every_mesh_has_one_file(
-    name: str, reference: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_mesh_has_one_file(name, reference, tmp_path, monkeypatch):
     """All write the same files, to the last byte, and all go on from them to the same bits, and save what they have
     loaded as it was: so does each from what any other has written."""
     ranks, mesh, strategy = PLACES[name]
@@ -307,9 +303,7 @@ ANY_MESH = st.builds(
     elements=st.sampled_from([1, 7, 1000]),
     sequence=st.sampled_from([None, None, "parallel", "ulysses"]),
 )
-def test_every_element_is_written_once(
-    mesh: Mesh, reproducible_chunks: int | None, group_bytes: int, elements: int, sequence: str | None
-) -> None:
+def test_every_element_is_written_once(mesh, reproducible_chunks, group_bytes, elements, sequence):
     options = {"sequence": sequence} if sequence and mesh.tensor > 1 else {}
     try:
         ranks = states("wide", mesh, reproducible_chunks=reproducible_chunks, group_bytes=group_bytes, **options)

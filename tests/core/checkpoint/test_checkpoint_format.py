@@ -428,11 +428,11 @@ def test_whatever_one_rank_raises_is_raised_by_all(good: Path) -> None:
         before = trainer.inspect.compute_fingerprint()
         error = KeyError("position") if comm.rank == 1 else None
         try:
-            trainer.load(good, loader=SimpleNamespace(load_state_dict=Mock(side_effect=error)))
+            trainer.load(good, loader=SimpleNamespace(load_state_dict=Mock(side_effect=error, return_value=None)))
         finally:
             assert trainer.inspect.compute_fingerprint() == before
 
     assert refused(3, body) == f"load {good}: rank 1: KeyError: 'position'"
-    loader = SimpleNamespace(load_state_dict=Mock())
+    loader = SimpleNamespace(load_state_dict=print)
     text = refused(3, lambda comm: small(comm).load(good, loader=None if comm.rank else loader))
     assert text.startswith("load: ranks differ in options: rank 0 has convert=False, verify=True, loader, rank 1 has")
