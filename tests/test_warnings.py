@@ -61,12 +61,8 @@ def fit() -> int:
 
 
 def callback_of_fit() -> int:
-    one, other, wanted = trainer(), trainer(Unread()), line(3)
-
-    def called(*_: Any) -> None:
-        other.step(X, Y)
-
-    one.fit(loader(X), steps=1, progress=False, callbacks=[called])
+    one, other, wanted = trainer(), trainer(Unread()), line(1)
+    one.fit(loader(X), steps=1, progress=False, callbacks=[lambda *_: other.step(X, Y)])
     return wanted
 
 
@@ -77,18 +73,12 @@ def step_without_a_gradient() -> int:
 
 
 def step_of_two_ranks_on_the_same_samples() -> int:
-    wanted = line(3)
-
-    def run(comm: Any) -> None:
-        trainer(comm=comm).step(X, Y)
-
-    spawn(run, 2)
+    wanted = line(1)
+    spawn(lambda comm: trainer(comm=comm).step(X, Y), 2)
     return wanted
 
 
-CALLS = [
-    partial_step, fit, callback_of_fit, step_without_a_gradient, step_of_two_ranks_on_the_same_samples,
-]  # fmt: skip
+CALLS = [partial_step, fit, callback_of_fit, step_without_a_gradient, step_of_two_ranks_on_the_same_samples]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -100,13 +100,8 @@ class Fuzz:
             (self.bad / "manifest").rename(self.bad / "manifest.json")
 
 
-def run(folder: Path, count: int) -> int:
-    """How many of `count` mutations were refused."""
-    fuzz = Fuzz(folder)
-    return sum(fuzz.refused(seed) for seed in range(count))
-
-
 if __name__ == "__main__":
     wanted = int(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
-        print(f"{run(Path(folder), wanted)} of {wanted} refused, the others had the same bits")
+        fuzz = Fuzz(Path(folder))
+        print(f"{sum(map(fuzz.refused, range(wanted)))} of {wanted} refused, the others had the same bits")

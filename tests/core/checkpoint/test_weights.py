@@ -152,10 +152,9 @@ def test_what_does_not_fit_is_said_alike() -> None:
     good = pytorch()
     some = {name: value for name, value in good.items() if name != "5.bias"}
     assert refused(some | {"x": np.ones(1)}) == f"load_parameters: missing: 5.bias; not in the model: x ({RENAME_HINT})"
-    text = refused(good | {"5.bias": np.ones(3, np.float32)}, strict=False)
-    assert text == f"load_parameters: of the wrong shape: 5.bias is (3,) instead of (2,){LEAVE_OUT_HINT}"
-    text = refused(good | {"5.bias": np.ones(3, np.float32)})
-    assert text == "load_parameters: of the wrong shape: 5.bias is (3,) instead of (2,)"
+    for strict, hint in ((False, LEAVE_OUT_HINT), (True, "")):
+        text = refused(good | {"5.bias": np.ones(3, np.float32)}, strict=strict)
+        assert text == f"load_parameters: of the wrong shape: 5.bias is (3,) instead of (2,){hint}"
     text = refused(good | {"5.bias": np.ones(2)}, convert=False)
     assert text.startswith("load_parameters: 5.bias is float64 there and float32 in the trainer: say convert=True")
     text = refused(good | {"5.bias": "none"})
@@ -191,11 +190,7 @@ def test_what_one_rank_alone_has_read_is_not_enough() -> None:
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        (
-            {"body.*": "*"},
-            "'body.*' matches no name there; there are '0.weight', '0.bias', '1.in_proj_weight', '1.in_proj_bias', "
-            "'1.out_proj.weight', '1.out_proj.bias' ...",
-        ),
+        ({"body.*": "*"}, f"'body.*' matches no name there; there are {', '.join(map(repr, [*pytorch()][:6]))} ..."),
         ({"0.*": "*.*"}, "'0.*' and '*.*' must be texts with equally many *"),
         ({"0.*": 1}, "'0.*' and 1 must be texts with equally many *"),
         ({"0.bias": "5.bias"}, "0.bias and 5.bias would both be 5.bias"),
@@ -218,15 +213,10 @@ def test_encoder_layers_of_pytorch_give_the_same_output() -> None:
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     options = {"dim_feedforward": 32, "dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-    module = torch.nn.TransformerEncoder(
-        torch.nn.TransformerEncoderLayer(8, 2, **options), 2, enable_nested_tensor=False
-    )
-    rename = {
-        "layers.*.self_attn.*": "*.attn.*",
-        "layers.*.linear1.*": "*.mlp.up.*",
-        "layers.*.linear2.*": "*.mlp.down.*",
-        "layers.*.norm*": "*.norm*",
-    }
+    layer = torch.nn.TransformerEncoderLayer(8, 2, **options)
+    module = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    rename = {"layers.*.self_attn.*": "*.attn.*", "layers.*.norm*": "*.norm*"}
+    rename |= {"layers.*.linear1.*": "*.mlp.up.*", "layers.*.linear2.*": "*.mlp.down.*"}
     x = torch.randn(4, 5, 8)
     with torch.no_grad():
         want = module.eval()(x, mask=torch.nn.Transformer.generate_square_subsequent_mask(5), is_causal=True).numpy()
