@@ -310,9 +310,7 @@ def losses(x, dy, dtype) -> Cases:
     squares = behind(kernels.squared_error_gradient_and_sum, 0.5)
     entropy_backward = behind(kernels.binary_entropy_backward, 0.5)
 
-    def huber(name, *rest):
-        return behind(getattr(kernels, name), *rest)
-
+    huber_gradient, huber_both = kernels.huber_error_backward, kernels.huber_error_gradient_and_sum
     return {
         "cross_entropy": [Case(result(0, kernels.cross_entropy), (x, target), (lse - picked).sum(), cross_size)],
         "cross_entropy_backward": [
@@ -323,12 +321,12 @@ def losses(x, dy, dtype) -> Cases:
         "squared_error_gradient_and_sum": [
             Case(result(0, squares), (x, dy), slope, terms), Case(result(1, squares), (x, dy), errors.sum()),
         ],
-        "huber_error": [Case(total(huber("huber_error", delta)), (x, dy), sums.sum()) for delta, sums, _ in robust],
+        "huber_error": [Case(total(behind(kernels.huber_error, d)), (x, dy), sums.sum()) for d, sums, _ in robust],
         "huber_error_backward": [
-            Case(huber("huber_error_backward", delta, 0.5), (x, dy), slopes / 2, terms) for delta, _, slopes in robust
+            Case(behind(huber_gradient, delta, 0.5), (x, dy), slopes / 2, terms) for delta, _, slopes in robust
         ],
         "huber_error_gradient_and_sum": [
-            Case(result(n, huber("huber_error_gradient_and_sum", delta, 0.5)), (x, dy), *of_result)
+            Case(result(n, behind(huber_both, delta, 0.5)), (x, dy), *of_result)
             for delta, sums, slopes in robust for n, of_result in enumerate([(slopes / 2, terms), (sums.sum(),)])
         ],
         "binary_entropy": [Case(total(kernels.binary_entropy), (x, dy), entropy.sum(), sizes.sum())],

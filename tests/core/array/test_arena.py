@@ -15,16 +15,12 @@ from fsdpx.core.array.arena import ALIGN, BLOCK_BYTES, Arena, get_data_pointer
 from fsdpx.core.array.namespace import parse_dtype
 
 
-def address(array: np.ndarray) -> int:
-    return array.ctypes.data
-
-
 def test_kept_buffers_begin_on_cache_lines_in_one_block_and_do_not_overlap() -> None:
     arena = Arena(np)
     made = [arena.get_or_create_buffer(f"{n}", n, "float32") for n in (1, 16, 17, 0, 1000, 3)]
     assert [a.size for a in made] == [1, 16, 17, 0, 1000, 3]
-    assert all(address(a) % ALIGN == 0 for a in made)
-    assert address(made[-1]) - address(made[0]) < 5000
+    assert all(get_data_pointer(a) % ALIGN == 0 for a in made)
+    assert get_data_pointer(made[-1]) - get_data_pointer(made[0]) < 5000
     for value, array in enumerate(made):
         assert not array.any()
         array[...] = value + 1
@@ -36,7 +32,7 @@ def test_a_buffer_larger_than_a_block_has_its_own() -> None:
     arena = Arena(np)
     small, large = (arena.get_or_create_buffer(str(n), n, "float64") for n in (5, BLOCK_BYTES))
     assert (small.nbytes, large.nbytes) == (40, 8 * BLOCK_BYTES)
-    assert address(large) % ALIGN == 0
+    assert get_data_pointer(large) % ALIGN == 0
 
 
 def test_a_passing_buffer_gives_its_memory_back_alone() -> None:
@@ -56,9 +52,9 @@ def test_what_is_not_written_takes_no_memory() -> None:
         del freed
     made = Arena(np).get_or_create_buffer("a", BLOCK_BYTES, "uint8")
     made[0] = 1
-    start = address(made) // mmap.PAGESIZE * mmap.PAGESIZE
+    start = get_data_pointer(made) // mmap.PAGESIZE * mmap.PAGESIZE
     pages = np.zeros(BLOCK_BYTES // mmap.PAGESIZE, np.uint8)
-    where = ctypes.c_void_p(start), ctypes.c_size_t(BLOCK_BYTES), ctypes.c_void_p(address(pages))
+    where = ctypes.c_void_p(start), ctypes.c_size_t(BLOCK_BYTES), ctypes.c_void_p(get_data_pointer(pages))
     assert ctypes.CDLL(None).mincore(*where) == 0
     assert 1 <= (pages & 1).sum() * mmap.PAGESIZE <= 2 << 20, "one page, or a huge one"
 

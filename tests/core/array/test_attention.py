@@ -34,10 +34,9 @@ def agree(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
         assert np.abs(got - want).max() <= 2e-6 * max(1.0, np.abs(want).max())
 
 
-def heads(seed: int, *shape: int) -> list[np.ndarray]:
+def heads(seed: int, b: int, h: int, t: int, d: int) -> list[np.ndarray]:
     """q, k, v as a layer passes them, and the gradient of o."""
     rng = np.random.default_rng(seed)
-    b, h, t, d = shape
     qkv = rng.standard_normal((b, t, 3, h, d)).astype("f4").transpose(2, 0, 3, 1, 4)
     return [*qkv, rng.standard_normal((b, t, h, d)).astype("f4").swapaxes(1, 2)]
 

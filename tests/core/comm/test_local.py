@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -104,10 +105,7 @@ def test_ranks_of_a_spawn_that_ctrl_c_breaks_off_end_at_their_next_call(monkeypa
             woken.put(str(error))
             raise
 
-    def interrupt(threads, world):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(init, "_join_and_find_unfinished_threads", interrupt)
+    monkeypatch.setattr(init, "_join_and_find_unfinished_threads", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         spawn(body, 2, timeout=20)
     assert [woken.get(timeout=20) for _ in range(2)] == ["another rank failed first: KeyboardInterrupt: "] * 2

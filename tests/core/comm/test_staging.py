@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
@@ -21,20 +23,6 @@ class DeviceArray:
     def __setitem__(self, key, value):
         assert isinstance(value, DeviceArray)
         self.hidden[key] = value.hidden
-
-
-class Later:
-    """Completes on the second test."""
-
-    def __init__(self):
-        self.tests = 0
-
-    def test(self):
-        self.tests += 1
-        return self.tests > 1
-
-    def wait(self):
-        self.tests += 2
 
 
 def double(verb, *arrays, handle=COMPLETED):
@@ -67,7 +55,8 @@ def _device(monkeypatch):
 
 def test_results_come_back_when_the_transfer_is_complete():
     send, recv = DeviceArray([1, 2]), DeviceArray([0, 0])
-    handle = double("reduce", send, recv, handle=Later())
+    later = Mock(test=Mock(side_effect=[False, True]))
+    handle = double("reduce", send, recv, handle=later)
     assert not handle.test()
     assert recv.hidden.tolist() == [0, 0]
     assert handle.test()

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -145,9 +146,8 @@ def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pyte
     def body(comm: SurvivorCommunicator) -> float:
         monkeypatch.setattr(local, "reduce_in_rank_order_into", slow)
         array = np.ones(2)
-        if comm.rank == 2:
-            comm.recv(np.ones(1), 0).wait()
-            comm.recv(np.ones(1), 1).wait()
+        for other in (0, 1) if comm.rank == 2 else ():
+            comm.recv(np.ones(1), other).wait()
         handle = comm.all_reduce(array)
         if comm.rank < 2:
             comm.send(np.ones(1), 2).wait()
@@ -165,10 +165,7 @@ def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pyte
 
 
 def test_a_rank_that_dies_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(*args: Any) -> None:
-        raise RankDied
-
-    monkeypatch.setattr(local, "reduce_in_rank_order_into", die)
+    monkeypatch.setattr(local, "reduce_in_rank_order_into", Mock(side_effect=RankDied))
 
     def body(comm: SurvivorCommunicator) -> int:
         with pytest.raises(RankLost, match="has died"):
@@ -262,8 +259,6 @@ def test_settle_waits_for_the_other_requests_of_a_handle() -> None:
             self.tests += 1
             self.active = self.tests < 3
             raise CommError
-
-        def wait(self) -> None: ...
 
     handle = Broken()
     assert drain_transfers([handle]) == []

@@ -179,10 +179,16 @@ class Capturing:
         result = function(*raw, **raw_options)
         several = isinstance(result, tuple | list)
         placed = [self.place(one, looked) for one in (result if several else [result])]
-
         targets = [target for _, target in placed]
+
+        def again() -> None:
+            found = function(*raw, **raw_options)
+            for target, one in zip(targets, found if several else [found], strict=True):
+                if target is not None:
+                    target[...] = one
+
         if not name.startswith("empty"):
-            self.work.append(_repeat(function, raw, raw_options, targets, several))
+            self.work.append(again)
         return type(result)(one for one, _ in placed) if several else placed[0][0]
 
     def place(self, result: Any, looked: list[np.ndarray]) -> tuple[Any, Any]:
@@ -203,13 +209,3 @@ class Capturing:
         raw[...] = result
         self.before.append((at_address(address, (block.size,), np.uint8, (1,)), np.full(block.size, GARBAGE, np.uint8)))
         return like(raw, block) if result.size else np.empty(result.shape, result.dtype), raw
-
-
-def _repeat(function: Any, given: Any, options: Any, targets: list[Any], several: bool) -> Callable[[], None]:
-    def again() -> None:
-        found = function(*given, **options)
-        for target, one in zip(targets, found if several else [found], strict=True):
-            if target is not None:
-                target[...] = one
-
-    return again
