@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import refused, shown
+from commands import shown
 
 import fsdpx
 from fsdpx import nn, spawn
@@ -62,13 +62,3 @@ def test_it_starts_ranks_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.
     assert main([*words, *more, "-n", "3"]) == 7
     ((config, program),) = started
     assert (config.ranks, config.max_restarts, program) == (3, 0, ["-m", "fsdpx", *words, *more])
-
-
-def test_mistakes_are_said() -> None:
-    for words, said in (
-        (["digits", "--strategies", "dpp"], "dpp"),
-        (["digits", "--rounds", "0"], "--rounds 0: 1 or more"),
-        (["digits", "--batch", "2", "--json", "/none/a"], "--json /none/a cannot be written (ENOENT)"),
-    ):
-        fsdpx.finalize()
-        assert said in refused(["bench", "step", *words])

@@ -67,19 +67,6 @@ def test_every_kernel_of_every_model_is_one_of_all() -> None:
         assert compiled <= known
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all"),
-        (["mlp", "--all"], "name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all"),
-        (["gpt"], "no example 'gpt': choose one of gpt-tiny, gpt-small"),
-        (["mlp", "--precision", "int8"], "unknown precision 'int8'"),
-    ],
-)
-def test_what_cannot_be_compiled_is_said(words: list[str], said: str) -> None:
-    assert said in refused(["compile", *words])
-
-
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "cache"))

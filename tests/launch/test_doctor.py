@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import refused, shown
+from commands import shown
 from stand_in import Cupy, Device
 from trials import job
 
@@ -178,11 +178,6 @@ def test_every_verb_has_its_time_and_what_it_moved() -> None:
     ]
 
 
-def test_words_of_other_launchers_are_answered() -> None:
-    said = refused("run --nnodes 2 x.py")
-    assert "unrecognized arguments: --nnodes; here that is fsdpx run --nodes: the launcher decides; " in said
-
-
 def test_the_levels_are_those_of_the_machine() -> None:
     def run(hosts: dict[str, list[int]]) -> Any:
         def sizes(comm: Any) -> list[tuple[str, int]]:
@@ -198,22 +193,6 @@ def test_the_levels_are_those_of_the_machine() -> None:
     assert run({"n1": [0], "n2": [1]}) == [[(whole, 2)]] * 2
     first, other = [(inside, 2), (between, 2), (whole, 3)], [(inside, 2), (between, 0), (whole, 3)]
     assert run({"n1": [0, 1], "n2": [2]}) == [first, other, [(inside, 0), (between, 2), (whole, 3)]]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "fsdpx bench: one rank has no other to talk to: mpiexec -n 2 python -m fsdpx bench comm"),
-        (["--verbs", "send,allreduce"], "fsdpx bench: --verbs allreduce: there are send, all_gather, "),
-        (["--sizes", "4KiB,many"], "fsdpx bench: --sizes='many': a number of bytes is needed"),
-        (["--json", "missing/found.json"], "fsdpx bench: --json missing/found.json cannot be written (ENOENT)"),
-    ],
-)
-def test_what_cannot_be_measured_is_said(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert refused(["bench", "comm", *words]).startswith(said)
 
 
 BOTH = """

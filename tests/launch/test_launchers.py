@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 from functools import partial
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import command, refused, shown
+from trials import ROOT
 
 import fsdpx
 from fsdpx.core.base import environment
@@ -63,8 +64,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     (tmp_path / "train.py").write_text("")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.setattr(sys, "executable", "python")
+    allocation = {"SLURM_JOB_ID", "SLURM_NTASKS", "FLUX_URI", "PBS_NODEFILE", "LSB_DJOB_NUMPROC", "HYDRA_HOST_FILE"}
     for name in os.environ:
-        if name in ("SLURM_JOB_ID", "FLUX_URI", "PBS_NODEFILE") or name.startswith(environment.SHARED_PREFIXES):
+        if name in allocation or name.startswith(environment.SHARED_PREFIXES):
             monkeypatch.delenv(name)
     return Site(tmp_path, monkeypatch)
 
@@ -122,13 +124,12 @@ def test_in_an_allocation_of_slurm_the_library_says_how(loaded: str, plugins: st
     site.has("openmpi")
     site.has("srun", loaded=loaded, also=plugins)
     site.patch.setenv("SLURM_JOB_ID", "17")
-    alike = "--kill-on-bad-exit=1 --input=none --distribution=block"
-    nodes = "--nodes=2 --ntasks-per-node=2"
+    alike = "--kill-on-bad-exit=1 --input=none --distribution=block --nodes=2 --ntasks-per-node=2"
     said = dry_run("--nodes", "2", "--threads", "3")
     assert said.startswith(f"{starts} ")
     if starts.startswith("srun"):
-        assert said == f"{starts} {alike} {nodes} {TAIL}"
-        assert dry_run("--hostfile", "hosts") == f"{starts} {alike} {nodes} --nodelist=n1,n2 {TAIL}"
+        assert said == f"{starts} {alike} {TAIL}"
+        assert dry_run("--hostfile", "hosts") == f"{starts} {alike} --nodelist=n1,n2 {TAIL}"
 
 
 def test_the_mpiexec_of_a_wheel_finds_the_hosts_of_an_allocation_itself(site: Site) -> None:
@@ -188,33 +189,39 @@ def test_ranks_are_shared_host_after_host() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--nodes 0", "nodes=0: one or more is needed"),
-        ("--nproc-per-node 0", "per_node=0: one or more is needed"),
-        ("--timeout 0", "timeout=0: a positive number of seconds is needed"),
-        ("--backoff -1", "backoff=-1.0: 0 or more is needed"),
-        ("--nodes 1 --nproc-per-node 3", "ranks=4: 1 hosts with 3 ranks each have room for 3; ask for fewer ranks"),
-        ("--nodes 2", "2 hosts are asked for, but not which: this is no allocation of Slurm, PBS or Flux"),
-        ("--hostfile few", "ranks=4: few has 3 slots on 2 hosts (n1:2, n2:1); start fewer ranks, or name more hosts"),
-        ("--hostfile few --nodes 3", "nodes=3: few names 2 hosts"),
-        ("--hostfile typo", "typo:2: 'n2 slot=2' is no line of a hostfile: write one host in a line, as n1, n1:4,"),
-        ("--hostfile zero", "zero:1: 'n1:0' is no line of a hostfile"),
-        ("--hostfile empty", "the hostfile empty names no host: write one host in a line"),
-        ("--hostfile gone", "the hostfile gone cannot be read: No such file or directory"),
-        ("--hostfile nobody", "nobody:2: host 'no-such-host.invalid' is unknown here ("),
-        ("--hostfile long", f"long:1: host '{64 * 'n'}' is unknown here (parts of a name have 1 to 63 letters)"),
-        ("--folder few/x", "/few/x cannot be written (Not a directory): name a folder that can"),
-        ("--logs few/x", "/few/x cannot be written (Not a directory): name a folder that can"),
+        ("-n 4 --nodes 0", "nodes=0: one or more is needed"),
+        ("-n 4 --nproc-per-node 0", "per_node=0: one or more is needed"),
+        ("-n 4 --timeout 0", "timeout=0: a positive number of seconds is needed"),
+        ("-n 4 --backoff -1", "backoff=-1.0: 0 or more is needed"),
+        ("-n4 --nodes 1 --nproc-per-node 3", "ranks=4: 1 hosts with 3 ranks each have room for 3; ask for fewer ranks"),
+        ("-n 4 --nodes 2", "2 hosts are asked for, but not which: this is no allocation of Slurm, PBS or Flux"),
+        ("-n 4 --hostfile few",
+         "ranks=4: few has 3 slots on 2 hosts (n1:2, n2:1); start fewer ranks, or name more hosts"),
+        ("-n 4 --hostfile few --nodes 3", "nodes=3: few names 2 hosts"),
+        ("-n4 --hostfile typo", "typo:2: 'n2 slot=2' is no line of a hostfile: write one host in a line, as n1, n1:4,"),
+        ("-n 4 --hostfile zero", "zero:1: 'n1:0' is no line of a hostfile"),
+        ("-n 4 --hostfile empty", "the hostfile empty names no host: write one host in a line"),
+        ("-n 4 --hostfile gone", "the hostfile gone cannot be read: No such file or directory"),
+        ("-n 4 --hostfile nobody", "nobody:2: host 'no-such-host.invalid' is unknown here ("),
+        ("-n 4 --hostfile long", f"long:1: host '{64 * 'n'}' is unknown here (parts of a name have 1 to 63 letters)"),
+        ("-n 4 --folder few/x", "/few/x cannot be written (Not a directory): name a folder that can"),
+        ("-n 4 --logs few/x", "/few/x cannot be written (Not a directory): name a folder that can"),
+        # ranks that are given twice or not at all
+        ("-n 4 --nodes 2 --nproc-per-node 4", "ranks=4: nodes=2 with per_node=4 are 8, and a host would have none"),
+        ("--hostfile bare", "bare does not say how many ranks a host takes: say -n or --nproc-per-node"),
+        ("--nodes 2", "how many ranks on 2 hosts? Say -n or --nproc-per-node"),
+        ("--join job", "how many ranks? -n 4"),
     ],
 )
 def test_mistakes_are_one_line_with_a_remedy(options: str, text: str, site: Site) -> None:
     site.has("hydra")
     files = {
-        "few": "n1:2\nn2:1\n", "typo": "n1:2\nn2 slot=2\n", "zero": "n1:0\n", "empty": "# none\n",
+        "few": "n1:2\nn2:1\n", "typo": "n1:2\nn2 slot=2\n", "zero": "n1:0\n", "empty": "# none\n", "bare": "n1\nn2\n",
         "nobody": "localhost:3\nno-such-host.invalid:3\n", "long": 64 * "n" + ":4",
     }  # fmt: skip
     for name, content in files.items():
         (site.folder / name).write_text(content)
-    said = refused(f"run -n 4 {options} train.py")
+    said = refused(f"run {options} train.py")
     assert said.startswith("fsdpx run: ")
     assert text in said
     assert said.count("\n") == 1
@@ -287,23 +294,13 @@ def test_a_batch_file_says_the_same_job(site: Site) -> None:
     site.patch.setenv("LOADEDMODULES", "gcc/13:mpich/4")
     words = ["--nodes", "2", "--threads", "3", "--grace", "90", "--elastic", "train.py", "--name", "a b"]
     text = shown(["run", "-n", "4", "--print-sbatch", *words])
-    for line in (
-        "--job-name=train",
-        "--nodes=2",
-        "--ntasks-per-node=2",
-        "--cpus-per-task=3",
-        "--signal=B:USR1@150 --requeue",
-    ):
-        assert f"#SBATCH {line}\n" in text
+    for option in ("job-name=train", "nodes=2", "ntasks-per-node=2", "cpus-per-task=3", "signal=B:USR1@150 --requeue"):
+        assert f"#SBATCH --{option}\n" in text
     words = "run --ranks 4 --nodes 2 --elastic --threads 3 --grace 90.0 train.py --name 'a b'"
     assert f"\npython -m fsdpx {words} &\n" in text
     assert "\nexport SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-3}\n" in text
     assert "\n# module load gcc/13 mpich/4\n" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-
-
-def printed(system: str, config: LaunchConfig, cores: int = 64) -> str:
-    return make_batch_script(system, config, ["train.py"], NodeCores(cores, "so it is said"), {"FSDPX_TUNE": "again"})
 
 
 @pytest.mark.parametrize(
@@ -316,10 +313,9 @@ def printed(system: str, config: LaunchConfig, cores: int = 64) -> str:
         (LaunchConfig(8, per_node=4, threads=32), 2, 4, 32, "32 cores per rank: 128 cores, more than a node has"),
     ],
 )
-def test_a_batch_file_asks_for_the_nodes_and_the_cores_that_ranks_need(
-    config: LaunchConfig, nodes: int, per_node: int, cores: int, about: str
-) -> None:
-    slurm, pbs, lsf = (printed(system, config) for system in BATCH_TEMPLATES)
+def test_a_batch_file_asks_for_the_nodes_and_the_cores_that_ranks_need(config, nodes, per_node, cores, about):
+    given = ["train.py"], NodeCores(64, "so it is said"), {"FSDPX_TUNE": "again"}
+    slurm, pbs, lsf = (make_batch_script(system, config, *given) for system in BATCH_TEMPLATES)
     for line in (f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--cpus-per-task={cores}"):
         assert f"\n#SBATCH {line}\n" in slurm
     assert "\n##SBATCH --account=... --partition=... --mem=...\n" in slurm  # Slurm ignores it until it is filled in
@@ -381,23 +377,15 @@ def test_what_no_batch_file_can_say_is_refused(words: str, text: str, site: Site
         ({}, "--nproc_per_node 8", 8, "--nproc-per-node on one host"),
         ({}, "--nodes 1 --nproc-per-node 2", 2, "--nodes and --nproc-per-node"),
         ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}, "--nproc-per-node 2", 2, "--nproc-per-node on one host"),
-        (
-            {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "6"},
-            "--nproc-per-node 4",
-            6,
-            "SLURM_NTASKS",
-        ),
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "6"}, "--nproc-per-node 4", 6, "SLURM_NTASKS"),
         ({}, "", 6, "the 6 cores that this process may use"),
     ],
 )
-def test_without_a_number_the_ranks_are_those_of_the_allocation_or_the_cores(
-    variables: dict[str, str], options: str, ranks: int, source: str, site: Site) -> None:
+def test_without_a_number_the_ranks_are_those_of_the_allocation_or_the_cores(variables, options, ranks, source, site):
     site.has("hydra")
     (site.folder / "three").write_text("n1\nn2\nn3\n")
     (site.folder / "bare").write_text("n1\nn2\n")
     site.patch.setattr(os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
-    for name in ("SLURM_NTASKS", "LSB_DJOB_NUMPROC", "HYDRA_HOST_FILE"):
-        site.patch.delenv(name, raising=False)
     for name, value in variables.items():
         site.patch.setenv(name, value)
     status, out, err = command(f"run --dry-run {options} train.py")
@@ -411,29 +399,11 @@ def test_the_number_of_ranks_has_the_spellings_of_launchers(option: str, site: S
     assert f"{TAIL.removesuffix('--fast')}--np 3" in shown(f"run {option} --dry-run train.py --np 3")
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("run --nproc 3 x.py", "fsdpx run: unrecognized arguments: --nproc; did you mean '--nproc-per-node'"),
-        ("run --node 3 x.py", "unrecognized arguments: --node; did you mean '--nodes' or '--node-rank'?"),
-        ("run --max_restarts 3 x.py", "unrecognized arguments: --max_restarts; did you mean '--max-restarts'?"),
-        ("run --hostfle=h x.py", "unrecognized arguments: --hostfle=h; did you mean '--hostfile'?"),
-        ("run --time 1:00 x.py", "--time; here that is an #SBATCH line in the file of --print-batch slurm, or an"),
-        ("show --strat ddp", "fsdpx show: unrecognized arguments: --strat; did you mean '--strategy'?"),
-        ("ckpt convert a b --form x", "fsdpx ckpt convert: unrecognized arguments: --form x"),
-        ("--versio", "unrecognized arguments: --versio; did you mean '--version'?"),
-    ],
-)
-def test_an_option_that_is_cut_short_is_not_taken(words: str, text: str) -> None:
-    assert text in refused(words)
-
-
 def test_no_parser_takes_the_beginning_of_an_option_for_it() -> None:
-    root = Path(fsdpx.__file__).parents[1]
-    files = [path for folder in ("fsdpx", "bench", "tests") for path in sorted((root / folder).rglob("*.py"))]
     calls = [
         (path.name, node)
-        for path in files
+        for folder in ("fsdpx", "bench", "tests")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         if "ArgumentParser(" in (text := path.read_text())
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("argparse.ArgumentParser", "ArgumentParser")
@@ -442,34 +412,17 @@ def test_no_parser_takes_the_beginning_of_an_option_for_it() -> None:
     assert [name for name, call in calls if "allow_abbrev=False" not in map(ast.unparse, call.keywords)] == []
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ("-n 4 --nodes 2 --nproc-per-node 4", "ranks=4: nodes=2 with per_node=4 are 8, and a host would have none"),
-        ("--hostfile bare", "bare does not say how many ranks a host takes: say -n or --nproc-per-node"),
-        ("--nodes 2", "how many ranks on 2 hosts? Say -n or --nproc-per-node"),
-        ("--join job", "how many ranks? -n 4"),
-    ],
-)
-def test_ranks_that_are_given_twice_or_not_at_all_are_said(options: str, text: str, site: Site) -> None:
-    (site.folder / "bare").write_text("n1\nn2\n")
-    assert text in refused(f"run {options} train.py")
-
-
 def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(site: Site) -> None:
-    class Linked(MetaPathFinder):
-        """Finds a package that lies on no path, as those that are installed as links to their sources do."""
-
-        @staticmethod
-        def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
-            return ModuleSpec(name, None) if name == "linked" else None
+    def find_spec(name, path, target=None):
+        """A package that lies on no path, as those that are installed as links to their sources do."""
+        return ModuleSpec(name, None) if name == "linked" else None
 
     (site.folder / "beside.py").write_text("")
     run._require_existing_program(["-m", "beside"])
     run._require_existing_program(["-m", "json.tool"])
     with pytest.raises(LaunchError, match=r"^there is no module 'linked\.train' on Python's path or in "):
         run._require_existing_program(["-m", "linked.train"])
-    site.patch.setattr(sys, "meta_path", [*sys.meta_path, Linked()])
+    site.patch.setattr(sys, "meta_path", [*sys.meta_path, SimpleNamespace(find_spec=find_spec)])
     run._require_existing_program(["-m", "linked.train"])
 
 
@@ -499,9 +452,8 @@ def test_what_cannot_be_given_to_other_processes_is_said() -> None:
 
 
 def test_modules_that_are_started_by_name_are_there() -> None:
-    named = set[str]()
-    for source in Path(fsdpx.__file__).parent.rglob("*.py"):
-        named |= set(re.findall(r'"-m", "(fsdpx[\w.]*)"', source.read_text()))
+    sources = "".join(path.read_text() for path in Path(fsdpx.__file__).parent.rglob("*.py"))
+    named = set(re.findall(r'"-m", "(fsdpx[\w.]*)"', sources))
     assert {"fsdpx", "fsdpx.launch.local_launcher", "fsdpx.launch.rank"} <= named
     assert not [name for name in named if importlib.util.find_spec(name) is None]
 
