@@ -2,15 +2,18 @@
 
 import argparse
 import re
+from functools import partial
 
 import numpy as np
 import pytest
+from commands import command, refused, shown
+from models import part
 
-import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.__main__ import main, make_parser
 from fsdpx.core.base.config import PRESETS
 from fsdpx.core.comm import Communicator
+from fsdpx.core.engine.operations import OPERATIONS
 from fsdpx.core.program import SCHEDULES, Slot
 from fsdpx.errors import ConfigError, LaunchError, MeshError
 from fsdpx.ext.observe.record import RankRecord, ValueRecorder, read_records
@@ -27,25 +30,27 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def on_threads(line: str, ranks: int) -> list[int]:
-    return fsdpx.spawn(lambda comm: verify_training_on_communicator(comm, arguments(line)), ranks)
+    return spawn(lambda comm: verify_training_on_communicator(comm, arguments(line)), ranks)
 
 
-def test_every_schedule_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert on_threads("--mesh pipe=2 --schedule all --precision float64 --steps 2", 2) == [0] * 2
-    want = [f"OK  fsdp float64, 2 ranks, pipe=2, {schedule}: " for schedule in SCHEDULES]
-    assert [text[: len(start)] for text, start in zip(lines(capsys), want, strict=True)] == want
+SEQUENCES = ("", ", sequence parallel", ", sequence ulysses", ", sequence ring", ", sequence samples")
 
 
-def test_every_sequence_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert on_threads("--mesh tensor=2 --sequence all --steps 2 --precision float64", 2) == [0] * 2
-    sequences = ("", ", sequence parallel", ", sequence ulysses", ", sequence ring", ", sequence samples")
-    want = [f"OK  fsdp float64, 2 ranks, tensor=2{s}: " for s in sequences]
-    assert [text[: len(start)] for text, start in zip(lines(capsys), want, strict=True)] == want
-
-
-def test_each_precision_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    on_threads("--mesh tensor=2 --sequence ring --steps 2", 2)
-    want = [f"OK  fsdp {precision}, 2 ranks, tensor=2, sequence ring: " for precision in ("float64", "float32")]
+@pytest.mark.parametrize(
+    ("options", "ranks", "cases"),
+    [
+        ("--mesh pipe=2 --schedule all --precision float64", 2,
+         [f"fsdp float64, 2 ranks, pipe=2, {schedule}" for schedule in SCHEDULES]),
+        ("--mesh tensor=2 --sequence all --precision float64", 2,
+         [f"fsdp float64, 2 ranks, tensor=2{sequence}" for sequence in SEQUENCES]),
+        ("--mesh tensor=2 --sequence ring", 2, [f"fsdp float{n}, 2 ranks, tensor=2, sequence ring" for n in (64, 32)]),
+        ("--strategy zero1 --precision float64", 3, ["zero1 float64, 3 ranks"]),
+    ],
+    ids=["schedules", "sequences", "precisions", "no mesh"],
+)  # fmt: skip
+def test_every_case_has_a_line(options, ranks, cases, capsys):
+    assert on_threads(f"{options} --steps 2", ranks) == [0] * ranks
+    want = [f"OK  {case}: largest relative difference " for case in cases]
     assert [text[: len(start)] for text, start in zip(lines(capsys), want, strict=True)] == want
 
 
@@ -67,25 +72,17 @@ def test_chunks_on_a_pipe_differ_in_no_bit(capsys: pytest.CaptureFixture[str]) -
     assert re.match(r"OK  fsdp float32, 4 ranks, pipe=2 x shard=2, zbv, chunks 4, sha256 \w{16}: .*allowed 0$", line)
 
 
-def test_without_a_mesh_the_line_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    on_threads("--strategy zero1 --precision float64 --steps 2", 3)
-    (line,) = lines(capsys)
-    assert line.startswith("OK  zero1 float64, 3 ranks: largest relative difference ")
-
-
 def test_a_difference_is_found_and_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first rank of the pipe sends on is a little too large."""
-    from fsdpx.core.engine import operations
+    whole = OPERATIONS["SEND"]
 
-    whole = operations.OPERATIONS["SEND"]
-
-    def lossy(run, action, taken, read, added):  # type: ignore[no-untyped-def]
+    def lossy(run, action, taken, read, added):
         for value in (*taken, *read):
             if value is not None and value.size:
                 np.multiply(value, 1 + 1e-9, out=value)
         return whole(run, action, taken, read, added)
 
-    monkeypatch.setitem(operations.OPERATIONS, "SEND", lossy)
+    monkeypatch.setitem(OPERATIONS, "SEND", lossy)
     assert on_threads("--mesh pipe=2 --precision float64 --steps 2", 2) == [1, 1]
     line, *where = lines(capsys)
     assert re.match(r"step 1, action F\d.0 on rank 0, unit", where[0])
@@ -108,12 +105,9 @@ def test_mistakes_are_explained_before_anything_runs(line: str, error: type[Exce
         list_cases(arguments(line), 6)
 
 
-def test_a_mesh_that_one_process_cannot_fill_is_an_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mesh_that_one_process_cannot_fill_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "needs a multiple of 2 ranks, but the world has 1"
-    assert main(["verify", "--mesh", "pipe=2"]) == 2
-    assert text in capsys.readouterr().err
+    assert text in refused("verify --mesh pipe=2")
     monkeypatch.setattr("fsdpx.__main__._is_connected_rank", lambda: True)  # an error of one rank ends the others
     with pytest.raises(MeshError, match=text):
         main(["verify", "--mesh", "pipe=2"])
@@ -121,14 +115,14 @@ def test_a_mesh_that_one_process_cannot_fill_is_an_error(
 
 def test_the_model_has_enough_to_cut() -> None:
     for pipe, tensor in ((1, 1), (2, 5), (8, 3)):
-        size = VerifySize.for_mesh(fsdpx.Mesh(pipe=pipe, tensor=tensor, shard=1))
+        size = VerifySize.for_mesh(Mesh(pipe=pipe, tensor=tensor, shard=1))
         assert size.layers >= 2 * pipe
         assert size.heads >= tensor
         assert size.width % size.heads == size.seq_len % tensor == 0
 
 
 def test_only_sums_over_the_tensor_axis_may_round_with_chunks() -> None:
-    pipe, tensor = fsdpx.Mesh(pipe=2, shard=2), fsdpx.Mesh(tensor=2, shard=2)
+    pipe, tensor = Mesh(pipe=2, shard=2), Mesh(tensor=2, shard=2)
     assert VerifyCase("fsdp", "float32", pipe, chunks=4).tolerance == 0.0
     assert VerifyCase("fsdp", "float32", tensor, chunks=4).tolerance == VerifyCase("fsdp", "float32").tolerance == 1e-5
 
@@ -148,12 +142,10 @@ LINES = [
 def test_under_mpi(world: Communicator, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "{half}" in line and world.size % 2:
         pytest.skip("for an even number of ranks")
-    line = line.format(n=world.size, half=world.size // 2)
+    line = line.format(n=world.size, half=world.size // 2) + " --precision float64 --steps 2"
     if world.size == 1:
         line = re.sub(r"--(schedule|sequence) \S+", "", line)
-    assert verify_training_on_communicator(world, arguments(f"{line} --precision float64 --steps 2")) == 0, lines(
-        capsys
-    )
+    assert verify_training_on_communicator(world, arguments(line)) == 0, lines(capsys)
 
 
 ROWS, STEPS = 12, 3
@@ -172,11 +164,8 @@ def record(size, strategy="fsdp", *, model=mlp, spoil=None, folder=None, seed=3,
         if spoil is not None:
             trainer.inspect.engine.add_observer(lambda action: spoil(comm.rank, trainer.inspect.engine, action))
         recorder = ValueRecorder(trainer.inspect.engine, STEPS, folder)
-        rng = np.random.default_rng(1)
-        for _ in range(STEPS):
-            x, y = rng.normal(size=(ROWS, 6)), rng.normal(size=(ROWS, 6))
-            data = trainer.data_group
-            mine = slice(ROWS * data.rank // data.size, ROWS * (data.rank + 1) // data.size)
+        for x, y in np.random.default_rng(1).normal(size=(STEPS, 2, ROWS, 6)):
+            mine = part(trainer.data_group, ROWS)
             trainer.step(x[mine], y[mine])
         trainer.close()
         return recorder.kept
@@ -230,10 +219,8 @@ def test_the_first_sum_that_rounds_otherwise_at_another_number_of_ranks(other):
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, "ddp"), (2, "zero1"), (4, "fsdp")])
 def test_with_chunks_nothing_differs(size, strategy):
-    assert (
-        find_first_tensor_difference(record(2, reproducible_chunks=4), record(size, strategy, reproducible_chunks=4))
-        is None
-    )
+    one, other = record(2, reproducible_chunks=4), record(size, strategy, reproducible_chunks=4)
+    assert find_first_tensor_difference(one, other) is None
 
 
 @pytest.mark.parametrize(("strategy", "actions"), [("fsdp", "SETTLE"), ("ddp", "JOIN")])
@@ -241,13 +228,12 @@ def test_the_whole_gradient_is_recorded_once_where_it_is_made(strategy, actions)
     """Of a step of several microbatches, whichever action is the last to add."""
     ranks = record(2, strategy, microbatches=2)
     for step in range(STEPS):
-        found = [[row for row in kept.steps[step] if row.kind == "total"] for kept in ranks]
-        assert {row.action.rstrip("0123") for rows in found for row in rows} == {actions}
-        for rows in found:
-            named = [(row.tensor, row.runs) for row in rows]
-            assert len(named) == len(set(named))
+        found = [(kept, row) for kept in ranks for row in kept.steps[step] if row.kind == "total"]
+        assert {row.action.rstrip("0123") for _, row in found} == {actions}
+        named = [(id(kept), row.tensor, row.runs) for kept, row in found]
+        assert len(named) == len(set(named))
         trained = {row.tensor for row in ranks[0].steps[step] if row.kind == "grad"}
-        assert {row.tensor for rows in found for row in rows} == trained
+        assert {row.tensor for _, row in found} == trained
 
 
 def test_a_strategy_alone_changes_nothing():
@@ -261,25 +247,24 @@ def test_another_precision_is_compared_with_a_tolerance():
 
 
 def test_the_schedule_of_a_pipe_is_compared_by_samples():
-    options = {"mesh": Mesh(pipe=2), "microbatches": 4}
-    one, other = record(2, schedule="gpipe", **options), record(2, schedule="1f1b", **options)
-    assert find_first_tensor_difference(one, other, 1e-12) is None
-    found = find_first_tensor_difference(one, record(2, schedule="1f1b", seed=4, **options), 1e-12)
+    run = partial(record, 2, mesh=Mesh(pipe=2), microbatches=4)
+    one = run(schedule="gpipe")
+    assert find_first_tensor_difference(one, run(schedule="1f1b"), 1e-12) is None
+    found = find_first_tensor_difference(one, run(schedule="1f1b", seed=4), 1e-12)
     assert (found.step, found.written.kind) == (1, "full")
 
 
-def test_records_on_disk_and_the_command(tmp_path, capsys):
-    calm, wild = record(2, folder=tmp_path / "calm"), record(2, spoil=flip, folder=tmp_path / "wild")
-    found = find_first_tensor_difference(read_records(tmp_path / "calm"), read_records(tmp_path / "wild"))
-    assert str(found) == str(find_first_tensor_difference(calm, wild))
-    assert main(["diff", str(tmp_path / "calm"), str(tmp_path / "wild")]) == 1
-    assert capsys.readouterr().out == f"{found}\n"
-    assert main(["diff", str(tmp_path / "calm"), str(tmp_path / "calm")]) == 0
+def test_records_on_disk_and_the_command(tmp_path):
+    calm, wild = tmp_path / "calm", tmp_path / "wild"
+    found = find_first_tensor_difference(record(2, folder=calm), record(2, spoil=flip, folder=wild))
+    assert str(find_first_tensor_difference(read_records(calm), read_records(wild))) == str(found)
+    assert command(f"diff {calm} {wild}")[:2] == (1, f"{found}\n")
+    shown(f"diff {calm} {calm}")
     for rank in (1, 0):
-        for path in (tmp_path / "calm").glob(f"values-0000{rank}-*"):
+        for path in calm.glob(f"values-0000{rank}-*"):
             path.unlink()
         with pytest.raises(ConfigError, match=r"there are values of ranks|nothing was recorded"):
-            read_records(tmp_path / "calm")
+            read_records(calm)
 
 
 def test_nothing_in_common():
@@ -316,12 +301,13 @@ def test_the_command_starts_two_runs(tmp_path, capfd):
         diff(make_parser().parse_args(["diff", f"{script} none", f"{script} 2"]))
 
 
-def test_traces_are_compared_by_their_actions(tmp_path, capsys):
-    for name, strategy in (("a", "fsdp"), ("b", "ddp")):
-        record(2, strategy, trace=tmp_path / name)
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    assert re.match(r"rank 0, action \d+: FREE0 in the first trace, GATHER2 in the second$", capsys.readouterr().out)
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+def test_traces_are_compared_by_their_actions(tmp_path):
+    for strategy in ("fsdp", "ddp"):
+        record(2, strategy, trace=tmp_path / strategy)
+    status, text, _ = command(f"diff {tmp_path}/fsdp {tmp_path}/ddp")
+    assert status == 1
+    assert re.match(r"rank 0, action \d+: FREE0 in the first trace, GATHER2 in the second$", text)
+    shown(f"diff {tmp_path}/fsdp {tmp_path}/fsdp")
 
 
 def test_what_cannot_be_run_or_compared(tmp_path):
