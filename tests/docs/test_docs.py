@@ -4,9 +4,9 @@ import contextlib
 import importlib
 import io
 import re
+import runpy
 import shlex
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few
+from models import part
+from trials import ROOT
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -28,7 +30,6 @@ from fsdpx.core.trainer.inspect import Inspection
 from fsdpx.ext.elastic.call_runner import ElasticRunner
 from fsdpx.plan import Machine
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "launch/README.md")]
 PAGES += sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
@@ -70,9 +71,8 @@ def test_blocks_run_and_print_what_follows(page: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_blocks_that_are_not_run_say_so(page: Path) -> None:
     for language, first in re.findall(r"^```(\w+)\n(.*)\n", page.read_text(), re.M):
-        assert not language.startswith("py") or language == "python" or first.startswith("# not run by the tests: "), (
-            first
-        )
+        is_run = not language.startswith("py") or language == "python"
+        assert is_run or first.startswith("# not run by the tests: "), first
 
 
 def names(page: Path) -> set[str]:
@@ -93,13 +93,13 @@ def known(name: str) -> bool:
 
 
 def _reached(thing: Any, rest: list[str]) -> bool:
-    for part in rest:
-        if not hasattr(thing, part) and part not in getattr(thing, "__dataclass_fields__", ()):
+    for word in rest:
+        if not hasattr(thing, word) and word not in getattr(thing, "__dataclass_fields__", ()):
             try:
-                importlib.import_module(f"{thing.__name__}.{part}")
+                importlib.import_module(f"{thing.__name__}.{word}")
             except (ImportError, AttributeError):
                 return False
-        thing = getattr(thing, part, None)
+        thing = getattr(thing, word, None)
     return True
 
 
@@ -112,13 +112,7 @@ def test_names_of_the_library_are_in_it(page: Path) -> None:
     assert sorted(name for name in names(page) if not known(name)) == []
 
 
-def walk() -> Any:
-    spec = importlib.util.spec_from_file_location("walk", DOCS / "tutorial" / "walk.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["walk"] = importlib.util.module_from_spec(spec)  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
+WALK = runpy.run_path(str(DOCS / "tutorial" / "walk.py"))
 
 
 @pytest.mark.parametrize("optimizer", [optim.SGD(lr=0.1, momentum=0.9), optim.AdamW(lr=1e-2)], ids=["SGD", "AdamW"])
@@ -127,15 +121,15 @@ def test_the_walk_gives_what_the_trainer_gives(ranks: int, optimizer: optim.Opti
     rng = np.random.default_rng(0)
     layers = [nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 3)]
     batches = [(rng.standard_normal((n, 6)), rng.integers(0, 3, n)) for n in (13, 13, 2)]  # the last leaves ranks empty
-    loss, plain = nn.CrossEntropyLoss(), walk()
+    loss = nn.CrossEntropyLoss()
 
     def both(comm: Communicator) -> None:
-        losses, full = plain.train(comm, layers, loss, optimizer, batches, seed=3)
+        losses, full = WALK["train"](comm, layers, loss, optimizer, batches, seed=3)
         trainer = nn.Sequential(*layers).as_distributed(
             loss=loss, optimizer=optimizer, strategy="fsdp", comm=comm, precision="float64", group_bytes=0, seed=3
         )
         for wanted, (x, y) in zip(losses, batches, strict=True):
-            mine = slice(len(x) * comm.rank // comm.size, len(x) * (comm.rank + 1) // comm.size)
+            mine = part(comm, len(x))
             assert trainer.step(x[mine], y[mine]) == pytest.approx(wanted, rel=1e-12)
         for key, value in trainer.parameters().items():
             np.testing.assert_allclose(value, full[key], rtol=1e-12, atol=1e-15, err_msg=key)
@@ -144,7 +138,7 @@ def test_the_walk_gives_what_the_trainer_gives(ranks: int, optimizer: optim.Opti
 
 
 def test_the_walk_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    walk().main()
+    WALK["main"]()
     assert len(capsys.readouterr().out.split()) == 5
 
 
@@ -160,13 +154,10 @@ def test_make_targets_exist(page: Path) -> None:
     rules = re.findall(r"^([a-z][\w%-]*(?: [\w%-]+)*):(?!=)", (ROOT / "Makefile").read_text(), re.M)
     known = "|".join(target.replace("%", r"\d+") for rule in rules for target in rule.split())
     code = [*re.findall(r"`make ([^`]+)`", page.read_text()), *(c[5:] for c in shell(page) if c.startswith("make "))]
-    for words in code:
-        targets = [word for word in shlex.split(words) if "=" not in word and word != "-C"]
-        assert all(re.fullmatch(known, target) for target in targets), words
+    targets = [word for words in code for word in shlex.split(words) if "=" not in word and word != "-C"]
+    assert [target for target in targets if not re.fullmatch(known, target)] == []
 
 
-class Parsed(Exception):
-    """Command line was accepted."""
 
 
 @cache
@@ -186,7 +177,7 @@ def test_command_lines_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None
     def stop(args: Any = None, **_: Any) -> None:
         if getattr(args, "command", None) == "plan":
             Machine.load(args.machine)  # it comes with fsdpx: readers have no machine.toml yet
-        raise Parsed
+        raise StopIteration  # the command line was accepted
 
     monkeypatch.setattr("fsdpx.__main__._run_command", stop)  # what runs after parsing
     monkeypatch.setattr(fsdpx, "init", stop)
@@ -195,7 +186,7 @@ def test_command_lines_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None
     if module in ("fsdpx.examples.custom_layer", "fsdpx.examples.heat", "fsdpx.examples.channel"):
         assert arguments == []  # they take none
     else:
-        with pytest.raises(Parsed):
+        with pytest.raises(StopIteration):
             target.main(arguments)
 
 
@@ -211,10 +202,8 @@ def test_tables_name_what_there_is() -> None:
     for extension in list_extensions("verbs"):
         import_declared_extension("verbs", extension)
     assert sorted(re.findall(r"^\| `([A-Z]+)` \|", contributing, re.M)) == sorted(VERBS)
-    strategies = (DOCS / "strategies.md").read_text()
-    assert set(re.findall(r'^\| `"(\w+)"`(?:, `"(\w+)"`)?', strategies, re.M)) >= {
-        (preset, "") for preset in PRESETS if preset not in ("zero3", "fsdp")
-    }
+    rows = re.findall(r'^\| `"(\w+)"`(?:, `"(\w+)"`)?', (DOCS / "strategies.md").read_text(), re.M)
+    assert set(rows) >= {(preset, "") for preset in PRESETS if preset not in ("zero3", "fsdp")}
     variables = set(re.findall(r'"(FSDPX_\w+)"', Path(environment.__file__).read_text()))
     assert variables == set(re.findall(r"^\| `(FSDPX_\w+?)=", (DOCS / "reference/environment.md").read_text(), re.M))
 

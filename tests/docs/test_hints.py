@@ -15,6 +15,7 @@ from fsdpx.errors import ConfigError, install_hint, page_hint
 from fsdpx.ext.observe.plots import require_writable_picture
 
 ROOT = Path(fsdpx.__file__).parents[1]
+EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="there is no folder docs beside fsdpx")
 
 
@@ -27,8 +28,6 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
 
 
-def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/tutorial").glob("*.md"))]
 
 
 def test_the_library_names_no_file_that_a_wheel_lacks_and_no_package_that_no_index_has() -> None:
@@ -37,12 +36,11 @@ def test_the_library_names_no_file_that_a_wheel_lacks_and_no_package_that_no_ind
 
 
 def test_hints_name_extras_and_pages_that_there_are() -> None:
-    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     source = "\n".join(path.read_text() for path in (ROOT / "fsdpx").rglob("*.py"))
     calls = re.findall(r"install_hint\(([^)*:]*)\)", source)
     asked = [name for call in calls for name in re.findall(r"['\"](\w+)", call)]
     assert len(asked) > 10
-    assert set(asked) - extras == set()
+    assert set(asked) - EXTRAS == set()
     named = re.findall(r"page_hint\(['\"]([\w-]+)", source) + re.findall(r"\bdocs: ([\w-]+)", source)
     assert len(named) > 20
     assert [name for name in named if not (ROOT / "docs" / f"{name}.md").exists()] == []
@@ -51,12 +49,11 @@ def test_hints_name_extras_and_pages_that_there_are() -> None:
 
 
 def test_install_lines_of_pages_are_of_the_folder_of_fsdpx() -> None:
-    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    for page in pages():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/tutorial").glob("*.md")]:
         text = page.read_text()
         assert re.findall(r"pip install [\"']?fsdpx\b.*", text) == [], page
         asked = [name for line in re.findall(r"pip install [^\n`]*\.\[([\w,]+)\]", text) for name in line.split(",")]
-        assert set(asked) - extras == set(), page
+        assert set(asked) - EXTRAS == set(), page
 
 
 def test_a_picture_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """The pictures of the pages: drawn now, they are those that are kept."""
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +16,7 @@ FOLDER = ROOT / "docs" / "pictures"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def _module() -> Any:
-    spec = spec_from_file_location("make_pictures", FOLDER / "make.py")
-    assert spec is not None
-    assert spec.loader is not None
-    made = module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
-make = _module()
+make: Any = SimpleNamespace(**runpy.run_path(str(FOLDER / "make.py")))
 
 
 @pytest.mark.parametrize("theme", make.THEMES)

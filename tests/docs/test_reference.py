@@ -4,7 +4,7 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -28,12 +28,9 @@ DIRECTIVE = re.compile(
 )
 apipages: Any = importlib.import_module("apipages")
 INNER = {
-    nn: "Container",
-    optim: "ParamGroups LearningRate HyperparameterSpan ShardSegment get_learning_rate",
-    data: "Dataset BatchShard",
-    fsdpx: "",
-    testing: "",
-}
+    nn: "Container", optim: "ParamGroups LearningRate HyperparameterSpan ShardSegment get_learning_rate",
+    data: "Dataset BatchShard", fsdpx: "", testing: "",
+}  # fmt: skip
 """Names of `__all__` that the library itself needs from there: parts of a plan, and kinds of arguments."""
 
 
@@ -55,14 +52,11 @@ class Section:
     entries: list[Entry]
     programs: list[ast.Module]
 
-    def called(self, name: str) -> Iterator[ast.Call]:
-        for node in self.nodes():
-            if isinstance(node, ast.Call) and _last(node.func) == name:
-                yield node
+    def called(self, name: str) -> list[ast.Call]:
+        return [node for node in self.nodes() if isinstance(node, ast.Call) and _last(node.func) == name]
 
-    def nodes(self) -> Iterator[ast.AST]:
-        for program in self.programs:
-            yield from ast.walk(program)
+    def nodes(self) -> list[ast.AST]:
+        return [node for program in self.programs for node in ast.walk(program)]
 
     def named(self) -> set[str]:
         names = {_last(node) for node in self.nodes() if isinstance(node, ast.Name | ast.Attribute)}
@@ -170,11 +164,7 @@ def wanting(page: Path) -> list[str]:
     return found
 
 
-def name(path: Path) -> str:
-    return path.name
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_each_name_and_each_option_has_an_example(page: Path) -> None:
     assert wanting(page) == []
 
@@ -211,12 +201,6 @@ def test_the_page_of_the_command_line_has_each_command_and_option() -> None:
     text = apipages.describe_commands()
     for name, command in COMMANDS.items():
         assert f"### fsdpx {name}\n\n{command.help[0].upper()}" in text
-    for option in (
-        "`--max-restarts N`",
-        "`--np`",
-        "#### fsdpx ckpt convert\n",
-        "](../elastic.md)",
-        "`--backend {mpi,gloo}`",
-    ):
-        assert option in text
+    parts = "`--max-restarts N`", "`--np`", "#### fsdpx ckpt convert\n", "](../elastic.md)", "`--backend {mpi,gloo}`"
+    assert [part for part in parts if part not in text] == []
     assert "% commands\n" in (REFERENCE / "command-line.md").read_text()

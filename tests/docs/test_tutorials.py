@@ -1,22 +1,18 @@
 """The tutorials run from start to end, as a reader would run them."""
 
-import importlib.util
 import json
-import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ports import free_port
+from trials import MPIEXEC, ROOT, environment
 
 import fsdpx
 
-TUTORIAL = Path(__file__).parents[2] / "docs/tutorial"
-MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+TUTORIAL = ROOT / "docs/tutorial"
 pytestmark = pytest.mark.mpi_skip
 WITHOUT_DESTRUCTORS = """
 import os, runpy, sys
@@ -28,10 +24,9 @@ os._exit(0)
 waits for the interpreter, or end the process."""
 
 
-def start(*command: str) -> "subprocess.Popen[str]":
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
-    kept |= {"OMP_NUM_THREADS": "1", "FSDPX_TUNE": "0", "PYTHONPATH": str(TUTORIAL.parents[1])}
-    return subprocess.Popen(command, env=kept, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(*command: str, **variables: str) -> "subprocess.Popen[str]":
+    environ = environment(OMP_NUM_THREADS="1", **variables)
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def printed(process: "subprocess.Popen[str]") -> str:
@@ -41,28 +36,20 @@ def printed(process: "subprocess.Popen[str]") -> str:
     return "".join(line for line in out.splitlines(keepends=True) if line.startswith("epoch"))
 
 
-def test_a_script_for_torchrun_and_its_port_print_the_same_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_for_torchrun_and_its_port_print_the_same_losses(tmp_path, monkeypatch, capsys):
     """This process, which has PyTorch already, is the only rank of the port: other processes take seconds to import
     it."""
     torch = pytest.importorskip("torch")
     (shown,) = re.findall(r"^```text\n(epoch.*?)^```", (TUTORIAL / "torchrun.md").read_text(), re.S | re.M)
     monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as patch:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-        for name, value in where.items():
-            patch.setenv(name, value)
-        ranks = []
-        for rank in ("0", "1"):
-            patch.setenv("RANK", rank)
-            ranks.append(start(sys.executable, "-c", WITHOUT_DESTRUCTORS, str(TUTORIAL / "ddp.py")))
-        assert list(map(printed, ranks)) == [shown, ""]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    script = sys.executable, "-c", WITHOUT_DESTRUCTORS, str(TUTORIAL / "ddp.py")
+    ranks = [start(*script, **where, RANK=rank) for rank in ("0", "1")]
+    assert list(map(printed, ranks)) == [shown, ""]
     fsdpx.finalize()
     runpy.run_path(str(TUTORIAL / "ported.py"))
     fsdpx.finalize()
     assert capsys.readouterr().out == shown
-    assert MPIEXEC is not None
     assert printed(start(MPIEXEC, "-n", "2", sys.executable, str(TUTORIAL / "ported.py"))) == shown
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
     load_file = pytest.importorskip("safetensors.torch").load_file
@@ -84,14 +71,10 @@ def test_the_page_on_torchrun_shows_parts_of_its_scripts() -> None:
 
 def test_the_notebook_of_the_course_is_made_of_its_page() -> None:
     """`python docs/tutorial/notebook.py` makes it; each program of the page is a cell."""
-    spec = importlib.util.spec_from_file_location("notebook", TUTORIAL / "notebook.py")
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
     page = (TUTORIAL / "course.md").read_text()
     kept = (TUTORIAL / "course.ipynb").read_text()
-    assert kept == made.notebook(page), "run python docs/tutorial/notebook.py"
+    made = runpy.run_path(str(TUTORIAL / "notebook.py"))["notebook"](page)
+    assert kept == made, "run python docs/tutorial/notebook.py"
     cells = json.loads(kept)["cells"]
     for cell in cells:  # a reader downloads it alone
         inside = {f"attachment:{name}" for name in cell.get("attachments", ())}

@@ -21,9 +21,8 @@ def _alone():
 
 
 def test_without_arguments_it_makes_all_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        finetune.main(["--first-steps", "100", "--steps", "100", "--out", str(tmp_path / "a"), "--seq-len", "24"]) == 0
-    )
+    options = ["--first-steps", "100", "--steps", "100", "--out", str(tmp_path / "a"), "--seq-len", "24"]
+    assert finetune.main(options) == 0
     out = capsys.readouterr().out
     losses = [float(n) for n in re.search(r"adapters: 100 steps, loss (\S+) -> (\S+)\n", out).groups()]
     assert losses[1] < 0.6 * losses[0]

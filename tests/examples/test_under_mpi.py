@@ -1,8 +1,8 @@
 """Examples under MPI, several in one job, as their pages say; and the pictures of the page of the surrogate."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +21,7 @@ WITHOUT_WEIGHTS = "s.fsdpx.Trainer.load_parameters = lambda *_: None; s.main(['-
 
 
 def test_examples_of_four_ranks(tmp_path: Path) -> None:
-    try:
-        import matplotlib.image
-    except ImportError:
-        matplotlib = None
+    matplotlib = find_spec("matplotlib")
     drawn = ["--pictures", str(tmp_path)] if matplotlib else []
     sweep = ["--groups", "2", "--steps", "3", "--batch", "4", "--data", SOURCE, "--rates", "1e-3", "1e-5", "3e-3"]
     channel, surrogate, solver, rates = run_several(
@@ -37,7 +34,7 @@ def test_examples_of_four_ranks(tmp_path: Path) -> None:
     assert channel == "after 20 states: mean height 1.0200, highest 1.1465\n"
     assert errors_of(surrogate)[0] > 100
     if matplotlib:
-        pictures_are_those_of_the_page(matplotlib.image, tmp_path)
+        pictures_are_those_of_the_page(tmp_path)
     the_solver_uses_what_others_learn_from_it(solver)
     a_sweep_trains_groups_of_ranks_side_by_side(rates.splitlines())
 
@@ -74,14 +71,12 @@ def test_examples_of_two_ranks(tmp_path: Path) -> None:
 
 def the_solver_uses_what_others_learn_from_it(shown: str) -> None:
     """Rows of the field here, columns there, in parts of different sizes."""
-    line = re.fullmatch(
-        r"(\d) ranks solve, (\d) train: loss (\S+), (\d+)% of the small steps, largest difference (\S+)\n", shown
-    )
+    said = r"2 ranks solve, 2 train: loss (\S+), (\d+)% of the small steps, largest difference (\S+)\n"
+    line = re.fullmatch(said, shown)
     assert line, shown
-    assert (int(line[1]), int(line[2])) == (2, 2)
-    assert float(line[3]) < 1e-4
-    assert 20 < int(line[4]) < 80  # the trainers had it go by the network for a while
-    assert float(line[5]) < 0.03  # of velocities up to 0.9
+    assert float(line[1]) < 1e-4
+    assert 20 < int(line[2]) < 80  # the trainers had it go by the network for a while
+    assert float(line[3]) < 0.03  # of velocities up to 0.9
 
 
 def a_sweep_trains_groups_of_ranks_side_by_side(lines: list[str]) -> None:
@@ -90,7 +85,7 @@ def a_sweep_trains_groups_of_ranks_side_by_side(lines: list[str]) -> None:
     groups = [(float(rate), group, ranks) for rate, group, ranks, _ in rows]
     assert groups == [(1e-3, "0", "0,1"), (1e-5, "1", "2,3"), (3e-3, "0", "0,1")]
     losses = [float(row[3]) for row in rows]
-    assert lines[5] == f"best: {float(rows[losses.index(min(losses))][0]):g}, {min(losses):.4f}"
+    assert lines[5] == f"best: {groups[losses.index(min(losses))][0]:g}, {min(losses):.4f}"
     assert losses[1] > max(losses[0], losses[2])
 
 
@@ -113,10 +108,8 @@ def errors_of(shown: str) -> list[float]:
     """Of the network's own states, in percent of the waves."""
     found = re.search(
         r"^error of the network's own states: (\S+)% after 1, (\S+)% after 5, (\S+)% after 10, (\S+)% after 20\n"
-        r"a state takes the solver \S+ ms and the network \S+ ms\n$",
-        shown,
-        re.M,
-    )
+        r"a state takes the solver \S+ ms and the network \S+ ms\n$", shown, re.M,
+    )  # fmt: skip
     assert found, shown
     return [float(error) for error in found.groups()]
 
@@ -125,8 +118,8 @@ def a_surrogate_learns_from_a_running_solver(shown: str) -> None:
     """As one rank does."""
     done = start(1, "-m", "fsdpx.examples.surrogate", *LEARNS)
     assert done.returncode == 0, done.stderr
-    texts = shown, done.stdout
-    numbers = [[*map(float, re.findall(r"^run \d: loss (\S+)$", text, re.M)), *errors_of(text)] for text in texts]
+    losses = re.compile(r"^run \d: loss (\S+)$", re.M)
+    numbers = [[*map(float, losses.findall(text)), *errors_of(text)] for text in (shown, done.stdout)]
     first, second, one, *_, twenty = numbers[0]
     assert second < first < 1
     assert one < 60  # after 38 steps of training
@@ -144,8 +137,9 @@ def the_changed_solver_prints_what_the_page_says(shown: str) -> None:
     assert float(found[2]) == pytest.approx(float(wanted[1]), abs=0.02)
 
 
-def pictures_are_those_of_the_page(image: Any, drawn: Path) -> None:
+def pictures_are_those_of_the_page(drawn: Path) -> None:
     """Sizes of all; the parts, which depend on the solver alone, cell by cell; the others show a longer run."""
+    from matplotlib import image
     names = sorted(path.name for path in PICTURES.glob("surrogate-*.png"))
     both = [(what, theme) for what in ("error", "field", "parts") for theme in ("dark", "light")]
     assert names == [f"surrogate-{what}-{theme}.png" for what, theme in both]
