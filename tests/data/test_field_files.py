@@ -4,33 +4,30 @@ import multiprocessing
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import fsdpx
 from fsdpx import data, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.data import FieldDataset
 from fsdpx.errors import DataError
 
 N, T, Y, X = 3, 7, 9, 10
 
 
-def values(*shape: int, seed: int = 0) -> np.ndarray:
+def values(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def whole_of(dataset: FieldDataset) -> np.ndarray:
+def whole_of(dataset):
     """All states of the first trajectory, (steps, channels, cells)."""
     return np.stack([dataset[0][0], *(dataset[i][1] for i in range(T - 1))])
 
 
 @pytest.mark.parametrize("form", [2, 3])
-def test_zarr_arrays_that_are_in_no_group(form: int, tmp_path: Path) -> None:
+def test_zarr_arrays_that_are_in_no_group(form, tmp_path):
     zarr = pytest.importorskip("zarr")
     first, second = values(T, Y, X), values(T, Y, X, seed=1)
     for name, field in (("u.zarr", first), ("v.zarr", second)):
@@ -47,7 +44,7 @@ def test_zarr_arrays_that_are_in_no_group(form: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [["0000", "0001", "0002"], ["run_9", "run_10", "run_11"]])
-def test_a_group_for_each_trajectory_with_components_last(names: list[str], tmp_path: Path) -> None:
+def test_a_group_for_each_trajectory_with_components_last(names, tmp_path):
     h5py = pytest.importorskip("h5py")
     whole = values(N, T, X, Y, 2)
     with h5py.File(tmp_path / "u.h5", "w") as file:
@@ -55,7 +52,7 @@ def test_a_group_for_each_trajectory_with_components_last(names: list[str], tmp_
             file[f"{name}/data"] = run
             file[f"{name}/grid/x"], file[f"{name}/grid/y"], file[f"{name}/grid/t"] = range(X), range(Y), range(T)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         grid = fsdpx.Grid(comm, (X // 2, Y), dims=(2, 1), layout="xyc")
         dataset = FieldDataset(tmp_path / "u.h5", grid)
         assert (len(dataset), dataset.channels) == (N * (T - 1), 2)
@@ -67,7 +64,7 @@ def test_a_group_for_each_trajectory_with_components_last(names: list[str], tmp_
     spawn(run, 2)
 
 
-def linked(path: Path) -> np.ndarray:
+def linked(path):
     h5py = pytest.importorskip("h5py")
     whole = values(T, Y, X)
     with h5py.File(path.with_name("other.h5"), "w") as file:
@@ -83,7 +80,7 @@ def linked(path: Path) -> np.ndarray:
     return whole
 
 
-def test_links_inside_a_file_are_followed(tmp_path: Path) -> None:
+def test_links_inside_a_file_are_followed(tmp_path):
     whole = linked(tmp_path / "u.h5")
     for name in ("here", "relative", "link", "through"):
         np.testing.assert_array_equal(whole_of(FieldDataset(tmp_path / "u.h5", fields=name, dims="tyx"))[:, 0], whole)
@@ -99,7 +96,7 @@ def test_links_inside_a_file_are_followed(tmp_path: Path) -> None:
         (None, "is not opened: copy it into this one, or leave it out by fields="),
     ],
 )
-def test_links_that_lead_elsewhere_are_named(name: str | None, text: str, tmp_path: Path) -> None:
+def test_links_that_lead_elsewhere_are_named(name, text, tmp_path):
     h5py = pytest.importorskip("h5py")
     linked(tmp_path / "u.h5")
     if name is None:
@@ -111,13 +108,13 @@ def test_links_that_lead_elsewhere_are_named(name: str | None, text: str, tmp_pa
         FieldDataset(tmp_path / "u.h5", fields=name, dims="tyx")
 
 
-def zipped(path: Path, *names: str) -> None:
+def zipped(path, *names):
     with zipfile.ZipFile(path, "w") as archive:
         for name in names:
             archive.writestr(name, b"{}")
 
 
-def savez(path: Path, keep: int | None = None, at: int | None = None, **arrays: np.ndarray) -> None:
+def savez(path, keep=None, at=None, **arrays):
     """As np.savez does, with the first `keep` bytes only, or another byte at a place."""
     with path.open("wb") as file:
         np.savez(file, **arrays)
@@ -148,7 +145,7 @@ def savez(path: Path, keep: int | None = None, at: int | None = None, **arrays: 
         ("a.h5", lambda path: path.write_bytes(bytes(99)), "file signature not found"),
     ],
 )  # fmt: skip
-def test_files_of_other_kinds_are_told(name: str, make: Callable[[Path], Any], text: str, tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_told(name, make, text, tmp_path):
     pytest.importorskip("h5py")
     make(tmp_path / name)
     with pytest.raises(DataError) as error:
@@ -164,7 +161,7 @@ def test_files_of_other_kinds_are_told(name: str, make: Callable[[Path], Any], t
         ("packed", "'packed' is compressed, so that no part of it can be read: use np.savez, or leave it out by fie"),
     ],
 )
-def test_one_member_that_cannot_be_read_is_named_when_it_is_asked_for(damaged: str, text: str, tmp_path: Path) -> None:
+def test_one_member_that_cannot_be_read_is_named_when_it_is_asked_for(damaged, text, tmp_path):
     u, path = values(T, Y, X), tmp_path / "u.npz"
     np.savez(path, u=u, count=7.0, **({"names": np.array([{}, {}])} if damaged == "names" else {}))
     if damaged == "packed":
@@ -186,9 +183,7 @@ def test_one_member_that_cannot_be_read_is_named_when_it_is_asked_for(damaged: s
         (40000, "'u' is compressed by a filter (HDF5 filter 40000), which is not installed: HDF5_PLUGIN_PATH names"),
     ],
 )
-def test_a_filter_that_is_missing_is_named(
-    code: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_filter_that_is_missing_is_named(code, text, tmp_path, monkeypatch):
     h5py = pytest.importorskip("h5py")
     monkeypatch.setitem(__import__("sys").modules, "hdf5plugin", None)
     if h5py.h5z.filter_avail(code):
@@ -208,7 +203,7 @@ def test_a_filter_that_is_missing_is_named(
         assert whole_of(FieldDataset(tmp_path / "u.h5", fields=name, dims="tyx")).shape == (T, 1, Y, X)
 
 
-def chunked(path: Path) -> np.ndarray:
+def chunked(path):
     h5py = pytest.importorskip("h5py")
     whole = values(200, Y, X)
     with h5py.File(path, "w") as file:
@@ -216,13 +211,13 @@ def chunked(path: Path) -> np.ndarray:
     return whole
 
 
-def sums(dataset: FieldDataset, first: int) -> list[float]:
+def sums(dataset, first):
     return [float(dataset[i][0].sum()) for i in range(first, len(dataset), 2)]
 
 
 @pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")  # of JAX, if a test has loaded it
 @pytest.mark.parametrize("how", ["spawn", "forkserver", "fork"])
-def test_datasets_in_other_processes(how: str, tmp_path: Path) -> None:
+def test_datasets_in_other_processes(how, tmp_path):
     """Workers read at the same time, each by itself, though the file was open before."""
     whole = chunked(tmp_path / "u.h5")
     dataset = FieldDataset(tmp_path / "u.h5", dims="tyx")
@@ -234,10 +229,10 @@ def test_datasets_in_other_processes(how: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(found[first], wanted[first::2], rtol=1e-3, atol=1e-3)
 
 
-def test_a_dataset_of_a_grid_reads_the_same_part_elsewhere(tmp_path: Path) -> None:
+def test_a_dataset_of_a_grid_reads_the_same_part_elsewhere(tmp_path):
     chunked(tmp_path / "u.h5")
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         grid = fsdpx.Grid(comm, (Y, X // 2), dims=(1, 2), layout="yxc", periods=(True, True), ghosts=(1, 1))
         dataset = FieldDataset(tmp_path / "u.h5", grid, inputs=2)
         copy = pickle.loads(pickle.dumps(dataset))
@@ -248,7 +243,7 @@ def test_a_dataset_of_a_grid_reads_the_same_part_elsewhere(tmp_path: Path) -> No
     spawn(run, 2)
 
 
-def test_workers_of_torch_read_fields(tmp_path: Path) -> None:
+def test_workers_of_torch_read_fields(tmp_path):
     torch = pytest.importorskip("torch")
     whole = chunked(tmp_path / "u.h5")
     loader = torch.utils.data.DataLoader(
@@ -258,7 +253,7 @@ def test_workers_of_torch_read_fields(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[:, 0], whole[:-1])
 
 
-def test_datasets_of_text_go_to_other_processes(tmp_path: Path) -> None:
+def test_datasets_of_text_go_to_other_processes(tmp_path):
     (tmp_path / "a.txt").write_text("some text, and more of it, for windows " * 9)
     np.save(tmp_path / "tokens.npy", np.arange(99))
     for dataset in (data.TextDataset(tmp_path, 8, suffixes=".txt"), data.TokenDataset(tmp_path / "tokens.npy", 8)):
@@ -266,7 +261,7 @@ def test_datasets_of_text_go_to_other_processes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(copy[1], dataset[1])
 
 
-def test_the_home_folder_is_that_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_is_that_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     np.save(tmp_path / "u.npy", values(T, Y, X))
     assert len(FieldDataset("~/u.npy", dims="tyx")) == T - 1

@@ -4,17 +4,13 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader, FieldDataset, opening
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.shard_specs import FieldPartition
@@ -23,16 +19,16 @@ N, T, Y, X = 3, 7, 9, 10
 ROWS, COLUMNS = (0, 4, 9), (0, 7, 7, 10)  # bounds of uneven parts, one of them empty
 
 
-def values(*shape: int, seed: int = 0) -> np.ndarray:
+def values(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def grid_of(comm: Communicator, layout: str = "yxc") -> fsdpx.Grid:
+def grid_of(comm, layout="yxc"):
     p, q = divmod(comm.rank, 3)
     return fsdpx.Grid(comm, (ROWS[p + 1] - ROWS[p], COLUMNS[q + 1] - COLUMNS[q]), dims=(2, 3), layout=layout)
 
 
-def windows(whole: np.ndarray, inputs: int, targets: int, stride: int, every: int) -> list[tuple[Any, Any]]:
+def windows(whole, inputs, targets, stride, every):
     """From the whole array (n, t, y, x, c): all windows, as (y, x, states c)."""
     found = []
     span = (inputs + targets - 1) * stride + 1
@@ -43,10 +39,10 @@ def windows(whole: np.ndarray, inputs: int, targets: int, stride: int, every: in
     return found
 
 
-def demand(whole: np.ndarray, make: Callable[..., FieldDataset], constant: np.ndarray | None = None) -> None:
+def demand(whole, make, constant=None):
     """All samples, of all ranks, are the parts of the whole array's windows."""
 
-    def run(comm: Communicator, choice: tuple[int, int, int, int], layout: str) -> int:
+    def run(comm, choice, layout):
         grid = grid_of(comm, layout)
         inputs, targets, stride, every = choice
         dataset = make(grid, inputs=inputs, targets=targets, stride=stride, every=every)
@@ -66,7 +62,7 @@ def demand(whole: np.ndarray, make: Callable[..., FieldDataset], constant: np.nd
         spawn(lambda comm, c=choice, order=layout: run(comm, c, order), 6)
 
 
-def test_parts_of_a_memory_map_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_parts_of_a_memory_map_are_those_of_the_whole(tmp_path):
     whole = values(N, T, Y, X, 2)
     np.save(tmp_path / "a.npy", whole[:2])
     np.save(tmp_path / "b.npy", whole[2:])
@@ -76,12 +72,12 @@ def test_parts_of_a_memory_map_are_those_of_the_whole(tmp_path: Path) -> None:
     demand(whole[:1, ..., :1], lambda grid, **more: FieldDataset(tmp_path / "t.npy", grid, dims="xty", **more))
 
 
-def test_ghost_cells_come_with_the_part(tmp_path: Path) -> None:
+def test_ghost_cells_come_with_the_part(tmp_path):
     """Also more of them than cells along a dim; what lies beyond walls is in no file."""
     whole = values(T, Y, X, 2)
     np.save(tmp_path / "u.npy", whole)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         shape = (ROWS[comm.rank + 1] - ROWS[comm.rank], X)
         grid = fsdpx.Grid(comm, shape, dims=(2, 1), ghosts=(3, 11), periods=(True, True))
         x, y = FieldDataset(tmp_path / "u.npy", grid, dims="tyxc")[2]
@@ -104,7 +100,7 @@ def test_ghost_cells_come_with_the_part(tmp_path: Path) -> None:
     spawn(run, 2)
 
 
-def test_without_a_grid_samples_are_whole(tmp_path: Path) -> None:
+def test_without_a_grid_samples_are_whole(tmp_path):
     whole = values(T, Y, X)
     np.save(tmp_path / "u.npy", whole)
     dataset = FieldDataset(tmp_path / "u.npy", dims="tyx", inputs=2)
@@ -117,7 +113,7 @@ def test_without_a_grid_samples_are_whole(tmp_path: Path) -> None:
         dataset[5]
 
 
-def well(path: Path, whole: np.ndarray, mask: np.ndarray, more: str = "") -> None:
+def well(path, whole, mask, more=""):
     """A file as The Well's: a scalar, a vector, a tensor, and a field without time that is alike along x."""
     h5py = pytest.importorskip("h5py")
     with h5py.File(path, "w") as file:
@@ -133,7 +129,7 @@ def well(path: Path, whole: np.ndarray, mask: np.ndarray, more: str = "") -> Non
         file["scalars/dt"] = 0.1
 
 
-def test_files_of_the_well(tmp_path: Path) -> None:
+def test_files_of_the_well(tmp_path):
     whole, mask = values(N, T, Y, X, 7), np.repeat(values(Y, 1, seed=1), X, 1)
     well(tmp_path / "a.h5", whole, mask)
     demand(whole, lambda grid, **more: FieldDataset(tmp_path / "a.h5", grid, **more), mask[..., None])
@@ -142,7 +138,7 @@ def test_files_of_the_well(tmp_path: Path) -> None:
     assert FieldDataset(tmp_path / "a.h5").shape == (Y, X)
 
 
-def test_files_of_pdebench(tmp_path: Path) -> None:
+def test_files_of_pdebench(tmp_path):
     h5py = pytest.importorskip("h5py")
     whole = values(N, T, Y, X, 2)
     with h5py.File(tmp_path / "flow.h5", "w") as file:
@@ -159,7 +155,7 @@ def test_files_of_pdebench(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "compact", "big-endian", "empty", "block"])
-def test_layouts_of_hdf5(tmp_path: Path, layout: str) -> None:
+def test_layouts_of_hdf5(tmp_path, layout):
     """In one piece, inside the header, of the other order of bytes, never written, behind a block of the user's."""
     h5py = pytest.importorskip("h5py")
     whole = values(T, Y, X) if layout != "empty" else np.full((T, Y, X), 2.5, np.float32)
@@ -177,7 +173,7 @@ def test_layouts_of_hdf5(tmp_path: Path, layout: str) -> None:
     demand(whole[None, ..., None], lambda grid, **more: FieldDataset(tmp_path / "u.h5", grid, dims="tyx", **more))
 
 
-def test_packed_numbers_of_netcdf(tmp_path: Path) -> None:
+def test_packed_numbers_of_netcdf(tmp_path):
     h5py = pytest.importorskip("h5py")
     stored = np.random.default_rng(0).integers(-99, 99, (T, Y, X)).astype(np.int16)
     whole = (stored * 0.5 + 280.0).astype(np.float32)
@@ -188,7 +184,7 @@ def test_packed_numbers_of_netcdf(tmp_path: Path) -> None:
     demand(whole[None, ..., None], lambda grid, **more: FieldDataset(tmp_path / "t2m.nc", grid, **more))
 
 
-def test_folders_of_zarr(tmp_path: Path) -> None:
+def test_folders_of_zarr(tmp_path):
     zarr = pytest.importorskip("zarr")
     whole = values(N, T, Y, X, 2)
     group = zarr.open_group(tmp_path / "a.zarr", mode="w")
@@ -196,7 +192,7 @@ def test_folders_of_zarr(tmp_path: Path) -> None:
     demand(whole, lambda grid, **more: FieldDataset(tmp_path / "a.zarr", grid, **more))
 
 
-def test_fields_of_zarr_have_one_order_on_all_ranks(tmp_path: Path) -> None:
+def test_fields_of_zarr_have_one_order_on_all_ranks(tmp_path):
     """That of their names: Zarr lists them as they arrive."""
     zarr = pytest.importorskip("zarr")
     names = ["v", "u", "pressure", "height"]
@@ -204,14 +200,14 @@ def test_fields_of_zarr_have_one_order_on_all_ranks(tmp_path: Path) -> None:
     for value, name in enumerate(names):
         group.create_array(name, data=np.full((T, 2, 2), value, np.float32))
 
-    def run(comm: Communicator) -> list[float]:
+    def run(comm):
         grid = fsdpx.Grid(comm, (1, 2), dims=(2, 1), layout="yxc")
         return [x for _ in range(5) for x in FieldDataset(tmp_path / "a.zarr", grid)[0][0][0, 0]]
 
     assert spawn(run, 2) == [[float(names.index(name)) for name in sorted(names)] * 5] * 2
 
 
-def test_files_whose_fields_have_other_names_are_refused(tmp_path: Path) -> None:
+def test_files_whose_fields_have_other_names_are_refused(tmp_path):
     """Their channels would be others, unless fields= says which."""
     h5py = pytest.importorskip("h5py")
     for name, first in (("a.h5", "u"), ("b.h5", "height")):
@@ -226,7 +222,7 @@ def test_files_whose_fields_have_other_names_are_refused(tmp_path: Path) -> None
     )
     assert FieldDataset(files, dims="tyx", fields="v").channels == 1
 
-    def run(comm: Communicator) -> str:
+    def run(comm):
         with pytest.raises(DataError) as error:
             FieldDataset(files[comm.rank], fsdpx.Grid(comm, (Y, (4, X - 4)[comm.rank]), dims=(1, 2)))
         return str(error.value)
@@ -237,7 +233,7 @@ def test_files_whose_fields_have_other_names_are_refused(tmp_path: Path) -> None
     }
 
 
-def test_the_well_without_names_of_dims_is_told(tmp_path: Path) -> None:
+def test_the_well_without_names_of_dims_is_told(tmp_path):
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "u.h5", "w") as file:
         file.create_group("t0_fields")["u"] = values(N, T, Y, X)
@@ -249,14 +245,14 @@ def test_the_well_without_names_of_dims_is_told(tmp_path: Path) -> None:
 SIDE, PART = 256, 64  # cells of the field, rows of a rank
 
 
-def quarter() -> Any:
+def quarter():
     """Stands for the grid of the second of four ranks."""
     parts = FieldPartition((tuple(range(0, SIDE + 1, PART)), (0, SIDE)))
-    around: dict[str, Any] = {"ghosts": ((0, 0), (0, 0)), "periods": (False, False)}
+    around = {"ghosts": ((0, 0), (0, 0)), "periods": (False, False)}
     return SimpleNamespace(layout="yxc", coords=(1, 0), parts=parts, all_gather_value=lambda value: [value], **around)
 
 
-def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):
     """Bytes counted where the file is read: those of the part, at the two steps that the sample has."""
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "u.h5", "w") as file:
@@ -264,7 +260,7 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     counted = []
 
     class Counting(io.FileIO):
-        def readinto(self, buffer: Any) -> int:
+        def readinto(self, buffer):
             found = super().readinto(buffer) or 0
             counted.append(found)
             return found
@@ -279,12 +275,12 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert dataset._open.cache.cache_info().misses == 1  # the file stayed open
 
 
-def test_a_read_of_a_memory_map_is_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_of_a_memory_map_is_one_block(tmp_path, monkeypatch):
     np.save(tmp_path / "u.npy", values(2, 9, SIDE, SIDE))
-    blocks: list[tuple[int, ...]] = []
+    blocks = []
 
     class Counting(np.ndarray):
-        def __getitem__(self, index: Any) -> Any:
+        def __getitem__(self, index):
             found = super().__getitem__(index)
             blocks.append(found.shape)
             return np.asarray(found)
@@ -295,20 +291,20 @@ def test_a_read_of_a_memory_map_is_one_block(tmp_path: Path, monkeypatch: pytest
     assert blocks == [(2, PART, SIDE), (1, PART, SIDE), (1, PART, SIDE)]
 
 
-def test_parts_from_a_file_train_as_the_whole_does(tmp_path: Path) -> None:
+def test_parts_from_a_file_train_as_the_whole_does(tmp_path):
     """Ranks of a grid get the same shuffled samples, and two members of an ensemble share each batch; two epochs by
     `fit`, with a short last batch."""
     np.save(tmp_path / "u.npy", values(2, T, Y, X))
 
-    def member(comm: Communicator) -> fsdpx.Grid:
+    def member(comm):
         r = comm.rank % 2
         return fsdpx.Grid(comm, (ROWS[r + 1] - ROWS[r], X), dims=(2, 1))
 
-    def run(comm: Communicator, cut: Callable[[Communicator], Any]) -> list[float]:
+    def run(comm, cut):
         grid = cut(comm)
         dataset = FieldDataset(tmp_path / "u.npy", grid, dims="ntyx", targets=2, dtype=np.float64)
         net = nn.Rollout(nn.Conv2d(1, 1, 3, padding=1), 2)
-        options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
         trainer = net.as_distributed(comm=comm, domain=grid, **options)
         loader = DataLoader(dataset, 4, comm=trainer.data_group, shuffle=True, seed=3)
         return trainer.fit(loader, epochs=2, progress=False).losses
@@ -320,8 +316,8 @@ def test_parts_from_a_file_train_as_the_whole_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_loaders_of_other_orders_are_refused(cut: bool) -> None:
-    def run(comm: Communicator) -> str:
+def test_loaders_of_other_orders_are_refused(cut):
+    def run(comm):
         grid = fsdpx.Grid(comm, (2, 3), dims=(2, 1)) if cut else None
         trainer = nn.ReLU().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid)
         samples = [(np.ones((2, 3, 1), np.float32),) * 2] * 4
@@ -333,7 +329,7 @@ def test_loaders_of_other_orders_are_refused(cut: bool) -> None:
         assert text.startswith("fit: the DataLoaders of the ranks take samples in different orders: batch_size, shuff")
 
 
-def plain(shape: tuple[int, ...], kind: Any = np.float32) -> Callable[[Path], None]:
+def plain(shape, kind=np.float32):
     return lambda path: np.save(path, np.zeros(shape, kind))
 
 
@@ -364,10 +360,10 @@ def plain(shape: tuple[int, ...], kind: Any = np.float32) -> Callable[[Path], No
         (plain((T, Y, X)), {"dtype": "i4"}, "FieldDataset(dtype='i4'): samples are real numbers, such as float32"),
     ],
 )
-def test_files_that_do_not_fit_are_named_on_all_ranks(tmp_path: Path, make: Any, options: Any, text: str) -> None:
+def test_files_that_do_not_fit_are_named_on_all_ranks(tmp_path, make, options, text):
     make(tmp_path / "u.npy")
 
-    def run(comm: Communicator) -> str:
+    def run(comm):
         with pytest.raises((ConfigError, DataError)) as error:
             FieldDataset(tmp_path / "u.npy", grid_of(comm), **options)
         return str(error.value)
@@ -375,11 +371,11 @@ def test_files_that_do_not_fit_are_named_on_all_ranks(tmp_path: Path, make: Any,
     assert all(text in found for found in spawn(run, 6)), spawn(run, 6)[0]
 
 
-def test_ranks_that_find_other_files_are_told_apart(tmp_path: Path) -> None:
+def test_ranks_that_find_other_files_are_told_apart(tmp_path):
     np.save(tmp_path / "0.npy", np.zeros((T, 4, 4)))
     np.save(tmp_path / "1.npy", np.zeros((T + 1, 4, 4)))
 
-    def run(comm: Communicator, files: list[str]) -> str:
+    def run(comm, files):
         with pytest.raises(DataError) as error:
             FieldDataset(tmp_path / files[comm.rank], fsdpx.Grid(comm, (2, 4), dims=(2, 1)))
         return str(error.value)
@@ -394,7 +390,7 @@ def test_ranks_that_find_other_files_are_told_apart(tmp_path: Path) -> None:
     assert set(missing) == {f"rank 1: FieldDataset: {tmp_path / '2.npy'}: No such file or directory"}
 
 
-def hostile(path: Path, what: str) -> None:
+def hostile(path, what):
     h5py = pytest.importorskip("h5py")
     with h5py.File(path.with_name("other.h5"), "w") as file:
         file["u"] = values(T, Y, X)
@@ -430,20 +426,20 @@ def hostile(path: Path, what: str) -> None:
         ("noise", "u.h5: "),
     ],
 )
-def test_hostile_files_are_refused_by_name(tmp_path: Path, what: str, text: str) -> None:
+def test_hostile_files_are_refused_by_name(tmp_path, what, text):
     hostile(tmp_path / "u.h5", what)
     with pytest.raises(DataError, match=re.escape(text)):
         FieldDataset(tmp_path / "u.h5", dims="tyx", fields="u")
 
 
-def test_a_file_that_claims_to_be_huge_is_read_by_parts(tmp_path: Path) -> None:
+def test_a_file_that_claims_to_be_huge_is_read_by_parts(tmp_path):
     hostile(tmp_path / "u.h5", "huge")
     dataset = FieldDataset(tmp_path / "u.h5", dims="ntyx")
     assert len(dataset) == 2**40 * (T - 1)
     assert dataset[len(dataset) - 1][0].shape == (1, Y, X)
 
 
-def test_what_fails_while_reading_is_named(tmp_path: Path) -> None:
+def test_what_fails_while_reading_is_named(tmp_path):
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "u.h5", "w") as file:
         file.create_dataset("u", data=values(T, Y, X), chunks=(1, Y, X), compression="gzip")
@@ -458,7 +454,7 @@ def test_what_fails_while_reading_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["h5py", "zarr"])
-def test_a_library_that_is_missing_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_missing_is_named(tmp_path, name, monkeypatch):
     path = tmp_path / "u"
     path.mkdir() if name == "zarr" else path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, name, None)
@@ -466,10 +462,10 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, name: str, monkeypat
         FieldDataset(path, dims="tyx")
 
 
-def test_a_layout_without_channels_has_one(tmp_path: Path) -> None:
+def test_a_layout_without_channels_has_one(tmp_path):
     np.save(tmp_path / "u.npy", values(T, Y, X))
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         grid = grid_of(comm, "yx")
         assert FieldDataset(tmp_path / "u.npy", grid)[0][0].shape == grid.take_local(np.empty((Y, X))).shape
         with pytest.raises(DataError, match="a grid of layout 'yx' has one channel, not 2 states of 1 and 0 constant"):

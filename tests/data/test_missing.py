@@ -1,7 +1,6 @@
 """Missing and packed numbers are read as xarray and netCDF4 read them: files that these write, file by file."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,22 +16,22 @@ INTEGERS = ("i1", "u1", "i2", "u2", "i4", "u4")
 FLOATS = ("f4", "f8")
 
 
-def read(path: Path, name: str = "u") -> np.ndarray:
+def read(path, name="u"):
     """All states of a field, as float64."""
     dataset = FieldDataset(path, fields=name, dims="tyx", inputs=1, targets=T - 1, dtype=np.float64)
     return np.concatenate(dataset[0])
 
 
-def demand_same(found: np.ndarray, expected: Any) -> None:
+def demand_same(found, expected):
     np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @st.composite
-def fields(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, Any]]:
+def fields(draw):
     """Numbers as they are stored, some of which the attributes say to be missing, packed or unsigned."""
     dtype = np.dtype(draw(st.sampled_from([*INTEGERS, *FLOATS])))
-    fills: list[Any] = [-999.0, -9999.5, 1e20, np.nan]
+    fills = [-999.0, -9999.5, 1e20, np.nan]
     if dtype.kind != "f":
         fills = [int(np.iinfo(dtype).max) - 3, int(np.iinfo(dtype).min), 7]  # none of which is NetCDF's own
     chosen = draw(st.lists(st.sampled_from(fills), min_size=1, max_size=3, unique_by=str))
@@ -61,9 +60,7 @@ FORMS = {"h5netcdf": "h5netcdf", "netcdf4": "netCDF4", "zarr2": "zarr", "zarr3":
 @pytest.mark.parametrize("form", FORMS)
 @settings(deadline=None, max_examples=examples(25))
 @given(field=fields())
-def test_files_of_xarray(
-    form: str, tmp_path_factory: pytest.TempPathFactory, field: tuple[np.ndarray, dict[str, Any]]
-) -> None:
+def test_files_of_xarray(form, tmp_path_factory, field):
     xarray = pytest.importorskip("xarray")
     for library in ("h5py", FORMS[form]):
         pytest.importorskip(library)
@@ -85,9 +82,7 @@ def test_files_of_xarray(
 
 @settings(deadline=None, max_examples=examples(60))
 @given(field=fields(), limits=st.sampled_from([{}, {"valid_min": 5}, {"valid_max": 60}, {"valid_range": [5, 60]}]))
-def test_files_of_netcdf4(
-    tmp_path_factory: pytest.TempPathFactory, field: tuple[np.ndarray, dict[str, Any]], limits: dict[str, Any]
-) -> None:
+def test_files_of_netcdf4(tmp_path_factory, field, limits):
     """With valid ranges, which xarray leaves to others, and with cells that were never written."""
     netcdf4 = pytest.importorskip("netCDF4")
     pytest.importorskip("h5py")
@@ -109,7 +104,7 @@ def test_files_of_netcdf4(
     demand_same(read(path), expected)
 
 
-def test_what_netcdf_writes_by_itself_is_missing_in_its_files_alone(tmp_path: Path) -> None:
+def test_what_netcdf_writes_by_itself_is_missing_in_its_files_alone(tmp_path):
     """Not in bytes, whose few values may all be meant; and not where an attribute names another."""
     netcdf4, h5py = pytest.importorskip("netCDF4"), pytest.importorskip("h5py")
     kinds = ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8")
@@ -150,7 +145,7 @@ def test_what_netcdf_writes_by_itself_is_missing_in_its_files_alone(tmp_path: Pa
         {"_FillValue": "nothing", "missing_value": -999, "scale_factor": 1, "add_offset": 0},
     ],
 )
-def test_attributes_of_any_type(attributes: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+def test_attributes_of_any_type(attributes, dtype, tmp_path):
     """HDF5 by others, whose attributes have other types than the field."""
     h5py = pytest.importorskip("h5py")
     stored = np.arange(T * Y * X).reshape(T, Y, X).astype(dtype)
@@ -161,7 +156,7 @@ def test_attributes_of_any_type(attributes: dict[str, Any], dtype: str, tmp_path
     demand_same(read(tmp_path / "u.h5"), np.where(stored == -999, np.nan, stored.astype(float)))
 
 
-def test_numbers_that_an_array_cannot_have_stand_for_none_of_its_own(tmp_path: Path) -> None:
+def test_numbers_that_an_array_cannot_have_stand_for_none_of_its_own(tmp_path):
     h5py = pytest.importorskip("h5py")
     stored = np.arange(T * Y * X, dtype=np.uint8).reshape(T, Y, X)
     with h5py.File(tmp_path / "u.h5", "w") as file:
@@ -170,7 +165,7 @@ def test_numbers_that_an_array_cannot_have_stand_for_none_of_its_own(tmp_path: P
     demand_same(read(tmp_path / "u.h5"), stored.astype(float))
 
 
-def test_text_in_zarr(tmp_path: Path) -> None:
+def test_text_in_zarr(tmp_path):
     """JSON has no NaN; and a `fill_value` that xarray has not written is a value."""
     zarr = pytest.importorskip("zarr")
     stored = np.arange(T * Y * X, dtype=np.float32).reshape(T, Y, X)

@@ -2,9 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -108,7 +105,7 @@ def test_a_dataset_of_another_library_goes_in_as_it_is(size):
         ("(" + "-" * 9000 + "1,)", "its header cannot be read"),
     ],
 )
-def test_a_header_that_no_array_has_is_refused_by_the_file(tmp_path: Path, shape: str, why: str) -> None:
+def test_a_header_that_no_array_has_is_refused_by_the_file(tmp_path, shape, why):
     header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     file = tmp_path / "t.npy"
     file.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(400))
@@ -116,7 +113,7 @@ def test_a_header_that_no_array_has_is_refused_by_the_file(tmp_path: Path, shape
         TokenDataset(file, 8)
 
 
-READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+READERS = {
     "text": ("a.txt", lambda path: TextDataset(path, 4)),
     "tokens": ("a.bin", lambda path: TokenDataset(path, 4)),
     "tokens.npy": ("a.npy", lambda path: TokenDataset(path, 4)),
@@ -133,7 +130,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX")
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_file_is_refused_by_name(tmp_path: Path, reader: str, kind: str) -> None:
+def test_what_is_no_file_is_refused_by_name(tmp_path, reader, kind):
     name, read = READERS[reader]
     path = tmp_path / "class" / name
     path.parent.mkdir()

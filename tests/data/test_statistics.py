@@ -1,9 +1,5 @@
 """Means and deviations of channels: one pass, merged over ranks, without cancellation."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +8,13 @@ from hypothesis import strategies as st
 
 from fsdpx import nn, spawn
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.data import gather_channel_statistics
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn import LayerContext
 
 
-def test_nothing_cancels() -> None:
+def test_nothing_cancels():
     """300 +- 0.01 in float32, in one pass over many batches."""
     x = (300 + 0.01 * np.random.default_rng(0).standard_normal((20, 2, 50, 40))).astype(np.float32)
     mean, std = gather_channel_statistics(iter(x), dim=0)
@@ -35,7 +30,7 @@ def test_nothing_cancels() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 12), st.booleans(), st.integers(0, 100))
-def test_ranks_with_any_parts_find_the_same(ranks: int, steps: int, skipna: bool, seed: int) -> None:
+def test_ranks_with_any_parts_find_the_same(ranks, steps, skipna, seed):
     """Numbers of batches that differ, empty parts, NaN on land; the same bits on every rank."""
     rng = np.random.default_rng(seed)
     data = rng.standard_normal((steps, 7, 3)) * [1.0, 10.0, 0.0] + 5
@@ -45,7 +40,7 @@ def test_ranks_with_any_parts_find_the_same(ranks: int, steps: int, skipna: bool
     rows = np.sort(rng.integers(0, 8, ranks - 1)).tolist()
     cuts = [0, *rows, 7]
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         mine = [step[cuts[comm.rank] : cuts[comm.rank + 1]] for step in data]
         return gather_channel_statistics(mine if comm.rank else iter(mine), dim=-1, comm=comm, skipna=skipna)
 
@@ -61,21 +56,21 @@ VALUES = st.floats(allow_nan=False, allow_infinity=False, width=32) | st.sampled
 
 
 @given(VALUES, st.sampled_from(["float32", "float64"]), st.integers(1, 4), st.data())
-def test_a_channel_that_never_changes_has_std_1(value: float, dtype: str, ranks: int, choose: st.DataObject) -> None:
+def test_a_channel_that_never_changes_has_std_1(value, dtype, ranks, choose):
     """However many elements it has and however these come together, also where one channel beside it changes."""
     sizes = choose.draw(st.lists(st.lists(st.integers(0, 40), max_size=4), min_size=ranks, max_size=ranks))
     land = choose.draw(st.booleans())
     if not sum(map(sum, sizes)):
         sizes[0] = [10]
 
-    def batch(size: int) -> np.ndarray:
+    def batch(size):
         data = np.full((2, size + land), value, dtype)
         data[1] = np.arange(size + land)
         if land:
             data[:, 0] = np.nan
         return data
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         return gather_channel_statistics(map(batch, sizes[comm.rank]), dim=0, comm=comm, skipna=land)
 
     for mean, std in spawn(run, ranks):
@@ -92,8 +87,8 @@ def test_a_channel_that_never_changes_has_std_1(value: float, dtype: str, ranks:
         (lambda rank: [np.ones(3)], "rank 0: "),
     ],
 )
-def test_what_cannot_be_counted(arrays: Callable[[int], Any], message: str) -> None:
-    def run(comm: Communicator) -> str:
+def test_what_cannot_be_counted(arrays, message):
+    def run(comm):
         with pytest.raises(DataError) as error:
             gather_channel_statistics(arrays(comm.rank), comm=comm)
         return str(error.value)
@@ -115,12 +110,12 @@ def test_what_cannot_be_counted(arrays: Callable[[int], Any], message: str) -> N
         ),
     ],
 )
-def test_statistics_that_do_not_fit(mean: Any, std: Any, message: str) -> None:
+def test_statistics_that_do_not_fit(mean, std, message):
     with pytest.raises(ConfigError) as error:
         nn.Standardize(mean, std)
     assert message in str(error.value)
 
 
-def test_channels_that_do_not_fit() -> None:
+def test_channels_that_do_not_fit():
     with pytest.raises(ShapeError, match=r"Standardize\(\(0.0,\), \(1.0,\)\) wants \(samples, 1, ...\), got \(2, 3\)"):
         nn.Standardize([0.0], [1.0]).forward(LayerContext(np, make_single_rank_axes(), Random(0)), {}, np.ones((2, 3)))

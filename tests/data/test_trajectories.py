@@ -1,26 +1,20 @@
 """Trajectories on meshes in TFRecord files, written here byte by byte, and files that are damaged or made to harm."""
 
-from __future__ import annotations
-
 import json
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import fsdpx
 from fsdpx import data, nn, optim
-from fsdpx.core.comm import Communicator
 from fsdpx.data import tfrecord
 from fsdpx.errors import ConfigError, DataError
 
 STEPS, NODES = 4, 6
 RNG = np.random.default_rng(3)
 CELLS = np.array([[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]], np.int32)
-META: dict[str, Any] = {
+META = {
     "field_names": ["cells", "mesh_pos", "velocity", "world", "length_world"],
     "trajectory_length": STEPS,
     "features": {
@@ -33,7 +27,7 @@ META: dict[str, Any] = {
 LENGTHS = np.array([2, 0, 1, 3], np.int32)
 
 
-def crc32c_of_bits(data: bytes) -> int:
+def crc32c_of_bits(data):
     state = 0xFFFFFFFF
     for byte in data:
         state ^= byte
@@ -42,38 +36,38 @@ def crc32c_of_bits(data: bytes) -> int:
     return state ^ 0xFFFFFFFF
 
 
-def masked(data: bytes) -> bytes:
+def masked(data):
     crc = crc32c_of_bits(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32)
 
 
-def varint(n: int) -> bytes:
+def varint(n):
     return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
 
 
-def field(number: int, value: bytes) -> bytes:
+def field(number, value):
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
-def example(values: dict[str, bytes]) -> bytes:
+def example(values):
     entries = [field(1, name.encode()) + field(2, field(1, field(1, value))) for name, value in values.items()]
     other = field(1, b"ids") + field(2, field(3, b"\x01\x02"))  # a list of integers
     return field(1, b"".join(field(1, entry) for entry in (*entries, other))) + b"\x15abcd" + b"\x18\x96\x01"
 
 
-def record(data: bytes, length: int | None = None) -> bytes:
+def record(data, length=None):
     head = struct.pack("<Q", len(data) if length is None else length)
     return head + masked(head) + data + masked(data)
 
 
-def make_values(seed: int) -> dict[str, np.ndarray]:
+def make_values(seed):
     rng = np.random.default_rng(seed)
     sizes = {"mesh_pos": (1, NODES, 2), "velocity": (STEPS, NODES, 2), "world": (6, 1)}
     found = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}
     return {"cells": CELLS[None], **found, "length_world": LENGTHS}
 
 
-def write(folder: Path, records: bytes, meta: Any = META) -> Path:
+def write(folder, records, meta=META):
     (folder / "meta.json").write_text(meta if isinstance(meta, str) else json.dumps(meta))
     (folder / "train.tfrecord").write_bytes(records)
     return folder
@@ -82,7 +76,7 @@ def write(folder: Path, records: bytes, meta: Any = META) -> Path:
 GOOD = [example({name: a.tobytes() for name, a in make_values(seed).items()}) for seed in range(2)]
 
 
-def test_trajectories_are_read_without_tensorflow(tmp_path: Path) -> None:
+def test_trajectories_are_read_without_tensorflow(tmp_path):
     found = data.TrajectoryDataset(write(tmp_path, b"".join(map(record, GOOD))))
     assert repr(found) == "TrajectoryDataset(train.tfrecord, 2 trajectories of 4 steps)"
     for i in range(2):
@@ -97,10 +91,10 @@ def test_trajectories_are_read_without_tensorflow(tmp_path: Path) -> None:
         found[2]
 
 
-def test_a_trajectory_trains_on_its_mesh(tmp_path: Path) -> None:
+def test_a_trajectory_trains_on_its_mesh(tmp_path):
     trajectory = data.TrajectoryDataset(write(tmp_path, record(GOOD[0])))[0]
 
-    def run(comm: Communicator) -> list[float]:
+    def run(comm):
         mine = trajectory["cells"][comm.rank :: comm.size]
         mesh = fsdpx.Partition.from_cells(comm, mine, positions=trajectory["mesh_pos"][np.unique(mine)])
         u = mesh.take_local(trajectory["velocity"])
@@ -113,7 +107,7 @@ def test_a_trajectory_trains_on_its_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 32, 65535, 65536, 70001])
-def test_checksums_of_parts_join_to_that_of_the_whole(size: int) -> None:
+def test_checksums_of_parts_join_to_that_of_the_whole(size):
     values = RNG.bytes(size)
     assert tfrecord.compute_crc32c(values) == crc32c_of_bits(values)
     assert tfrecord.compute_crc32c(b"123456789") == 0xE3069283  # the check value of catalogs of checksums
@@ -124,7 +118,7 @@ LIMITED = [n for n in range(len(RECORD)) if n < 12 or n % 97 == 0 or n > len(REC
 FLIPPED = bytes([RECORD[20] ^ 1])
 
 
-def change_meta(path: tuple[Any, ...], value: Any) -> Any:
+def change_meta(path, value):
     meta = json.loads(json.dumps(META))
     inside = meta
     for key in path[:-1]:
@@ -133,7 +127,7 @@ def change_meta(path: tuple[Any, ...], value: Any) -> Any:
     return meta
 
 
-BAD: list[tuple[bytes, Any, str]] = [
+BAD = [
     *((RECORD[:n], META, "it is cut off") for n in LIMITED),
     (RECORD + RECORD[:5], META, "the file ends within the length of record 1"),
     (b"\x01" + RECORD[1:], META, "the length of record 0, at byte 0, has a wrong checksum"),
@@ -162,14 +156,14 @@ BAD: list[tuple[bytes, Any, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(BAD)))
-def test_a_file_that_is_cut_off_or_wrong_is_told(tmp_path: Path, number: int) -> None:
+def test_a_file_that_is_cut_off_or_wrong_is_told(tmp_path, number):
     records, meta, text = BAD[number]
     with pytest.raises(DataError, match=text) as error:
         data.TrajectoryDataset(write(tmp_path, records, meta))[0]
     assert "train.tfrecord" in str(error.value) or "meta.json" in str(error.value)
 
 
-def test_lengths_of_steps_that_do_not_fit_are_told(tmp_path: Path) -> None:
+def test_lengths_of_steps_that_do_not_fit_are_told(tmp_path):
     for lengths in ([2, 0, 1, 4], [6, 0, 0], [-1, 3, 2, 2]):
         values = make_values(0) | {"length_world": np.array(lengths, np.int32)}
         write(tmp_path, record(example({name: a.tobytes() for name, a in values.items()})))
@@ -182,7 +176,7 @@ def test_lengths_of_steps_that_do_not_fit_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda body: record(body), lambda body: RECORD[:12] + body + RECORD[-4:]])
-def test_no_byte_that_changes_raises_another_error(tmp_path: Path, make: Callable[[bytes], bytes]) -> None:
+def test_no_byte_that_changes_raises_another_error(tmp_path, make):
     """With right checksums, and with those of the file before."""
     rng = np.random.default_rng(1)
     for _ in range(60):

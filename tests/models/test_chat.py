@@ -5,7 +5,6 @@ import json
 import pickle
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ CHAT = [
 ]
 
 
-def folder(path: Path, template: Any) -> tuple[Path, Any]:
+def folder(path, template):
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -57,7 +56,7 @@ def folder(path: Path, template: Any) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MARKED], ids=["chatml", "llama", "marked"])
-def test_tokens_are_those_of_transformers(tmp_path: Path, template: str) -> None:
+def test_tokens_are_those_of_transformers(tmp_path, template):
     _, theirs = folder(tmp_path, template)
     tokenizer = load_tokenizer(tmp_path)
     ours = models.chat_template(tmp_path, tokenizer)
@@ -76,8 +75,8 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, template: str) -> None
 
 
 @pytest.mark.parametrize("place", ["list", "text", "file"])
-def test_a_template_is_found_where_transformers_finds_it(tmp_path: Path, place: str) -> None:
-    settings: dict[str, Any] = {"bos_token": {"content": "<s>"}, "add_bos_token": True}
+def test_a_template_is_found_where_transformers_finds_it(tmp_path, place):
+    settings = {"bos_token": {"content": "<s>"}, "add_bos_token": True}
     if place == "list":
         settings["chat_template"] = [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]
     else:
@@ -89,7 +88,7 @@ def test_a_template_is_found_where_transformers_finds_it(tmp_path: Path, place: 
     assert (found.source, found.names) == (CHATML, {"bos_token": "<s>"})
 
 
-def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_is_said(tmp_path, monkeypatch):
     lines = tmp_path / "data.jsonl"
     lines.write_text(json.dumps({"messages": CHAT}))
     for template, said in {
@@ -117,9 +116,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("template", [None, CHATML])
-def test_the_example_says_how_conversations_are_written(
-    tmp_path: Path, template: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_says_how_conversations_are_written(tmp_path, template, capsys):
     path, theirs = folder(tmp_path / "a", template)
     lines = tmp_path / "data.jsonl"
     lines.write_text(json.dumps({"messages": CHAT}) + '\n{"prompt": "one", "completion": "two"}')
@@ -156,9 +153,7 @@ def test_the_example_says_how_conversations_are_written(
         ("{{" + "(" * 3000 + "1" + ")" * 3000 + "}}", ConfigError, "this is no template of Jinja2: maximum recursion"),
     ],
 )  # fmt: skip
-def test_a_hostile_template_ends_in_words(
-    template: str, error: type[Exception], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_template_ends_in_words(template, error, why, monkeypatch):
     monkeypatch.setattr(chat, "MOST_ROUNDS", 1000)
     made = chat.ChatTemplate(template, "the chat template", {}, None)
     with pytest.raises(error, match=f"^the chat template.*{why}"):
@@ -195,9 +190,7 @@ POWER = "{{ (9**(9**9)) % 7 }}"
         ("{{ range(10**9) | list }}", DataError, "Range too big"),
     ],
 )  # fmt: skip
-def test_a_single_step_of_a_template_ends_too(
-    template: str, error: type[Exception], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_step_of_a_template_ends_too(template, error, why, monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 0.2)
     monkeypatch.setattr(chat, "MOST_BYTES", 256 << 20)
     made = chat.ChatTemplate(template, "the chat template", {}, None)
@@ -210,12 +203,12 @@ class Tokens:
 
     ids: Any
 
-    def encode(self, text: str, add_special_tokens: bool) -> Any:
+    def encode(self, text, add_special_tokens):
         self.ids = list(text)
         return self
 
 
-def test_a_template_that_was_ended_starts_anew_and_its_process_ends_with_it() -> None:
+def test_a_template_that_was_ended_starts_anew_and_its_process_ends_with_it():
     source = "{% if messages[0].content == 'long' %}{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}"
     made = chat.ChatTemplate(source + "{% endfor %}{% endif %}{{ messages[0].content }}", "it", {}, Tokens())
     assert made.encode_question("a\ud800é") == ["a", "\ud800", "é"]

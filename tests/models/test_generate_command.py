@@ -1,6 +1,5 @@
 """`fsdpx generate`: a folder of transformers goes on with a text as transformers does."""
 
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ WORDS = "a rank that dies takes nothing with it and others go on".split()
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -33,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*args: str) -> int:
+def run(*args):
     fsdpx.finalize()
     try:
         return main(["generate", *args])
@@ -41,7 +40,7 @@ def run(*args: str) -> int:
         fsdpx.finalize()
 
 
-def test_the_text_is_that_of_transformers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_is_that_of_transformers(folder, capsys):
     assert run(str(folder), "--prompt", "a rank that", "--max-new-tokens", "9") == 0
     out = capsys.readouterr().out
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
@@ -50,7 +49,7 @@ def test_the_text_is_that_of_transformers(folder: Path, capsys: pytest.CaptureFi
     assert out.removeprefix("a rank that").split() == [WORDS[token] for token in wanted]
 
 
-def test_a_mesh_and_a_strategy_change_no_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_and_a_strategy_change_no_word(folder, capsys):
     found = []
     for options in ([], ["--mesh", "pipe=1", "--strategy", "fsdp"]):
         assert run(str(folder), "--prompt", "a rank that", "--max-new-tokens", "5", *options) == 0
@@ -60,13 +59,13 @@ def test_a_mesh_and_a_strategy_change_no_word(folder: Path, capsys: pytest.Captu
     assert "tensor" in capsys.readouterr().err
 
 
-def test_a_prompt_of_other_bytes_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_of_other_bytes_is_named(folder, capsys):
     with pytest.raises(SystemExit):
         run(str(folder), "--prompt", "a \udce9")
     assert "argument --prompt: character 3, 0xe9, is not UTF-8" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_said(folder, capsys):
     (folder / "tokenizer.json").unlink()
     assert run(str(folder), "--prompt", "a") == 2
     assert "there is no tokenizer.json: trainer.generate takes tokens" in capsys.readouterr().err

@@ -1,16 +1,11 @@
 """MeshGraphNets with weights of other projects have the same outputs as there."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 import fsdpx
 from fsdpx import models, nn, optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
 from fsdpx.testing import assert_close
 
@@ -22,14 +17,14 @@ EDGES = RNG.integers(0, NODES, (2, 30))
 X, FEATURES = RNG.standard_normal((NODES, 3)), RNG.standard_normal((30, 4))
 
 
-def aggregate(values: Any) -> Any:
+def aggregate(values):
     return torch.zeros(NODES, values.shape[1], dtype=values.dtype).index_add(0, torch.tensor(EDGES[1]), values)
 
 
 class Mlp(torch.nn.Module):
     """MLP as in PhysicsNeMo, with a name for each layer."""
 
-    def __init__(self, inputs: int, outputs: int, norm: bool = True) -> None:
+    def __init__(self, inputs, outputs, norm=True):
         super().__init__()
         t = torch.nn
         layers = [t.Linear(inputs, HIDDEN), t.SiLU(), t.Linear(HIDDEN, HIDDEN), t.SiLU(), t.Linear(HIDDEN, outputs)]
@@ -39,7 +34,7 @@ class Mlp(torch.nn.Module):
 class SumMlp(torch.nn.Module):
     """MLP whose first matrix is split into three parts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         whole = Mlp(3 * HIDDEN, HIDDEN)
         for name in ("lin_efeat", "lin_src", "lin_dst"):
@@ -48,14 +43,14 @@ class SumMlp(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    def __init__(self, name: str, mlp: torch.nn.Module) -> None:
+    def __init__(self, name, mlp):
         super().__init__()
         self.name = name
         self.add_module(name, mlp)
 
 
 class PhysicsNeMo(torch.nn.Module):
-    def __init__(self, concat: bool) -> None:
+    def __init__(self, concat):
         super().__init__()
         self.register_buffer("device_buffer", torch.empty(0))
         self.edge_encoder, self.node_encoder = Mlp(4, HIDDEN), Mlp(3, HIDDEN)
@@ -69,7 +64,7 @@ class PhysicsNeMo(torch.nn.Module):
             )
         )
 
-    def forward(self, x: Any, features: Any) -> Any:
+    def forward(self, x, features):
         e, h, (s, r) = self.edge_encoder.model(features), self.node_encoder.model(x), EDGES
         for block in self.processor.processor_layers:
             mlp = getattr(block, block.name)
@@ -83,10 +78,10 @@ class PhysicsNeMo(torch.nn.Module):
         return self.node_decoder.model(h)
 
 
-def deepmind_variables() -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {"Model/output_normalizer/Variable:0": np.ones(2), "global_step:0": np.array(7)}
+def deepmind_variables():
+    found = {"Model/output_normalizer/Variable:0": np.ones(2), "global_step:0": np.array(7)}
 
-    def add(path: str, number: str, inputs: int, outputs: int, norm: bool = True) -> None:
+    def add(path, number, inputs, outputs, norm=True):
         for i, (a, b) in enumerate(((inputs, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, outputs))):
             found[f"{path}/mlp{number}/linear_{i}/w:0"] = RNG.standard_normal((a, b))
             found[f"{path}/mlp{number}/linear_{i}/b:0"] = RNG.standard_normal(b)
@@ -104,10 +99,10 @@ def deepmind_variables() -> dict[str, np.ndarray]:
     return found
 
 
-def deepmind_forward(variables: dict[str, np.ndarray], x: np.ndarray, features: np.ndarray) -> np.ndarray:
+def deepmind_forward(variables, x, features):
     v, (s, r) = {name: torch.tensor(a) for name, a in variables.items()}, EDGES
 
-    def mlp(path: str, x: Any, number: str = "", norm: bool = True) -> Any:
+    def mlp(path, x, number="", norm=True):
         path = f"EncodeProcessDecode/{path}"
         for i in range(3):
             x = (x.relu() if i else x) @ v[f"{path}/mlp{number}/linear_{i}/w:0"]
@@ -125,10 +120,10 @@ def deepmind_forward(variables: dict[str, np.ndarray], x: np.ndarray, features: 
     return mlp("decoder", h, norm=False).numpy()
 
 
-def from_physicsnemo(concat: bool) -> Any:
+def from_physicsnemo(concat):
     module = PhysicsNeMo(concat).double()
 
-    def forward(state: dict[str, np.ndarray], x: np.ndarray, features: np.ndarray) -> np.ndarray:
+    def forward(state, x, features):
         module.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
         with torch.no_grad():
             return module(torch.tensor(x), torch.tensor(features)).numpy()
@@ -136,7 +131,7 @@ def from_physicsnemo(concat: bool) -> Any:
     return {name: a.numpy().copy() for name, a in module.state_dict().items()}, forward, {"activation": "silu"}
 
 
-CASES: dict[str, Callable[[], Any]] = {
+CASES = {
     "physicsnemo": lambda: from_physicsnemo(True),
     "physicsnemo in parts": lambda: from_physicsnemo(False),
     "deepmind": lambda: (deepmind_variables(), deepmind_forward, {}),
@@ -144,11 +139,11 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_networks_of_other_projects_compute_the_same_and_go_back(name: str) -> None:
+def test_networks_of_other_projects_compute_the_same_and_go_back(name):
     """Also after a step of training."""
     state, forward, options = CASES[name]()
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         parts = np.arange(NODES) * comm.size // NODES
         given = {"parts": parts, "edge_features": FEATURES, "undirected": False}
         mesh = fsdpx.Partition.from_replicated_graph(comm, EDGES, NODES, **given)
@@ -169,7 +164,7 @@ def test_networks_of_other_projects_compute_the_same_and_go_back(name: str) -> N
     assert not np.allclose(*found)
 
 
-def test_weights_that_are_missing_or_left_over_are_named() -> None:
+def test_weights_that_are_missing_or_left_over_are_named():
     state = deepmind_variables()
     name = "EncodeProcessDecode/GraphNetBlock_1/node_fn/layer_norm/beta:0"
     with pytest.raises(CheckpointError, match=r"missing: node_1\.5\.bias"):

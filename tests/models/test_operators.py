@@ -1,34 +1,30 @@
 """Weights of other projects' models of fields give the outputs that they give there."""
 
-from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
 
 import fsdpx
 from fsdpx import models, nn, optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, ShapeError
 from fsdpx.testing import assert_close
 
 SIZES = {1: (16,), 2: (8, 12), 3: (8, 12, 8)}
 
 
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
+def noise(*shape, seed=0):
     return np.random.default_rng([seed, *shape]).standard_normal(shape)
 
 
-def usual_unet(torch: Any, dims: int, width: int, depth: int, act: str, transposed: bool, outputs: int) -> Any:
+def usual_unet(torch, dims, width, depth, act, transposed, outputs):
     """The usual U-Net, as PDEBench has it, of any depth; the last layer of The Well's is transposed."""
     t = torch.nn
     conv, rise, pool, norm = (
         getattr(t, f"{kind}{dims}d") for kind in ("Conv", "ConvTranspose", "MaxPool", "BatchNorm")
     )
 
-    class UNet(t.Module):  # type: ignore[name-defined]
-        def __init__(self) -> None:
+    class UNet(t.Module):
+        def __init__(self):
             super().__init__()
             last = 3
             for i in range(1, depth + 1):
@@ -41,8 +37,8 @@ def usual_unet(torch: Any, dims: int, width: int, depth: int, act: str, transpos
                 setattr(self, f"decoder{i}", self.block(2 * many, many, f"dec{i}"))
             self.conv = (rise if transposed else conv)(width, outputs, 1)
 
-        def block(self, before: int, many: int, name: str) -> Any:
-            layers: dict[str, Any] = {}
+        def block(self, before, many, name):
+            layers = {}
             for turn, channels in ((1, before), (2, many)):
                 layers[f"{name}conv{turn}"] = conv(channels, many, 3, padding=1, bias=False)
                 layers[f"{name}norm{turn}"] = norm(many)
@@ -52,7 +48,7 @@ def usual_unet(torch: Any, dims: int, width: int, depth: int, act: str, transpos
                 made.add_module(key, layer)
             return made
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             found = []
             for i in range(1, depth + 1):
                 x = getattr(self, f"encoder{i}")(x)
@@ -72,7 +68,7 @@ def usual_unet(torch: Any, dims: int, width: int, depth: int, act: str, transpos
     return made.eval()
 
 
-def predicted(model: Any, x: np.ndarray) -> np.ndarray:
+def predicted(model, x):
     return model.as_distributed(precision="float64").predict(x)
 
 
@@ -80,20 +76,20 @@ def predicted(model: Any, x: np.ndarray) -> np.ndarray:
     ("dims", "width", "depth", "act", "transposed", "outputs"),
     [(1, 4, 3, "tanh", False, 2), (2, 4, 2, "relu", False, 4), (2, 4, 2, "tanh", True, 2), (3, 2, 1, "tanh", True, 2)],
 )
-def test_the_usual_unet(dims: int, width: int, depth: int, act: str, transposed: bool, outputs: int) -> None:
+def test_the_usual_unet(dims, width, depth, act, transposed, outputs):
     torch = pytest.importorskip("torch")
     theirs = usual_unet(torch, dims, width, depth, act, transposed, outputs)
-    given: dict[str, Any] = {"activation": act} | ({"transposed": True} if transposed and outputs == width else {})
+    given = {"activation": act} | ({"transposed": True} if transposed and outputs == width else {})
     x = noise(2, 3, *SIZES[dims])
     model = models.from_state_dict(theirs.state_dict(), **given)
-    assert (model.width, model.depth, model.dims) == (width, depth, dims)  # type: ignore[attr-defined]
+    assert (model.width, model.depth, model.dims) == (width, depth, dims)
     want = theirs(torch.tensor(x)).detach().numpy()
     assert_close({"y": predicted(model, x)}, {"y": want}, 1e-12)
     wrapped = {f"module.{name}": value for name, value in theirs.state_dict().items()}
     assert_close({"y": predicted(models.from_state_dict(wrapped, **given), x)}, {"y": want}, 1e-12)
 
 
-def test_weights_of_a_unet_go_back() -> None:
+def test_weights_of_a_unet_go_back():
     """Names are the same, so that PyTorch's module takes what was trained here."""
     torch = pytest.importorskip("torch")
     theirs = usual_unet(torch, 2, 4, 2, "tanh", False, 3)
@@ -103,7 +99,7 @@ def test_weights_of_a_unet_go_back() -> None:
     assert_close({"y": theirs(torch.tensor(x)).detach().numpy()}, {"y": trainer.predict(x)}, 1e-12)
 
 
-def test_a_unet_names_the_sizes_that_it_takes() -> None:
+def test_a_unet_names_the_sizes_that_it_takes():
     trainer = nn.UNet(1, 1, 2, 4, 3).as_distributed(precision="float64")
     assert trainer.predict(noise(1, 1, 16, 24)).shape == (1, 1, 16, 24)
     sizes = r"the input has 20 x 24 cells, .* a multiple of 8 .*: along dim 2, level 3 has 5 cells, which cannot be hal"
@@ -113,11 +109,11 @@ def test_a_unet_names_the_sizes_that_it_takes() -> None:
         trainer.predict(noise(1, 1, 16, 4))
 
 
-def complex_noise(torch: Any, *shape: int) -> Any:
+def complex_noise(torch, *shape):
     return torch.complex(*(torch.tensor(noise(*shape, seed=s)) for s in (1, 2))) / np.sqrt(shape[0])
 
 
-def modes_of(torch: Any, x: Any, weight: Any) -> Any:
+def modes_of(torch, x, weight):
     """neuraloperator's convention, by FFT: index w of a mode is the frequency w - K // 2, in the last dim w."""
     dims, sizes = tuple(range(2, x.ndim)), x.shape[2:]
     whole = torch.fft.rfftn(x, norm="forward", dim=dims)
@@ -130,9 +126,7 @@ def modes_of(torch: Any, x: Any, weight: Any) -> Any:
     return torch.fft.irfftn(full, s=sizes, norm="forward", dim=dims)
 
 
-def neuraloperator(
-    torch: Any, dims: int, ratio: int, positions: bool, modes: tuple[int, ...] = ()
-) -> tuple[dict[str, Any], Any]:
+def neuraloperator(torch, dims, ratio, positions, modes=()):
     """Tensors under the names of neuralop.models.FNO 2.0, and what it computes with them."""
     width, layers, modes = 6, 2, modes or ((4,), (4, 4), (2, 4, 3))[dims - 1]
     first = 2 + dims * positions
@@ -140,7 +134,7 @@ def neuraloperator(
     shapes |= {"projection.fcs.0": (ratio * width, width), "projection.fcs.1": (3, ratio * width)}
     for i in range(layers):
         shapes |= {f"fno_blocks.channel_mlp.{i}.fcs.0": (3, width), f"fno_blocks.channel_mlp.{i}.fcs.1": (width, 3)}
-    state: dict[str, Any] = {"_metadata": {}}
+    state = {"_metadata": {}}
     for seed, (name, shape) in enumerate(shapes.items()):
         state[f"{name}.weight"] = torch.tensor(noise(*shape, 1, seed=seed)) / np.sqrt(shape[1])
         state[f"{name}.bias"] = torch.tensor(noise(shape[0], seed=seed))
@@ -150,14 +144,14 @@ def neuraloperator(
         state[f"fno_blocks.fno_skips.{i}.conv.weight"] = torch.tensor(noise(width, width, 1, seed=i))
         state[f"fno_blocks.channel_mlp_skips.{i}.weight"] = torch.tensor(noise(1, width, *(1,) * dims, seed=i))
 
-    def cells(name: str, x: Any) -> Any:
+    def cells(name, x):
         y = torch.einsum("oi,bi...->bo...", state[f"{name}.weight"][:, :, 0], x)
         return y + state[f"{name}.bias"].view(-1, *(1,) * dims) if f"{name}.bias" in state else y
 
-    def network(name: str, x: Any) -> Any:
+    def network(name, x):
         return cells(f"{name}.fcs.1", torch.nn.functional.gelu(cells(f"{name}.fcs.0", x)))
 
-    def forward(x: Any) -> Any:
+    def forward(x):
         if positions:
             at = torch.meshgrid(*[torch.arange(n, dtype=x.dtype) / n for n in x.shape[2:]], indexing="ij")
             x = torch.cat([x, torch.stack(at).expand(len(x), *[-1] * (dims + 1))], 1)
@@ -178,7 +172,7 @@ def neuraloperator(
     ("dims", "ratio", "positions", "modes"),
     [(1, 2, True, ()), (2, 2, True, ()), (2, 4, False, ()), (3, 1, True, ()), (1, 1, True, (1,)), (2, 1, True, (2, 1))],
 )
-def test_neuraloperator(dims: int, ratio: int, positions: bool, modes: tuple[int, ...]) -> None:
+def test_neuraloperator(dims, ratio, positions, modes):
     """Also with one mode in the last dim: means."""
     torch = pytest.importorskip("torch")
     state, forward = neuraloperator(torch, dims, ratio, positions, modes)
@@ -187,10 +181,10 @@ def test_neuraloperator(dims: int, ratio: int, positions: bool, modes: tuple[int
     assert_close({"y": predicted(model, x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
 
 
-def pdebench(torch: Any, dims: int, modes: tuple[int, ...] = ()) -> tuple[dict[str, Any], Any]:
+def pdebench(torch, dims, modes=()):
     """Tensors under the names of PDEBench's FNO1d to FNO3d, and what these compute; two layers."""
     width, modes, layers, hidden = 5, modes or ((4,), (3, 4), (2, 3, 4))[dims - 1], 2, 9
-    state: dict[str, Any] = {}
+    state = {}
     for seed, (name, shape) in enumerate(
         {"fc0": (width, 2 + dims), "fc1": (hidden, width), "fc2": (3, hidden)}.items(), 1
     ):
@@ -205,7 +199,7 @@ def pdebench(torch: Any, dims: int, modes: tuple[int, ...] = ()) -> tuple[dict[s
         state[f"bn{i}.weight"] = torch.ones(width)
     pad = (0, 6) if dims == 3 else (0, 2) * dims
 
-    def spectral(i: int, x: Any) -> Any:
+    def spectral(i, x):
         axes, letters = tuple(range(2, x.ndim)), "xyz"[:dims]
         whole = torch.fft.rfftn(x, dim=axes)
         full = torch.zeros_like(whole)
@@ -216,7 +210,7 @@ def pdebench(torch: Any, dims: int, modes: tuple[int, ...] = ()) -> tuple[dict[s
             full[at] = torch.einsum(f"bi{letters},io{letters}->bo{letters}", whole[at], weight)
         return torch.fft.irfftn(full, s=x.shape[2:], dim=axes)
 
-    def forward(x: Any) -> Any:
+    def forward(x):
         linear, gelu = torch.nn.functional.linear, torch.nn.functional.gelu
         x = linear(x.movedim(1, -1), state["fc0.weight"], state["fc0.bias"]).movedim(-1, 1)
         x = torch.nn.functional.pad(x, pad)
@@ -232,14 +226,14 @@ def pdebench(torch: Any, dims: int, modes: tuple[int, ...] = ()) -> tuple[dict[s
 
 
 @pytest.mark.parametrize(("dims", "modes"), [(1, ()), (2, ()), (3, ()), (1, (1,)), (2, (2, 1))])
-def test_pdebench(dims: int, modes: tuple[int, ...]) -> None:
+def test_pdebench(dims, modes):
     torch = pytest.importorskip("torch")
     state, forward = pdebench(torch, dims, modes)
     x = noise(2, 2 + dims, *SIZES[dims])
     assert_close({"y": predicted(models.from_state_dict(state), x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
 
 
-def test_weights_go_back_where_they_came_from() -> None:
+def test_weights_go_back_where_they_came_from():
     """To the bit, and what was trained here is what the other project computes with it."""
     torch = pytest.importorskip("torch")
     unet = usual_unet(torch, 2, 4, 2, "tanh", True, 2)
@@ -263,7 +257,7 @@ def test_weights_go_back_where_they_came_from() -> None:
         assert_close({"y": trainer.predict(x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
 
 
-def test_parameters_that_do_not_go_back() -> None:
+def test_parameters_that_do_not_go_back():
     values = plain()
     short = {name: a for name, a in values.items() if name != "conv.bias"}
     for given, shape in ((short, r"\(0,\)"), (short | {"conv.bias": np.ones(2)}, r"\(2,\)")):
@@ -271,16 +265,16 @@ def test_parameters_that_do_not_go_back() -> None:
             models.to_state_dict(given, values)
 
 
-def test_weights_over_a_grid() -> None:
+def test_weights_over_a_grid():
     """Each rank has a part of the field, and shards of the weights."""
     torch = pytest.importorskip("torch")
     for state, forward in (pdebench(torch, 2), neuraloperator(torch, 2, 2, True)):
         x = noise(1, 4 if "fc0.weight" in state else 2, *SIZES[2])
         want = forward(torch.tensor(x)).numpy()
 
-        def run(comm: Communicator, state: Any = state, x: Any = x) -> np.ndarray:
+        def run(comm, state=state, x=x):
             grid = fsdpx.Grid(comm, ((5, 3)[comm.rank // 2], (0, 12)[comm.rank % 2]), dims=(2, 2), layout="cyx")
-            options: dict[str, Any] = {"precision": "float64", "strategy": "fsdp", "comm": comm}
+            options = {"precision": "float64", "strategy": "fsdp", "comm": comm}
             trainer = models.from_state_dict(state).as_distributed(domain=grid, **options)
             return grid.all_gather(trainer.predict(grid.take_local(x[0])))
 
@@ -288,7 +282,7 @@ def test_weights_over_a_grid() -> None:
             assert_close({"y": got}, {"y": want[0]}, 1e-11)
 
 
-def test_a_file_of_weights(tmp_path: Any) -> None:
+def test_a_file_of_weights(tmp_path):
     """Of safetensors, as The Well has them."""
     trainer = nn.UNet(2, 1, 1, 2, 1, activation="tanh").as_distributed(precision="float64")
     trainer.save(tmp_path / "saved")
@@ -297,7 +291,7 @@ def test_a_file_of_weights(tmp_path: Any) -> None:
     np.testing.assert_array_equal(predicted(model, x), trainer.predict(x))
 
 
-def plain() -> dict[str, np.ndarray]:
+def plain():
     """Weights of a small U-Net."""
     return {name: noise(*spec.shape) for name, spec in nn.UNet(2, 1, 1, 2, 1).specs().items()}
 
@@ -312,16 +306,16 @@ def plain() -> dict[str, np.ndarray]:
         ({"encoder1.enc1conv1.weight": None}, "no model is known that has these tensors; known are those with enc"),
     ],
 )
-def test_weights_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+def test_weights_that_do_not_fit(change, message):
     values = {name: a for name, a in (plain() | change).items() if a is not None}
     with pytest.raises(CheckpointError) as error:
         models.from_state_dict(values)
     assert message in str(error.value)
 
 
-def test_sources_that_are_none() -> None:
+def test_sources_that_are_none():
     with pytest.raises(CheckpointError, match=r"give module.state_dict\(\) or a path, got a UNet"):
-        models.from_state_dict(nn.UNet(1, 1))  # type: ignore[arg-type]
+        models.from_state_dict(nn.UNet(1, 1))
     with pytest.raises(CheckpointError, match=r"other.weight does not begin with 'net\.', as others do"):
         models.from_state_dict({f"net.{n}": a for n, a in plain().items()} | {"other.weight": np.ones(1)})
     state = {"conv0.weights1": np.ones((2, 2, 2, 2)), "fc0.weight": np.ones((2, 3)), "conv0.weights2": np.ones(1)}
@@ -332,8 +326,8 @@ def test_sources_that_are_none() -> None:
         models.from_state_dict(real)
 
 
-def test_other_weights_on_some_rank_are_refused_on_all() -> None:
-    def run(comm: Communicator) -> str:
+def test_other_weights_on_some_rank_are_refused_on_all():
+    def run(comm):
         values = plain()
         values["conv.bias"] = values["conv.bias"] + comm.rank
         with pytest.raises(ConfigError) as error:
@@ -344,7 +338,7 @@ def test_other_weights_on_some_rank_are_refused_on_all() -> None:
         assert "ranks differ in model: rank 0 has a model of 185 parameters, digest" in text
 
 
-def test_modules_of_pytorch_both_ways() -> None:
+def test_modules_of_pytorch_both_ways():
     """Names and shapes are PyTorch's, for all layers that it has as well."""
     torch = pytest.importorskip("torch")
     t, x = torch.nn, noise(2, 2, 8, 9)

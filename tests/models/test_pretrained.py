@@ -1,11 +1,7 @@
 """Folders of other libraries: each byte is read once and by its owner, and comes out as it went in."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +10,13 @@ import fsdpx
 from fsdpx import models, nn, optim
 from fsdpx.core.checkpoint import format as layout
 from fsdpx.core.checkpoint.format import lay_out_files
-from fsdpx.core.comm import Communicator, spawn
+from fsdpx.core.comm import spawn
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.models.pretrained_reader import TensorSource, split_ranges_into_matrix_blocks
 from fsdpx.models.tokenizer_files import find_largest_token, read_end_tokens
 
 WIDTH, VOCAB, TIME = 8, 11, 6
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "model_type": "gpt2", "vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": TIME,
     "activation_function": "gelu_new",
 }  # fmt: skip
@@ -30,19 +26,14 @@ BLOCK = {
     "attn.c_proj.bias": (WIDTH,), "mlp.c_fc.weight": (WIDTH, 4 * WIDTH), "mlp.c_fc.bias": (4 * WIDTH,),
     "mlp.c_proj.weight": (4 * WIDTH, WIDTH), "mlp.c_proj.bias": (WIDTH,),
 }  # fmt: skip
-SHAPES: dict[str, tuple[int, ...]] = {
+SHAPES = {
     "transformer.wte.weight": (VOCAB, WIDTH), "transformer.wpe.weight": (TIME, WIDTH),
     "transformer.ln_f.weight": (WIDTH,), "transformer.ln_f.bias": (WIDTH,),
     **{f"transformer.h.{i}.{name}": shape for i in range(2) for name, shape in BLOCK.items()},
 }  # fmt: skip
 
 
-def folder(
-    path: Path,
-    shapes: dict[str, tuple[int, ...]] = SHAPES,
-    shard_bytes: int | None = None,
-    config: dict[str, Any] = CONFIG,
-) -> dict[str, Any]:
+def folder(path, shapes=SHAPES, shard_bytes=None, config=CONFIG):
     """A model of these tensors, and what is in it."""
     path.mkdir()
     plan, rng = lay_out_files({name: ("F32", shape) for name, shape in shapes.items()}, None, None, shard_bytes), Rng(0)
@@ -57,7 +48,7 @@ def folder(
 Rng = np.random.default_rng
 
 EXPERTS, HIDDEN = 3, 4
-MIXTRAL: dict[str, Any] = {
+MIXTRAL = {
     "model_type": "mixtral", "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": HIDDEN,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": TIME,
     "num_local_experts": EXPERTS, "num_experts_per_tok": 2,
@@ -69,35 +60,35 @@ MIXTRAL_BLOCK = {
     "self_attn.o_proj": (WIDTH, WIDTH), "block_sparse_moe.gate": (EXPERTS, WIDTH),
     **{f"block_sparse_moe.experts.{e}.{name}": shape for e in range(EXPERTS) for name, shape in EXPERT.items()},
 }  # fmt: skip
-MIXTRAL_SHAPES: dict[str, tuple[int, ...]] = {
+MIXTRAL_SHAPES = {
     "model.embed_tokens.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,), "lm_head.weight": (VOCAB, WIDTH),
     **{f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in MIXTRAL_BLOCK.items()},
 }  # fmt: skip
-KINDS: dict[str, Any] = {"gpt2": (SHAPES, CONFIG), "mixtral": (MIXTRAL_SHAPES, MIXTRAL)}
+KINDS = {"gpt2": (SHAPES, CONFIG), "mixtral": (MIXTRAL_SHAPES, MIXTRAL)}
 
 
-def on(ranks: int, path: Path, use: Any, **options: Any) -> Any:
-    def run(comm: Communicator) -> Any:
-        given: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), **options}
+def on(ranks, path, use, **options):
+    def run(comm):
+        given = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), **options}
         return use(fsdpx.distribute(models.from_pretrained(path), comm=comm, **given))
 
     return spawn(run, ranks)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_byte_is_read_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_is_read_once(kind, tmp_path, monkeypatch):
     shapes, config = KINDS[kind]
     arrays, read = folder(tmp_path / "a", shapes, config=config), []
     plain = layout._read_part_into
 
-    def counted(fd: int, view: memoryview, offset: int) -> int:
+    def counted(fd, view, offset):
         read.append(done := plain(fd, view, offset))
         return done
 
     model = models.from_pretrained(tmp_path / "a")
     monkeypatch.setattr(layout, "_read_part_into", counted)
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         loss, optimizer = nn.CrossEntropyLoss(), optim.SGD(lr=0.1)
         return fsdpx.distribute(model, comm=comm, loss=loss, optimizer=optimizer).parameters()
 
@@ -113,11 +104,11 @@ def test_every_byte_is_read_once(kind: str, tmp_path: Path, monkeypatch: pytest.
             np.testing.assert_array_equal(found[f"blocks.1.mlp.{name}"], np.stack(each))
 
 
-def test_shards_are_filled_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_filled_in_place(tmp_path, monkeypatch):
     folder(tmp_path / "a", MIXTRAL_SHAPES, config=MIXTRAL)
     plain, filled = TensorSource.try_read_into, list[bool]()
 
-    def counted(source: TensorSource, target: Any, start: int) -> bool:
+    def counted(source, target, start):
         filled.append(plain(source, target, start))
         return filled[-1]
 
@@ -133,9 +124,7 @@ def test_shards_are_filled_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ids=["alone", "fsdp", "tensor", "pipe"],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_trained_is_saved_as_it_was(
-    kind: str, tmp_path: Path, ranks: int, shard_bytes: int | None, options: dict[str, Any]
-) -> None:
+def test_what_is_not_trained_is_saved_as_it_was(kind, tmp_path, ranks, shard_bytes, options):
     shapes, config = KINDS[kind]
     folder(tmp_path / "a", shapes, shard_bytes, config)
     on(ranks, tmp_path / "a", lambda trainer: fsdpx.models.save_pretrained(trainer, tmp_path / "b"), **options)
@@ -145,7 +134,7 @@ def test_what_is_not_trained_is_saved_as_it_was(
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_folder_of_a_model_is_written_to_the_end_of_a_link(there: bool, tmp_path: Path) -> None:
+def test_a_folder_of_a_model_is_written_to_the_end_of_a_link(there, tmp_path):
     folder(tmp_path / "a", SHAPES)
     (tmp_path / "link").symlink_to("b")
     if there:
@@ -157,7 +146,7 @@ def test_a_folder_of_a_model_is_written_to_the_end_of_a_link(there: bool, tmp_pa
         on(1, tmp_path / "a", lambda trainer: fsdpx.models.save_pretrained(trainer, tmp_path / "link"))
 
 
-def test_another_format_and_names_without_a_base(tmp_path: Path) -> None:
+def test_another_format_and_names_without_a_base(tmp_path):
     shapes = {name.removeprefix("transformer."): shape for name, shape in SHAPES.items()}
     arrays = folder(tmp_path / "a", shapes | {"h.0.attn.bias": (1, 1, TIME, TIME)})
     on(2, tmp_path / "a", lambda trainer: fsdpx.models.save_pretrained(trainer, tmp_path / "b", dtype="bf16"))
@@ -166,7 +155,7 @@ def test_another_format_and_names_without_a_base(tmp_path: Path) -> None:
     np.testing.assert_allclose(back["blocks.0.mlp.down.weight"].T, arrays["h.0.mlp.c_proj.weight"], rtol=2**-8)
 
 
-def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+def test_what_is_wrong_is_said(tmp_path):
     with pytest.raises(ConfigError, match="'gpt2' is no folder here, and nothing is downloaded"):
         models.from_pretrained("gpt2")
     with pytest.raises(ConfigError, match=r"there is no config\.json; .* write one, trainer\.save and .* do not$"):
@@ -213,7 +202,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         ("more", None, None),
     ],
 )
-def test_what_is_wrong_with_a_field_is_said(field: str, value: Any, wrong: str | None, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_field_is_said(field, value, wrong, tmp_path):
     folder(tmp_path / "a", config={**CONFIG, field: value})
     if wrong is None:
         models.from_pretrained(tmp_path / "a")
@@ -222,7 +211,7 @@ def test_what_is_wrong_with_a_field_is_said(field: str, value: Any, wrong: str |
         models.from_pretrained(tmp_path / "a")
 
 
-def test_what_is_wrong_with_experts_is_said(tmp_path: Path) -> None:
+def test_what_is_wrong_with_experts_is_said(tmp_path):
     there = "model.layers.0.block_sparse_moe.experts"
     shapes = {**MIXTRAL_SHAPES, f"{there}.3.w1.weight": (HIDDEN, WIDTH), f"{there}.1.w2.weight": (HIDDEN, WIDTH)}
     del shapes[f"{there}.2.w1.weight"]
@@ -235,14 +224,14 @@ def test_what_is_wrong_with_experts_is_said(tmp_path: Path) -> None:
         models.from_pretrained(tmp_path / "a")
 
 
-def test_a_model_of_another_origin_is_not_saved(tmp_path: Path) -> None:
+def test_a_model_of_another_origin_is_not_saved(tmp_path):
     trainer = nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
     with pytest.raises(CheckpointError, match=r"not of fsdpx\.models\.from_pretrained; trainer\.save writes any"):
         fsdpx.models.save_pretrained(trainer, tmp_path / "b")
     assert not list(tmp_path.iterdir())
 
 
-def test_adapters_take_the_names_of_the_folder(tmp_path: Path) -> None:
+def test_adapters_take_the_names_of_the_folder(tmp_path):
     folder(tmp_path / "a")
     folder(tmp_path / "b", MIXTRAL_SHAPES, config=MIXTRAL)
     for path, theirs, own in (("a", "c_fc", "mlp.up"), ("b", ["q_proj", "*.v_proj"], ["attn.q", "attn.v"])):
@@ -253,7 +242,7 @@ def test_adapters_take_the_names_of_the_folder(tmp_path: Path) -> None:
         nn.add_lora(models.from_pretrained(tmp_path / "b"), targets="k_pro")
 
 
-def test_boxes_are_the_runs() -> None:
+def test_boxes_are_the_runs():
     whole = np.arange(35).reshape(7, 5)
     for run in [(0, 35), (3, 4), (3, 29), (5, 15), (4, 6), (7, 7)]:
         parts = [
@@ -264,7 +253,7 @@ def test_boxes_are_the_runs() -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 @pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
-def test_files_that_never_end_are_refused(name: str, kind: str, tmp_path: Path) -> None:
+def test_files_that_never_end_are_refused(name, kind, tmp_path):
     folder(tmp_path / "a")
     file = tmp_path / "a" / name
     file.unlink(missing_ok=True)
@@ -280,7 +269,7 @@ def test_files_that_never_end_are_refused(name: str, kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["[]", '"a"', "{", '{"a": 1, "a": 2}', '{"model": {"vocab": {"a": "b"}}}'])
-def test_a_spoilt_tokenizer_is_named(text: str, tmp_path: Path) -> None:
+def test_a_spoilt_tokenizer_is_named(text, tmp_path):
     folder(tmp_path / "a")
     (tmp_path / "a" / "tokenizer.json").write_text(text)
     says = r"tokenizer\.json(, line 1, byte \d+)?: (this must be an object|this is no|not valid JSON)"
@@ -288,20 +277,20 @@ def test_a_spoilt_tokenizer_is_named(text: str, tmp_path: Path) -> None:
         models.from_pretrained(tmp_path / "a")
 
 
-def test_bytes_of_another_encoding_have_their_place(tmp_path: Path) -> None:
+def test_bytes_of_another_encoding_have_their_place(tmp_path):
     folder(tmp_path / "a")
     (tmp_path / "a" / "config.json").write_bytes('{\n"_name_or_path": "é"'.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.json, line 2, byte 19: not valid JSON: 0xe9 is not UTF-8"):
         models.from_pretrained(tmp_path / "a")
 
 
-def test_ends_of_a_text_are_whole_numbers(tmp_path: Path) -> None:
+def test_ends_of_a_text_are_whole_numbers(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": ["a"]}')
     with pytest.raises(ConfigError, match=r"eos_token_id=\['a'\]: it must be a whole number"):
         read_end_tokens(tmp_path)
 
 
-def test_links_out_of_the_folder_are_not_copied(tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_not_copied(tmp_path):
     """What they point at may be a secret of the user who saves; the hub's cache links to its blobs beside."""
     here = tmp_path / "snapshots" / "1"
     here.parent.mkdir()
@@ -322,7 +311,7 @@ def test_links_out_of_the_folder_are_not_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab", ["1000000000", '"text"', '{"a": 1.5}', "true"])
-def test_a_tokenizer_without_a_vocabulary_is_refused_by_its_file(tmp_path: Path, vocab: str) -> None:
+def test_a_tokenizer_without_a_vocabulary_is_refused_by_its_file(tmp_path, vocab):
     (tmp_path / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
     with pytest.raises(ConfigError, match=r"tokenizer.json: this is no tokenizer: it needs a vocabulary"):
         find_largest_token(tmp_path)

@@ -1,12 +1,8 @@
 """Folders that transformers wrote: the same logits, the same bytes, and it loads what was trained."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,22 +15,22 @@ from safetensors.torch import save_file  # noqa: E402
 
 import fsdpx  # noqa: E402
 from fsdpx import models, nn, optim  # noqa: E402
-from fsdpx.core.comm import Communicator, spawn  # noqa: E402
+from fsdpx.core.comm import spawn  # noqa: E402
 from fsdpx.errors import CheckpointError, ConfigError  # noqa: E402
 
-DECODER: dict[str, Any] = {
+DECODER = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
 }  # fmt: skip
-VISION: dict[str, Any] = {
+VISION = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8,
     "patch_size": 4, "num_labels": 5,
 }  # fmt: skip
-ENCODER: dict[str, Any] = {
+ENCODER = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 16, "num_labels": 5,
 }  # fmt: skip
-MADE: dict[str, Any] = {
+MADE = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, eos_token_id=0)
     ),
@@ -51,19 +47,19 @@ MADE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_in_and_out_again(name: str, tmp_path: Path) -> None:
+def test_in_and_out_again(name, tmp_path):
     torch.manual_seed(0)
     net = MADE[name]().eval()
     net.save_pretrained(tmp_path / "theirs")
     r = np.random.default_rng(0)
-    x: Any = r.integers(0, 50, (4, 8))
+    x = r.integers(0, 50, (4, 8))
     if name == "vit":
         x = r.standard_normal((4, 3, 8, 8)).astype(np.float32)
     elif "bert" in name:
         x = (x, np.zeros_like(x), np.ones_like(x))
     y = r.integers(0, 5, 4) if name in ("vit", "bert for classes") else r.integers(0, 50, (4, 8))
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         model = models.from_pretrained(tmp_path / "theirs")
         trainer = fsdpx.distribute(model, comm=comm, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-2))
         part = slice(2 * comm.rank, 2 * comm.rank + 2)
@@ -83,7 +79,7 @@ def test_in_and_out_again(name: str, tmp_path: Path) -> None:
     assert np.abs(after - before).max() > 1e-3
 
 
-def logits(net: Any, x: Any) -> np.ndarray:
+def logits(net, x):
     with torch.no_grad():
         if isinstance(x, tuple):
             tokens, kinds, mask = (torch.tensor(a) for a in x)
@@ -93,7 +89,7 @@ def logits(net: Any, x: Any) -> np.ndarray:
     return found.logits.numpy()
 
 
-def inputs(name: str) -> Any:
+def inputs(name):
     r = np.random.default_rng(0)
     if name == "vit":
         return r.standard_normal((2, 3, 8, 8)).astype(np.float32)
@@ -101,7 +97,7 @@ def inputs(name: str) -> Any:
     return (x, np.zeros_like(x), np.ones_like(x)) if "bert" in name else x
 
 
-def ours(folder: Path, x: Any) -> np.ndarray:
+def ours(folder, x):
     loss, optimizer = nn.CrossEntropyLoss(), optim.SGD(lr=0.1)
     return models.from_pretrained(folder).as_distributed(loss=loss, optimizer=optimizer).predict(x)
 
@@ -121,7 +117,7 @@ ODD = {
 }  # fmt: skip
 
 
-def changed(value: Any) -> Any:
+def changed(value):
     """Another value of the same kind."""
     if isinstance(value, bool):
         return not value
@@ -131,7 +127,7 @@ def changed(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_every_field_is_computed_harmless_or_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_every_field_is_computed_harmless_or_refused_by_name(name, tmp_path):
     torch.manual_seed(0)
     net, x = MADE[name]().eval(), inputs(name)
     net.save_pretrained(tmp_path)
@@ -161,7 +157,7 @@ def test_every_field_is_computed_harmless_or_refused_by_name(name: str, tmp_path
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "gemma", "bert"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_head_of_the_files_counts(name: str, tied: bool, tmp_path: Path) -> None:
+def test_the_head_of_the_files_counts(name, tied, tmp_path):
     """A configuration that ties it, and files with another one: transformers 5 keeps both."""
     torch.manual_seed(0)
     net, x = MADE[name]().eval(), inputs(name)
@@ -178,7 +174,7 @@ def test_the_head_of_the_files_counts(name: str, tied: bool, tmp_path: Path) -> 
     there = type(net).from_pretrained(tmp_path / "a").eval()
     assert not torch.equal(there.get_output_embeddings().weight, there.get_input_embeddings().weight)
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         model = models.from_pretrained(tmp_path / "a")
         trainer = fsdpx.distribute(model, comm=comm, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-2))
         before = trainer.predict(x)
@@ -192,7 +188,7 @@ def test_the_head_of_the_files_counts(name: str, tied: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_a_head_that_is_the_table_twice_stays_tied(name: str, tmp_path: Path) -> None:
+def test_a_head_that_is_the_table_twice_stays_tied(name, tmp_path):
     torch.manual_seed(0)
     net, x = MADE[name]().eval(), inputs(name)
     net.save_pretrained(tmp_path)

@@ -9,11 +9,11 @@ from fsdpx.models.generation.texts import NO_TOKEN, Sampling, find_context_start
 LOGITS = np.log([0.4, 0.3, 0.2, 0.1])
 
 
-def drawn(sampling: Sampling, count: int = 400) -> np.ndarray:
+def drawn(sampling, count=400):
     return np.bincount([sampling.pick_token(LOGITS, [0], 0, i) for i in range(count)], minlength=4) / count
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_draws_follow_the_probabilities():
     np.testing.assert_allclose(drawn(Sampling(1.0)), [0.4, 0.3, 0.2, 0.1], atol=0.06)
     np.testing.assert_allclose(drawn(Sampling(0.5)), np.array([16, 9, 4, 1]) / 30, atol=0.06)
     np.testing.assert_allclose(drawn(Sampling(1.0, top_k=2)), [4 / 7, 3 / 7, 0, 0], atol=0.06)
@@ -21,13 +21,13 @@ def test_draws_follow_the_probabilities() -> None:
     np.testing.assert_allclose(drawn(Sampling(1.0, top_p=1.0)), drawn(Sampling(1.0)))
 
 
-def test_greedy_takes_the_first_of_the_most_likely_and_a_penalty_pushes_it_down() -> None:
+def test_greedy_takes_the_first_of_the_most_likely_and_a_penalty_pushes_it_down():
     assert Sampling().pick_token(np.array([1.0, 2.0, 2.0]), [], 0, 0) == 1
     assert Sampling(repetition_penalty=2.0).pick_token(np.array([1.5, 2.0, -1.0]), [1, 1, 2], 0, 0) == 0
     assert Sampling(repetition_penalty=2.0).pick_token(np.array([-1.5, -1.0]), [1], 0, 0) == 0
 
 
-def test_a_draw_is_a_function_of_seed_row_and_number() -> None:
+def test_a_draw_is_a_function_of_seed_row_and_number():
     flat = np.zeros(1000)
     one = Sampling(1.0, seed=4).pick_token(flat, [1], 2, 3)
     assert one == Sampling(1.0, seed=4).pick_token(flat, [5, 6], 2, 3)
@@ -35,7 +35,7 @@ def test_a_draw_is_a_function_of_seed_row_and_number() -> None:
     assert one not in [*others, Sampling(1.0, seed=4).pick_token(flat, [1], 2, 4)]
 
 
-def plainly(sampling: Sampling, logits: np.ndarray, number: int) -> int:
+def plainly(sampling, logits, number):
     """A draw that sorts all tokens."""
     weights = np.exp((logits - logits.max()) / sampling.temperature)
     order = np.argsort(-weights, kind="stable")[: sampling.top_k]
@@ -47,7 +47,7 @@ def plainly(sampling: Sampling, logits: np.ndarray, number: int) -> int:
 
 @pytest.mark.parametrize("top_k", [None, 1, 5, 70, 900])
 @pytest.mark.parametrize("top_p", [None, 0.01, 0.5, 0.99])
-def test_without_sorting_all_tokens_the_same_are_drawn(top_k: int | None, top_p: float | None) -> None:
+def test_without_sorting_all_tokens_the_same_are_drawn(top_k, top_p):
     """Of many equal logits, and of flat ones, where a guess of how many are likely is too small."""
     rng = np.random.default_rng(0)
     for number, width in enumerate([0.1, 1.0, 4.0] * 10):
@@ -57,10 +57,10 @@ def test_without_sorting_all_tokens_the_same_are_drawn(top_k: int | None, top_p:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_give_no_token(bad: float) -> None:
+def test_logits_that_are_no_numbers_give_no_token(bad):
     assert Sampling().pick_token(np.array([1.0, bad]), [], 0, 0) == NO_TOKEN
 
 
-def test_a_full_context_leaves_out_its_older_half() -> None:
+def test_a_full_context_leaves_out_its_older_half():
     assert [find_context_start(n, 8) for n in (1, 8, 9, 12, 13, 16, 17)] == [0, 0, 4, 4, 8, 8, 12]
     assert [find_context_start(n, 1) for n in (1, 2, 3)] == [0, 1, 2]

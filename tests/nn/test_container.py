@@ -1,6 +1,5 @@
 """Layers made of layers: chains, graphs and composites."""
 
-from typing import Any
 
 import numpy as np
 import pytest
@@ -349,7 +348,7 @@ def train(comm, strategy="fsdp", **options):
     ],
     ids=["ddp", "fsdp", "pipe", "tensor"],
 )
-def test_it_trains_alike_under_every_strategy(size: int, options: dict[str, Any]):
+def test_it_trains_alike_under_every_strategy(size, options):
     want, paths = fsdpx.spawn(train, 1)[0]
     assert paths[2:9] == ["b.tanh", "b.shared_2", "c.gate", "c.silu", "c.up", "c.multiply", "c.down"]
     for losses, _ in fsdpx.spawn(lambda comm: train(comm, **options), size):

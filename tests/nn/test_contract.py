@@ -151,7 +151,7 @@ def test_of_a_container_of_ones_own_the_text_shows_what_its_arguments_decided_on
 class Wrong(nn.Layer):
     """y = 3 w x with one thing wrong."""
 
-    def __init__(self, wrong: str) -> None:
+    def __init__(self, wrong):
         self.wrong = wrong
 
     def specs(self):

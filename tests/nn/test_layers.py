@@ -174,7 +174,7 @@ def test_as_distributed_is_distribute(monkeypatch):
 
 
 @pytest.mark.parametrize("imported", ["from fsdpx import nn", "import fsdpx.nn.linear; from fsdpx import nn"])
-def test_as_distributed_is_there_however_layers_are_imported(imported: str) -> None:
+def test_as_distributed_is_there_however_layers_are_imported(imported):
     """`fsdpx.nn` does not import what trains its layers: the package hands it in."""
     code = f"""
 {imported}
@@ -254,13 +254,13 @@ def test_inputs_have_one_shape():
         nn.Lambda(np.add, (lambda a, b: 1.0, lambda a, b: 1.0)).forward(env(), {}, (normal(4, 3), normal(4, 1)))
 
 
-def blank(*names: str) -> Gradients:
+def blank(*names):
     entries = GradientEntries({name: np.full(3, np.nan) for name in names})
     entries.mark_all_blank()
     return Gradients(entries)
 
 
-def test_adding_in_place_begins_at_zero() -> None:
+def test_adding_in_place_begins_at_zero():
     g = blank("weight")
     g["weight"] += 1
     g["weight"] += 1
@@ -270,11 +270,11 @@ def test_adding_in_place_begins_at_zero() -> None:
 @pytest.mark.parametrize(
     "look", [lambda g: g["a"], lambda g: g.get("a"), lambda g: dict(g)["a"], lambda g: next(iter(g.values()))]
 )
-def test_every_way_to_look_sees_zeros(look) -> None:
+def test_every_way_to_look_sees_zeros(look):
     np.testing.assert_array_equal(look(blank("a")), [0, 0, 0])
 
 
-def test_asking_for_names_writes_nothing() -> None:
+def test_asking_for_names_writes_nothing():
     g = blank("a", "b")
     assert "a" in g
     assert "c" not in g
@@ -283,7 +283,7 @@ def test_asking_for_names_writes_nothing() -> None:
     assert all(np.isnan(entry.array).all() for entry in g.entries.values())
 
 
-def test_a_destination_is_written_first_and_added_to_later() -> None:
+def test_a_destination_is_written_first_and_added_to_later():
     g = blank("a")
     array, add = get_gradient_and_whether_to_add(g, "a") or pytest.fail("a is there")
     assert not add
@@ -292,13 +292,13 @@ def test_a_destination_is_written_first_and_added_to_later() -> None:
     assert get_gradient_and_whether_to_add(g, "frozen") is None
 
 
-def test_a_plain_dict_is_always_added_to() -> None:
+def test_a_plain_dict_is_always_added_to():
     array = np.ones(3)
     assert get_gradient_and_whether_to_add({"a": array}, "a") == (array, True)
     assert get_gradient_and_whether_to_add({}, "a") is None
 
 
-def test_branches_share_entries_and_ties_are_one() -> None:
+def test_branches_share_entries_and_ties_are_one():
     g = blank("one.weight", "one.deep.bias")
     parts = g.group_arrays_by_child({"two.weight": "one.weight"})
     assert set(parts) == {"one", "two"}
@@ -309,7 +309,7 @@ def test_branches_share_entries_and_ties_are_one() -> None:
     assert g.entries["one.deep.bias"].is_blank
 
 
-def test_what_was_not_written_is_zero_in_the_end() -> None:
+def test_what_was_not_written_is_zero_in_the_end():
     entries = GradientEntries({"a": np.full(3, np.nan), "b": np.full(3, np.nan)})
     entries.mark_all_blank()
     Gradients(entries)["a"] += 1

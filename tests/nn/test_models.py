@@ -10,7 +10,7 @@ from fsdpx.errors import ConfigError, DataError
 rng = np.random.default_rng(3)
 
 
-def test_packed_documents_give_what_each_gives_alone() -> None:
+def test_packed_documents_give_what_each_gives_alone():
     """Positions go on over documents: rotary positions count differences only."""
     packed = nn.Llama(23, 16, 2, 4, 12, kv_heads=2, segments=True)
     alone = nn.Llama(23, 16, 2, 4, 12, kv_heads=2)
@@ -23,7 +23,7 @@ def test_packed_documents_give_what_each_gives_alone() -> None:
             np.testing.assert_allclose(y[row, part], want[0], rtol=1e-10, atol=1e-12)
 
 
-def test_padding_does_not_show_in_a_bit() -> None:
+def test_padding_does_not_show_in_a_bit():
     model = nn.Bert(23, 8, 2, 2, 12)
     p, kinds = parameters(model), np.zeros((2, 12), np.int64)
     mask = np.ones((2, 12), np.int64)
@@ -35,7 +35,7 @@ def test_padding_does_not_show_in_a_bit() -> None:
     assert not np.array_equal(y, z)
 
 
-def test_one_table_of_angles_serves_many_lengths_and_layers() -> None:
+def test_one_table_of_angles_serves_many_lengths_and_layers():
     here = env()
     longer = {"rope_type": "dynamic", "factor": 3.0}
     for time in (3, 5, 8, 6):
@@ -54,7 +54,7 @@ def test_one_table_of_angles_serves_many_lengths_and_layers() -> None:
     assert [len(cos) for cos, _ in here.constants.values()] == [4, 8, 4, 4]
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_what_does_not_fit_is_said():
     attention = nn.Attention(2, 1, 4, segments=True)
     q, k, segments = normal(2, 3, 8), normal(2, 3, 4), np.zeros((2, 3), np.int64)
     with pytest.raises(DataError, match="wants whole numbers as segments, got float64"):

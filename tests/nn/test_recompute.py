@@ -2,8 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +11,12 @@ from fsdpx.core.array.random import Random
 from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import RecomputePlaceholder
-from fsdpx.nn.layer import Layer, LayerContext
+from fsdpx.nn.layer import LayerContext
 
 rng = np.random.default_rng(0)
 
 
-def env() -> LayerContext:
+def env():
     return LayerContext(np, make_single_rank_axes(), Random(0), True)
 
 
@@ -30,7 +28,7 @@ MODELS = {
 }
 
 
-def run(layer: Layer) -> tuple[Any, Any, dict[str, Any]]:
+def run(layer):
     rng = np.random.default_rng(1)
     p = {name: rng.standard_normal(spec.shape).astype(np.float32) for name, spec in layer.specs().items()}
     g = {name: np.zeros_like(array) for name, array in p.items()}
@@ -40,7 +38,7 @@ def run(layer: Layer) -> tuple[Any, Any, dict[str, Any]]:
     return saved, (y, dx), g
 
 
-def arrays(held: Any) -> Iterator[Any]:
+def arrays(held):
     if isinstance(held, tuple):
         for part in held:
             yield from arrays(part)
@@ -49,7 +47,7 @@ def arrays(held: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_bits_with_less_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits_with_less_kept(name, monkeypatch):
     saved, results, g = run(MODELS[name])
     monkeypatch.setattr(nn.LayerNorm, "cheap", False)
     monkeypatch.setattr(nn.RMSNorm, "cheap", False)
@@ -62,7 +60,7 @@ def test_the_same_bits_with_less_kept(name: str, monkeypatch: pytest.MonkeyPatch
         assert any(isinstance(part, RecomputePlaceholder) for part in arrays(saved))
 
 
-def test_nothing_is_left_behind() -> None:
+def test_nothing_is_left_behind():
     """No cycle keeps activations alive until the collector comes."""
     gc.disable()
     try:
@@ -84,7 +82,7 @@ def test_nothing_is_left_behind() -> None:
         nn.GroupedQueryAttention(16, 2, 1, None, qk_norm=1e-6),
     ],
 )
-def test_attention_made_again_in_backward(layer: Layer, split: bool) -> None:
+def test_attention_made_again_in_backward(layer, split):
     """Only queries, keys and values are kept, of everything that attention makes. Queries and keys may come from a norm
     of heads, which is a cheap layer: its results are placeholders themselves."""
     kept, recomputed = (attention(layer, names, split) for names in (frozenset[str](), frozenset({"attention"})))
@@ -95,7 +93,7 @@ def test_attention_made_again_in_backward(layer: Layer, split: bool) -> None:
         assert len(list(arrays(kept[0]))) > 2
 
 
-def attention(layer: Layer, recompute: frozenset[str], split: bool) -> list[Any]:
+def attention(layer, recompute, split):
     rng = np.random.default_rng(1)
     p = {name: rng.standard_normal(spec.shape) for name, spec in layer.specs().items()}
     g = {name: np.zeros_like(array) for name, array in p.items()}
@@ -111,7 +109,7 @@ def attention(layer: Layer, recompute: frozenset[str], split: bool) -> list[Any]
     return [saved, y, dx, *g.values()]
 
 
-def test_statistics_do_not_move_when_a_forward_is_made_again() -> None:
+def test_statistics_do_not_move_when_a_forward_is_made_again():
     layer, x = nn.BatchNorm(3), np.random.default_rng(1).standard_normal((4, 3))
     p = {name: np.ones(3) for name in layer.specs()}
     first, _ = layer.forward(env(), p, x)
@@ -124,7 +122,7 @@ def test_statistics_do_not_move_when_a_forward_is_made_again() -> None:
     np.testing.assert_array_equal(p["running_mean"], moved)
 
 
-def test_a_cheap_layer_must_say_how() -> None:
+def test_a_cheap_layer_must_say_how():
     class Forgetful(nn.Tanh):
         cheap = True
 

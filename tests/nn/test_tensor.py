@@ -12,7 +12,7 @@ from tensor_ranks import assembled, check, compare, environment, full, in_all_wa
 from fsdpx import FakeCommunicator, nn
 from fsdpx.core.array import shapes
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm import Mesh, MeshAxes, connect_axes
+from fsdpx.core.comm import Mesh, connect_axes
 from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.layer import LayerContext
@@ -182,7 +182,7 @@ def test_cross_entropy_of_cut_logits(width, dtype, smoothing, classes):
     dy = whole.backward(environment(), held, 0.3)
     lies, tolerance = ShardSpec(2), 1e-12 if dtype is np.float64 else 1e-5
 
-    def body(axes: MeshAxes):
+    def body(axes):
         env, mine = environment(axes), lies.take_shard(y, axes.tensor.rank, width)
         total, weight, held = cut.forward(env, mine, target)
         before = axes.counters.copy()
@@ -231,7 +231,7 @@ def test_sixteen_bits(sequence):
     want = once(model, nn.CrossEntropyLoss(), p, x, target, environment())
     planned = nn.sharding.parallelize(model, nn.CrossEntropyLoss(), 2, sequence=sequence)
 
-    def body(axes: MeshAxes):
+    def body(axes):
         mine = {n: a.astype(bf16) for n, a in local(planned.model, p, axes.tensor.rank, 2).items()}
         return once(planned.model, planned.loss, mine, x, target, environment(axes))
 
@@ -426,7 +426,7 @@ def test_bytes_of_a_ring(time):
     assert {verb for run in runs for _, verb, _, _ in run.forward} == {"send", "recv"}
 
 
-def held(saved) -> set[int]:
+def held(saved):
     """Bytes of the arrays that are kept."""
     if isinstance(saved, tuple):
         return {n for part in saved for n in held(part)}
@@ -441,7 +441,7 @@ def test_no_rank_keeps_more_than_its_part(sequence):
     planned = nn.sharding.parallelize(nn.Sequential(model), nn.MSELoss(), width, sequence=sequence)
     x = rng.standard_normal((b, s, h))
 
-    def body(axes: MeshAxes):
+    def body(axes):
         _, saved = planned.model.forward(environment(axes), local(planned.model, full(planned.model), 0, 1), x)
         return max(held(saved))
 
@@ -457,7 +457,7 @@ def test_a_ring_of_sixteen_bits_adds_in_float32():
     want = once(model, nn.MSELoss(), p, x, target, environment())
     planned = nn.sharding.parallelize(model, nn.MSELoss(), 3, sequence="ring")
 
-    def body(axes: MeshAxes):
+    def body(axes):
         narrow = {name: a.astype(bf16) for name, a in p.items()}
         return once(planned.model, planned.loss, narrow, x.astype(bf16), target, environment(axes))
 
@@ -470,7 +470,7 @@ def test_sequences_that_do_not_fit():
     model = nn.GPT(11, 8, 1, 2, 8)  # and nobody says how long they are
     planned = nn.sharding.parallelize(model, nn.CrossEntropyLoss(), 2, sequence="ring")
 
-    def body(axes: MeshAxes):
+    def body(axes):
         p = full(model)
         with pytest.raises(ShapeError, match=r"sequence: dim 1 .* is 5, which is not a multiple of the 2 ranks"):
             planned.model.forward(environment(axes), p, np.zeros((2, 5), int))

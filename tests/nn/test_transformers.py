@@ -1,9 +1,6 @@
 """Models of the library transformers with random weights: the same logits, gradients and AdamW steps."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +13,12 @@ from setting import env  # noqa: E402
 
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
-from fsdpx.core.comm import Communicator, spawn  # noqa: E402
+from fsdpx.core.comm import spawn  # noqa: E402
 from fsdpx.nn.rotary import compute_rotary_frequencies_and_factor  # noqa: E402
 
 VOCAB, WIDTH, LAYERS, HEADS, TIME, SAMPLES = 53, 32, 2, 4, 12, 4
 
-TINY: dict[str, Any] = {
+TINY = {
     "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False, "attn_implementation": "sdpa", "pad_token_id": None, "bos_token_id": 0,
@@ -33,13 +30,13 @@ LLAMA3 = {
 }  # fmt: skip
 
 
-def theirs(kind: str, **options: Any) -> Any:
+def theirs(kind, **options):
     config = getattr(transformers, f"{kind}Config")(**{**TINY, **options})
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
-def ours(**options: Any) -> nn.Llama:
-    given: dict[str, Any] = {"kv_heads": 2, "hidden": 48, "eps": 1e-5, **options}
+def ours(**options):
+    given = {"kv_heads": 2, "hidden": 48, "eps": 1e-5, **options}
     return nn.Llama(VOCAB, WIDTH, LAYERS, HEADS, 64, **given)
 
 
@@ -71,7 +68,7 @@ PAIRS = {
         lambda: nn.GPT(VOCAB, WIDTH, LAYERS, HEADS, 64, hidden=48, activation="gelu_new", eps=1e-3),
     ),
 }  # fmt: skip
-ENCODER: dict[str, Any] = {
+ENCODER = {
     "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
     "intermediate_size": 48, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "image_size": 8,
     "patch_size": 4, "attention_probs_dropout_prob": 0.0, "num_labels": 5,
@@ -113,13 +110,13 @@ NAMES = {
 }  # fmt: skip
 
 
-def renamed(name: str) -> str:
+def renamed(name):
     for old, new in NAMES.items():
         name = name.replace(old, new)
     return name
 
 
-def arrays(net: Any, gradients: bool = False) -> dict[str, np.ndarray]:
+def arrays(net, gradients=False):
     """Its parameters by our names; GPT-2 has its matrices the other way round."""
     found = {}
     for name, p in net.named_parameters():
@@ -133,7 +130,7 @@ def arrays(net: Any, gradients: bool = False) -> dict[str, np.ndarray]:
     return found
 
 
-def made(name: str, dtype: Any) -> tuple[Any, nn.Layer]:
+def made(name, dtype):
     torch.manual_seed(1)
     net = PAIRS[name][0]().to(dtype)
     with torch.no_grad():
@@ -142,21 +139,21 @@ def made(name: str, dtype: Any) -> tuple[Any, nn.Layer]:
     return net, PAIRS[name][1]()
 
 
-def widened(net: Any, model: Any) -> Any:
+def widened(net, model):
     """In float64 throughout: their norms and positions are computed in float32 whatever the model is in."""
 
-    def norm(self: Any, x: Any) -> Any:
+    def norm(self, x):
         eps = getattr(self, "variance_epsilon", None) or self.eps
         factor = 1.0 + self.weight if type(self).__name__ == "GemmaRMSNorm" else self.weight
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * factor
 
-    def positions(self: Any, x: Any, position_ids: Any) -> Any:
+    def positions(self, x, position_ids):
         rotary = model.children()["blocks"].children()["0"].attn.rotary
         cos, sin = rotary.get_cos_sin(env(), 0, x.shape[1], x.shape[1], np.float64)
         both = (torch.tensor(np.concatenate((a, a), axis=1))[None] for a in (cos, sin))
         return tuple(both)
 
-    def choice(self: Any, x: Any) -> Any:
+    def choice(self, x):
         logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
         top, chosen = torch.topk(torch.softmax(logits, dim=-1), self.top_k, dim=-1)
         return logits, top / top.sum(dim=-1, keepdim=True), chosen
@@ -173,12 +170,12 @@ def widened(net: Any, model: Any) -> Any:
     return net
 
 
-def tokens(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def tokens(seed=0):
     text = np.random.default_rng(seed).integers(0, VOCAB, (SAMPLES, TIME + 1))
     return text[:, :-1], text[:, 1:]
 
 
-def batch(name: str, seed: int = 0) -> tuple[tuple[np.ndarray, ...], dict[str, Any], np.ndarray]:
+def batch(name, seed=0):
     """Our inputs, theirs, and the target. Of BERT's samples one is padded at its end, and one at its beginning."""
     x, y = tokens(seed)
     rng = np.random.default_rng([seed, 1])
@@ -196,7 +193,7 @@ def batch(name: str, seed: int = 0) -> tuple[tuple[np.ndarray, ...], dict[str, A
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_logits_are_the_same(name: str) -> None:
+def test_logits_are_the_same(name):
     net, model = made(name, torch.float32)
     p = arrays(net)
     if "head.weight" not in model.specs():
@@ -210,7 +207,7 @@ def test_logits_are_the_same(name: str) -> None:
     np.testing.assert_allclose(y[counts], want[counts], rtol=1e-5, atol=1e-5)
 
 
-def plain(name: str, net: Any) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+def plain(name, net):
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01)
     losses, first = [], {}
     for step in range(3):
@@ -225,7 +222,7 @@ def plain(name: str, net: Any) -> tuple[list[float], dict[str, Any], dict[str, A
     return losses, first, arrays(net)
 
 
-MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+MESHES = {
     "alone": (1, {}),
     "fsdp": (3, {"strategy": "fsdp"}),
     "tensor": (2, {"mesh": fsdpx.Mesh(tensor=2)}),
@@ -243,7 +240,7 @@ CASES = [(name, "alone") for name in PAIRS] + [
 
 
 @cache
-def trained_by_torch(name: str) -> tuple[Any, ...]:
+def trained_by_torch(name):
     """Our model, the parameters of theirs, and what `plain` gives: for all meshes."""
     net, model = made(name, torch.float64)
     net = widened(net, model) if isinstance(model, nn.Llama) else net
@@ -251,10 +248,10 @@ def trained_by_torch(name: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("name", "mesh"), sorted(CASES))
-def test_gradients_and_steps_are_the_same(name: str, mesh: str) -> None:
+def test_gradients_and_steps_are_the_same(name, mesh):
     (model, begin, losses, want, end), (ranks, options) = trained_by_torch(name), MESHES[mesh]
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         trainer = fsdpx.distribute(
             model, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-3, weight_decay=0.01), comm=comm,
             precision="float64", **options,
@@ -289,7 +286,7 @@ def test_gradients_and_steps_are_the_same(name: str, mesh: str) -> None:
     ],
     ids=lambda said: said["rope_type"],
 )
-def test_positions_are_stretched_as_there(scaling: dict[str, Any], time: int) -> None:
+def test_positions_are_stretched_as_there(scaling, time):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = transformers.LlamaConfig(**{**TINY, "rope_parameters": {**scaling, "rope_theta": 10000.0}})
@@ -300,7 +297,7 @@ def test_positions_are_stretched_as_there(scaling: dict[str, Any], time: int) ->
 
 
 @needs("moe")
-def test_the_balancing_loss_is_theirs() -> None:
+def test_the_balancing_loss_is_theirs():
     """Of one block: theirs is of all blocks together, ours of each."""
     torch.manual_seed(1)
     options = {

@@ -1,14 +1,11 @@
 """A module is cut in a child process, and whatever happens to that the result is the same."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ torch = pytest.importorskip("torch")
 from fsdpx.errors import ConfigError  # noqa: E402
 from fsdpx.ext.interop import module_splitting as apart_module  # noqa: E402
 from fsdpx.ext.interop.module_splitting import (  # noqa: E402
-    ModuleLayout,
     TensorValue,
     UnitShapes,
     _lay_out_units_of_module,
@@ -35,13 +31,13 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeW
 class Net(tnn.Module):
     """A list of units, a buffer, a constant of its own, an inner graph, and a batch norm."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = tnn.ModuleList([tnn.Linear(4, 4) for _ in range(3)])
         self.norm = tnn.BatchNorm1d(4)
         self.register_buffer("shift", torch.arange(4.0))
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x) + self.shift
         with torch.no_grad():
@@ -49,16 +45,16 @@ class Net(tnn.Module):
         return self.norm(x * scale)
 
 
-def layout() -> ModuleLayout:
+def layout():
     return _lay_out_units_of_module(Net(), [np.ones((3, 4), np.float32)], None, None)
 
 
 @pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def children(monkeypatch):
     """Processes that were forked. Threads of the test's runner must not count."""
     found, fork = [], os.fork
 
-    def noted() -> int:
+    def noted():
         child = fork()
         found.append(child)
         return child
@@ -70,7 +66,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def gone(child: int) -> bool:
+def gone(child):
     try:
         os.kill(child, 0)
     except ProcessLookupError:
@@ -78,7 +74,7 @@ def gone(child: int) -> bool:
     return False
 
 
-def test_a_description_survives_the_way_between_processes() -> None:
+def test_a_description_survives_the_way_between_processes():
     found = layout()
     assert repr(load_layout(dump_layout(found))) == repr(found)
     units = {unit.name: unit for unit in found.units}
@@ -89,9 +85,9 @@ def test_a_description_survives_the_way_between_processes() -> None:
     assert repr(units["blocks.1"].graph) == repr(units["blocks.2"].graph) != repr(units["blocks.0"].graph)
 
 
-def test_a_child_does_the_work(children: list[int]) -> None:
+def test_a_child_does_the_work(children):
     here = []
-    found = run_in_child_or_here(lambda: here.append(1) or layout())  # type: ignore[func-returns-value]
+    found = run_in_child_or_here(lambda: here.append(1) or layout())
     assert repr(found) == repr(layout())
     assert here == []
     assert len(children) == 1
@@ -101,21 +97,19 @@ def test_a_child_does_the_work(children: list[int]) -> None:
 @pytest.mark.parametrize("end", [
     lambda: os._exit(0), lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: time.sleep(60), lambda: 1 / 0,
 ], ids=["ends", "is killed", "hangs", "raises"])  # fmt: skip
-def test_what_the_child_does_not_give_is_done_here(
-    end: Any, children: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_child_does_not_give_is_done_here(end, children, monkeypatch):
     monkeypatch.setattr(apart_module, "EXPORT_TIMEOUT_SECONDS", 1.0)
     process, wanted = os.getpid(), layout()
 
-    def work() -> ModuleLayout:
+    def work():
         return wanted if os.getpid() == process else end()
 
     assert run_in_child_or_here(work) is wanted
     assert gone(children[0])
 
 
-def test_errors_are_those_of_this_process(children: list[int]) -> None:
-    def work() -> ModuleLayout:
+def test_errors_are_those_of_this_process(children):
+    def work():
         raise ConfigError(f"in process {os.getpid()}")
 
     with pytest.raises(ConfigError, match=f"in process {os.getpid()}"):
@@ -123,13 +117,13 @@ def test_errors_are_those_of_this_process(children: list[int]) -> None:
     assert len(children) == 1
 
 
-def test_beside_other_threads_no_process_is_forked(children: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_other_threads_no_process_is_forked(children, monkeypatch):
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread(), threading.Thread(name="rank 1")])
     assert repr(run_in_child_or_here(layout)) == repr(layout())
     assert children == []
 
 
-def test_neither_cutting_nor_training_imports_the_exporter() -> None:
+def test_neither_cutting_nor_training_imports_the_exporter():
     script = """
 import sys, numpy, torch, fsdpx
 from fsdpx.ext.interop.torch import from_torch
@@ -152,7 +146,7 @@ SHAPES = UnitShapes(
 )
 
 
-def test_a_result_has_the_sizes_that_are_read() -> None:
+def test_a_result_has_the_sizes_that_are_read():
     assert SHAPES.find_result_shape_and_dtype([np.empty((2, 3, 8), np.float32), np.empty((2, 3), np.int32)]) == (
         (2, 8, 3),
         "float32",
@@ -166,20 +160,20 @@ def test_a_result_has_the_sizes_that_are_read() -> None:
     (np.empty((2, 3, 8), np.float32), np.empty((2, 3), np.float32)),
     (np.empty((2, 8), np.float32), np.empty((2, 3), np.int64)),
 ], ids=["another size", "sizes that differ", "another format", "no numbers", "a dim less"])  # fmt: skip
-def test_of_what_does_not_fit_nothing_is_known(given: Any) -> None:
+def test_of_what_does_not_fit_nothing_is_known(given):
     assert SHAPES.find_result_shape_and_dtype(given) is None
 
 
 @pytest.mark.parametrize(("operation", "drawn"), [
     (tnn.Dropout(0.5), True), (tnn.Dropout(0.0), False), (tnn.GELU(), False), (tnn.RReLU(), True),
 ], ids=lambda value: getattr(type(value), "__name__", ""))  # fmt: skip
-def test_operations_that_draw_are_known(operation: Any, drawn: bool) -> None:
+def test_operations_that_draw_are_known(operation, drawn):
     class One(tnn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.blocks = tnn.ModuleList([tnn.Sequential(tnn.Linear(4, 4), operation)])
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             return self.blocks[0](x)
 
     (unit,) = _lay_out_units_of_module(One(), [np.ones((3, 4), np.float32)], None, None).units

@@ -1,9 +1,6 @@
 """Modules of PyTorch that are cut: layouts of memory that their views rely on, and parameters of the whole module."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ class Encoder(tnn.Module):
     """PyTorch's encoder layers. kinds: for each layer, whether norms come first, and how it is masked: by an argument,
     or by a mask and is_causal."""
 
-    def __init__(self, drop: float, *kinds: tuple[bool, str]) -> None:
+    def __init__(self, drop, *kinds):
         super().__init__()
         self.kinds, self.embed = kinds, tnn.Embedding(VOCAB, WIDTH)
         self.blocks = tnn.ModuleList(
@@ -34,7 +31,7 @@ class Encoder(tnn.Module):
         )
         self.head = tnn.Linear(WIDTH, VOCAB)
 
-    def forward(self, tokens: Any) -> Any:
+    def forward(self, tokens):
         x, mask = self.embed(tokens), torch.full((tokens.shape[1], tokens.shape[1]), -torch.inf).triu(1)
         for block, (_, masked) in zip(self.blocks, self.kinds, strict=True):
             x = block(x, src_mask=mask, is_causal=masked == "causal") if masked else block(x)
@@ -44,14 +41,14 @@ class Encoder(tnn.Module):
 class Positions(tnn.Module):
     """A token in front and positions, both parameters of the whole module; a scale that two operations read."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.first = tnn.Embedding(VOCAB, WIDTH), tnn.Parameter(torch.randn(1, 1, WIDTH))
         self.pos, self.scale = tnn.Parameter(torch.randn(1, TIME + 3, WIDTH)), tnn.Parameter(torch.rand(WIDTH))
         self.blocks = tnn.ModuleList(tnn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head = tnn.Linear(WIDTH, VOCAB)
 
-    def forward(self, tokens: Any) -> Any:
+    def forward(self, tokens):
         x = torch.cat([self.first.expand(tokens.shape[0], -1, -1), self.embed(tokens)], 1)
         x = (x + self.pos[:, : x.shape[1]]) * self.scale
         for block in self.blocks:
@@ -59,14 +56,14 @@ class Positions(tnn.Module):
         return self.head((x * self.scale)[:, 1:])
 
 
-def plain(net: Any, steps: int) -> tuple[list[float], Any, dict[str, Any]]:
+def plain(net, steps):
     """Plain PyTorch: losses, the result afterwards, and parameters."""
     losses, net = train_in_torch(net, TOKENS, TOKENS, steps, "SGD", lr=0.1)
     with torch.no_grad():
         return losses, net(torch.tensor(TOKENS)).numpy(), {n: p.detach().numpy() for n, p in net.named_parameters()}
 
 
-def train(model: Any, steps: int, ranks: int = 1, **options: Any) -> Any:
+def train(model, steps, ranks=1, **options):
     """(losses, parameters, predictions) of thread ranks."""
     return train_on_ranks(model, TOKENS, TOKENS, optim.SGD(lr=0.1), ranks, steps, **{"precision": "float32", **options})
 
@@ -74,7 +71,7 @@ def train(model: Any, steps: int, ranks: int = 1, **options: Any) -> Any:
 @pytest.mark.parametrize(("kinds", "evaluation"), [
     ([(False, ""), (True, ""), (False, "mask"), (True, "causal")], False), ([(False, "causal"), (False, "")], True),
 ], ids=["training", "evaluation"])  # fmt: skip
-def test_encoder_layers_without_dropout_train_as_in_pytorch(kinds: list[tuple[bool, str]], evaluation: bool) -> None:
+def test_encoder_layers_without_dropout_train_as_in_pytorch(kinds, evaluation):
     """All kinds are in one module, in both formats, because PyTorch's exporter takes seconds to split a module."""
     torch.manual_seed(1)
     net = Encoder(0.5 if evaluation else 0.0, *kinds)
@@ -87,7 +84,7 @@ def test_encoder_layers_without_dropout_train_as_in_pytorch(kinds: list[tuple[bo
         np.testing.assert_allclose(np.asarray(predicted, np.float32), result, rtol, atol, err_msg=precision)
 
 
-def test_dropout_in_training_leaves_views_valid_in_evaluation() -> None:
+def test_dropout_in_training_leaves_views_valid_in_evaluation():
     torch.manual_seed(1)
     net = Encoder(0.5, (False, ""), (False, ""))
     result = plain(net.eval(), 0)[1]
@@ -96,7 +93,7 @@ def test_dropout_in_training_leaves_views_valid_in_evaluation() -> None:
 
 
 @cache
-def positions() -> tuple[Any, Any, Any]:
+def positions():
     """The module cut into units, what plain PyTorch ends with, and what the first values are read from."""
     torch.manual_seed(2)
     net = Positions().double()
@@ -107,7 +104,7 @@ def positions() -> tuple[Any, Any, Any]:
     (1, {}), (2, {"strategy": "fsdp", "group_bytes": 0}),
     (2, {"data": 1, "mesh": fsdpx.Mesh(pipe=2), "schedule": "zb-h1", "microbatches": 2}),
 ], ids=["one", "fsdp", "pipe"])  # fmt: skip
-def test_parameters_of_the_whole_module_are_layers_of_their_own(ranks: int, options: Any) -> None:
+def test_parameters_of_the_whole_module_are_layers_of_their_own(ranks, options):
     model, (losses, result, end), _ = positions()
     assert [name for name in model.children() if not name.startswith("mul")] == [
         "embed", "first", "pos", "scale", "blocks.0", "blocks.1", "head"
@@ -123,30 +120,28 @@ def test_parameters_of_the_whole_module_are_layers_of_their_own(ranks: int, opti
 class Both(tnn.Module):
     """One operation that reads two parameters of the whole module."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight, self.bias = tnn.Parameter(torch.ones(3, 4)), tnn.Parameter(torch.ones(3))
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return tnn.functional.linear(x, self.weight, self.bias)
 
 
-def test_what_stays_uncut_is_named_with_what_to_do() -> None:
+def test_what_stays_uncut_is_named_with_what_to_do():
     said = r"'bias' is of no unit but of a module around several.*module of its own, such as torch\.nn\.Embedding"
     with pytest.raises(ConfigError, match=said):
         from_torch(Both(), np.ones((2, 4), np.float32))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_export_that_takes_long_is_named_by_the_first_rank(
-    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made: list[Any] = []
+def test_an_export_that_takes_long_is_named_by_the_first_rank(rank, monkeypatch, capsys):
+    made = []
 
     class AtOnce:
         """A timer whose time is over when it starts."""
 
-        def __init__(self, seconds: float, function: Any) -> None:
+        def __init__(self, seconds, function):
             self.start, self.cancel = function, lambda: made.append(self)
 
     monkeypatch.setattr("threading.Timer", AtOnce)

@@ -1,12 +1,8 @@
 """PyTorch modules over grids of ranks: the same as PyTorch on the whole field, or refused by name."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +24,7 @@ STEPS = 5
 class LayerNorm2d(tnn.LayerNorm):
     """The layer norm of torchvision's ConvNeXt."""
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         y = functional.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
         return y.permute(0, 3, 1, 2)
 
@@ -36,7 +32,7 @@ class LayerNorm2d(tnn.LayerNorm):
 class Block(tnn.Module):
     """Residual, with a scale that is a parameter of its own, and a block of ConvNeXt with the channels last."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels):
         super().__init__()
         self.conv = tnn.Conv2d(channels, channels, 3, padding=1, padding_mode="circular", groups=channels)
         self.norm, self.norm2d = tnn.LayerNorm(channels), LayerNorm2d(channels)
@@ -44,7 +40,7 @@ class Block(tnn.Module):
         self.narrow, self.act = tnn.Linear(2 * channels, channels, bias=False), tnn.ReLU(inplace=True)
         self.gamma = tnn.Parameter(torch.full((channels,), 0.5))
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         y = self.norm(self.conv(x).permute(0, 2, 3, 1))
         y = self.gamma * self.narrow(functional.gelu(self.wide(y)))
         return self.act(self.norm2d(x + y.permute(0, 3, 1, 2)))
@@ -53,7 +49,7 @@ class Block(tnn.Module):
 class Residual(tnn.Module):
     """A CNN that calls one of its layers twice, and has one in evaluation mode and a frozen one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lift, self.blocks = tnn.Conv2d(2, 4, (1, 2)), tnn.Sequential(Block(4), tnn.Identity(), Block(4))
         self.norm, self.still = tnn.BatchNorm2d(4), tnn.BatchNorm2d(4)
@@ -62,14 +58,14 @@ class Residual(tnn.Module):
         self.twice, self.head = tnn.Conv2d(4, 4, 3, padding="same", padding_mode="replicate"), tnn.Conv2d(4, 2, 1)
         self.lift.bias.requires_grad = False
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         y = self.blocks(self.lift(functional.pad(x, (2, 0))[..., 1:]))
         y = torch.tanh(self.twice(self.twice(self.still(self.norm(y))))) / 2
         return x - self.head(1 - y * y + y**2 * 3)
 
 
 class TwoConvs(tnn.Sequential):
-    def __init__(self, before: int, after: int) -> None:
+    def __init__(self, before, after):
         super().__init__(
             tnn.Conv2d(before, after, 3, padding=1, bias=False), tnn.BatchNorm2d(after), tnn.SiLU(inplace=True),
             tnn.Conv2d(after, after, 3, padding=1, padding_mode="reflect"), tnn.InstanceNorm2d(after, affine=True),
@@ -80,14 +76,14 @@ class TwoConvs(tnn.Sequential):
 class UNet(tnn.Module):
     """A U-Net for fields of any size: it pads what does not fit, or interpolates to the size of the skip."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.two, self.three = TwoConvs(2, 4), TwoConvs(4, 8), TwoConvs(8, 8)
         self.pool, self.up = tnn.MaxPool2d(2, ceil_mode=True), tnn.ConvTranspose2d(8, 8, 2, stride=2)
         self.back_two, self.back_one, self.head = TwoConvs(16, 4), TwoConvs(8, 4), tnn.Conv2d(4, 1, 1)
         self.norm = tnn.GroupNorm(2, 4)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         a = self.one(x)
         b = self.two(self.pool(a))
         y = self.up(self.three(functional.avg_pool2d(b, 2)))
@@ -101,7 +97,7 @@ class UNet(tnn.Module):
 class Scores(tnn.Module):
     """A network of one or three dims that ends in scalars."""
 
-    def __init__(self, dims: int) -> None:
+    def __init__(self, dims):
         super().__init__()
         conv, pool = getattr(tnn, f"Conv{dims}d"), getattr(tnn, f"AdaptiveAvgPool{dims}d")
         self.body = tnn.Sequential(
@@ -109,14 +105,14 @@ class Scores(tnn.Module):
         )
         self.mean, self.norm, self.head = pool(1), tnn.LayerNorm(4), tnn.Linear(4, 2)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.head(self.norm(torch.sigmoid(torch.flatten(self.mean(self.body(x)), 1))))
 
 
 class Gated(tnn.Module):
     """Channels that are normalized by buffers and parameters, weighted by their means, and shifted by their maxima."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.tensor([0.3, -0.1]).reshape(2, 1, 1))
         self.std, self.gain = tnn.Parameter(torch.tensor([[[2.0]]])), tnn.Parameter(torch.tensor([0.4]))
@@ -124,7 +120,7 @@ class Gated(tnn.Module):
         self.gates.extend([tnn.ReLU(), tnn.Conv2d(3, 2, 1)])
         self.shifts, self.weights = tnn.Linear(2, 2), tnn.Linear(2, 2)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         x = self.gain - (x - self.mean) / self.std
         y = torch.sigmoid(self.gates(x)) * x + self.shifts(x.amax((2, 3)))[:, :, None, None]
         weights = self.weights(torch.flatten(y.mean((-2, -1), keepdim=True), 1)).view(-1, 2, 1, 1).expand_as(y)
@@ -145,7 +141,7 @@ CELLS = {"gated": (5, 4), "residual": (7, 9), "unet": (13, 11), "scores1": (11,)
 
 
 @cache
-def train_in_torch(name: str) -> tuple[Any, ...]:
+def train_in_torch(name):
     """A module before training, its batch, and what PyTorch makes of them: losses, output and parameters."""
     torch.manual_seed(0)
     module = MODULES[name]().double()
@@ -163,10 +159,10 @@ def train_in_torch(name: str) -> tuple[Any, ...]:
     return module, x.numpy(), target.numpy(), losses, y, trained
 
 
-def train_on_grid(comm: Any, name: str, dims: Sequence[int]) -> tuple[Any, ...]:
+def train_on_grid(comm, name, dims):
     module, x, target, *_ = train_in_torch(name)
     grid = grid_at(comm, dims, random_cuts(x.shape[2:], dims), layout="c" + "zyx"[-len(dims) :])
-    options: Any = {"loss": tnn.MSELoss(), "optimizer": optim.SGD(0.05, momentum=0.9), "precision": "float64"}
+    options = {"loss": tnn.MSELoss(), "optimizer": optim.SGD(0.05, momentum=0.9), "precision": "float64"}
     trainer = fsdpx.distribute(module, domain=grid, **options)
     x, target = grid.take_local(x), target if target.ndim == 2 else grid.take_local(target)
     losses = [trainer.step(x, target) for _ in range(STEPS)]
@@ -181,7 +177,7 @@ def train_on_grid(comm: Any, name: str, dims: Sequence[int]) -> tuple[Any, ...]:
         ("scores1", (2,)), ("scores3", (1, 2, 2)),
     ],
 )  # fmt: skip
-def test_a_module_trains_over_a_grid_as_in_pytorch(name: str, dims: tuple[int, ...]) -> None:
+def test_a_module_trains_over_a_grid_as_in_pytorch(name, dims):
     module, *_, losses, y, trained = train_in_torch(name)
     found = spawn(train_on_grid, int(np.prod(dims)), name, dims)
     got, _, outputs, parameters = found[0]
@@ -201,12 +197,12 @@ def test_a_module_trains_over_a_grid_as_in_pytorch(name: str, dims: tuple[int, .
 class Refused(tnn.Module):
     """A convolution, and what `last` makes of its result."""
 
-    def __init__(self, last: Any) -> None:
+    def __init__(self, last):
         super().__init__()
         self.body, self.table, self.last = tnn.Conv2d(2, 4, 1), tnn.Parameter(torch.ones(4, 4, 8)), last
         self.last_conv = tnn.Conv2d(4, 4, 1)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         y = self.body(x)
         y.std()  # nothing reads this
         return self.last(y) if isinstance(self.last, tnn.Module) else self.last(self, y)
@@ -237,18 +233,18 @@ class Refused(tnn.Module):
         (lambda own, y: y if y.sum() > 0 else -y, "Refused: forward fails"),
     ],
 )
-def test_what_no_layer_computes_is_refused_by_its_name(last: Any, says: str) -> None:
+def test_what_no_layer_computes_is_refused_by_its_name(last, says):
     with pytest.raises(ConfigError, match=says):
         from_torch(Refused(last), domain=fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx"))
 
 
-def write(target: Any, value: Any, result: Any) -> Any:
+def write(target, value, result):
     """Write into a tensor, and return another."""
     target.mul_(value)
     return result
 
 
-def set_item(y: Any) -> Any:
+def set_item(y):
     y[:, :1] = 0.0
     return y
 
@@ -268,14 +264,14 @@ def set_item(y: Any) -> Any:
         lambda own, y: (set_item(y.data), y)[1],
     ],
 )
-def test_a_read_after_a_write_into_a_part_is_refused(last: Any) -> None:
+def test_a_read_after_a_write_into_a_part_is_refused(last):
     module = Refused(last)
     module.register_buffer("gain", torch.ones(1, 4, 1, 1))
     with pytest.raises(ConfigError, match=r"(Refused|'last_conv').*reads .*after a write.*torch.cat"):
         from_torch(module, domain=fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx"))
 
 
-def test_a_write_into_a_tensor_that_alone_is_read_is_a_step() -> None:
+def test_a_write_into_a_tensor_that_alone_is_read_is_a_step():
     module = Refused(lambda own, y: write(z := y.permute(0, 2, 3, 1), 2.0, z).permute(0, 3, 1, 2).add_(1.0)).double()
     layer, x = from_torch(module, domain=fsdpx.Grid.from_shape((4, 8), (1, 1))), torch.randn(2, 2, 4, 8).double()
     p = {n: t.numpy() for n, t in module.state_dict().items()}
@@ -292,21 +288,21 @@ def test_a_write_into_a_tensor_that_alone_is_read_is_a_step() -> None:
         lambda own, y: y if len(y) == 2 else -y,
     ],
 )
-def test_steps_that_depend_on_the_number_of_samples_are_refused(last: Any) -> None:
+def test_steps_that_depend_on_the_number_of_samples_are_refused(last):
     with pytest.raises(ConfigError, match="number of samples"):
         from_torch(Refused(last), domain=fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx"))
 
 
-def test_a_domain_that_is_no_grid_is_refused() -> None:
+def test_a_domain_that_is_no_grid_is_refused():
     grid = fsdpx.Grid.from_shape((4, 8), (1, 1))
-    domain: Any = grid.input_partitions[0]
+    domain = grid.input_partitions[0]
     with pytest.raises(ConfigError, match=r"takes a fsdpx\.Grid, not"):
         from_torch(tnn.Conv2d(2, 2, 1), domain=domain)
 
 
-def test_inputs_are_counted_by_examples_and_named_as_in_forward() -> None:
+def test_inputs_are_counted_by_examples_and_named_as_in_forward():
     class Two(tnn.Module):
-        def forward(self, u: Any, s: Any) -> Any:
+        def forward(self, u, s):
             return torch.cat([u, u * 2], 1), s
 
     grid = fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx")
@@ -319,14 +315,14 @@ def test_inputs_are_counted_by_examples_and_named_as_in_forward() -> None:
         from_torch(Two(), domain=grid, units=["Two"])
 
 
-def test_a_rollout_of_a_module_is_one_of_its_layers() -> None:
+def test_a_rollout_of_a_module_is_one_of_its_layers():
     torch.manual_seed(0)
     module = tnn.Conv2d(1, 1, 3, padding=1).double()
 
-    def run(comm: Any) -> np.ndarray:
+    def run(comm):
         grid = fsdpx.Grid(comm, (4 + comm.rank, 6), dims=(2, 1), layout="yxc")
         model = nn.Rollout(from_torch(module, domain=grid), 2)
-        options: Any = {"loss": nn.MSELoss(), "optimizer": optim.SGD(0.1), "precision": "float64"}
+        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(0.1), "precision": "float64"}
         trainer = fsdpx.distribute(model, domain=grid, **options)
         return trainer.output_grid.all_gather(trainer.predict(np.ones((4 + comm.rank, 6, 1))))
 
@@ -361,7 +357,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize("module", ARGUMENTS, ids=str)
-def test_arguments_of_layers_are_those_of_pytorch(module: Any) -> None:
+def test_arguments_of_layers_are_those_of_pytorch(module):
     cells = {"3d": (4, 3, 5), "1d": (7,)}.get(next((d for d in ("3d", "1d") if d in str(module)), ""), (6, 8))
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 2, *cells)))
     module = copy.deepcopy(module).double().eval()
@@ -373,9 +369,7 @@ def test_arguments_of_layers_are_those_of_pytorch(module: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1,), ()])
 @pytest.mark.parametrize(("operation", "sign"), [("add", 1), ("sub", -1), ("mul", 1), ("div", -1)])
-def test_gradients_of_parameters_of_channels_are_summed_precisely_in_bf16(
-    shape: tuple[int, ...], operation: str, sign: int
-) -> None:
+def test_gradients_of_parameters_of_channels_are_summed_precisely_in_bf16(shape, operation, sign):
     """A sum of ones in bf16 would stop at 256."""
     bf16 = pytest.importorskip("ml_dtypes").bfloat16
     layer, x, env = ChannelParameter(shape, operation), np.ones((2, 2, 64, 64), bf16), env_of(None)
@@ -386,7 +380,7 @@ def test_gradients_of_parameters_of_channels_are_summed_precisely_in_bf16(
     np.testing.assert_array_equal(g[""], sign * x.size / max(g[""].size, 1))
 
 
-def test_a_fixed_batch_norm_keeps_the_rest_of_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fixed_batch_norm_keeps_the_rest_of_its_context(monkeypatch):
     env, seen = replace(env_of(None), recompute=frozenset({"attention"})), []
     monkeypatch.setattr(nn.BatchNorm, "forward", lambda self, env, p, x: (x, seen.append(env)))
     FixedBatchNorm(2).forward(env, {}, np.ones((1, 2, 3)))
@@ -394,7 +388,7 @@ def test_a_fixed_batch_norm_keeps_the_rest_of_its_context(monkeypatch: pytest.Mo
     assert seen[0].constants is env.constants
 
 
-def test_a_linear_on_channels_keeps_ghost_cells() -> None:
+def test_a_linear_on_channels_keeps_ghost_cells():
     """A convolution after it reads them."""
     u = np.random.default_rng(1).standard_normal((1, 8, 6, 3))
     model = nn.Sequential(ChannelLinear(3, 3), nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"))

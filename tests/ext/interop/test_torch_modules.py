@@ -1,15 +1,11 @@
 """PyTorch's modules and losses in fsdpx: the same results as plain PyTorch, however ranks are laid out."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re
 import warnings
-from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
-from fsdpx.core.comm import Communicator, spawn  # noqa: E402
+from fsdpx.core.comm import spawn  # noqa: E402
 from fsdpx.errors import ConfigError, DataError  # noqa: E402
 from fsdpx.ext.fields.over_parts import partition_model  # noqa: E402
 from fsdpx.ext.half import matmul  # noqa: E402
@@ -33,7 +29,7 @@ SAMPLES, VOCAB, TIME = 12, 20, 6
 class Block(tnn.Module):
     """A transformer block as people write it: functional attention, dropout in two forms."""
 
-    def __init__(self, width: int, drop: float) -> None:
+    def __init__(self, width, drop):
         super().__init__()
         self.norm1, self.norm2 = tnn.LayerNorm(width), tnn.LayerNorm(width)
         self.qkv, self.out = tnn.Linear(width, 3 * width), tnn.Linear(width, width)
@@ -41,7 +37,7 @@ class Block(tnn.Module):
         self.mlp = tnn.Sequential(up, tnn.GELU(), down, tnn.Dropout(drop))
         self.drop = drop
 
-    def forward(self, x: Any, mask: Any) -> Any:
+    def forward(self, x, mask):
         b, t, d = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
         p = self.drop if self.training else 0.0
@@ -53,14 +49,14 @@ class Block(tnn.Module):
 class Language(tnn.Module):
     """Tokens and how much of each counts; a mask that blocks share; tied embeddings; a list of blocks."""
 
-    def __init__(self, blocks: int = 2, drop: float = 0.0) -> None:
+    def __init__(self, blocks=2, drop=0.0):
         super().__init__()
         self.embed = tnn.Embedding(VOCAB, 8)
         self.blocks = tnn.ModuleList([Block(8, drop) for _ in range(blocks)])
         self.norm, self.head = tnn.LayerNorm(8), tnn.Linear(8, VOCAB, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Any, scale: Any) -> Any:
+    def forward(self, tokens, scale):
         mask = torch.ones(tokens.shape[1], tokens.shape[1]).tril().bool()
         x = self.embed(tokens) * scale.unsqueeze(-1)
         for block in self.blocks:
@@ -68,30 +64,30 @@ class Language(tnn.Module):
         return self.head(self.norm(x))
 
 
-def image_net() -> Any:
+def image_net():
     return tnn.Sequential(
         tnn.Conv2d(2, 4, 3, padding=1), tnn.BatchNorm2d(4), tnn.ReLU(inplace=True), tnn.Flatten(), tnn.Linear(64, 5)
     )
 
 
-def images() -> tuple[Any, Any]:
+def images():
     r = np.random.default_rng(0)
     return r.standard_normal((SAMPLES, 2, 4, 4)), r.integers(0, 5, SAMPLES)
 
 
-def text() -> tuple[Any, Any]:
+def text():
     r = np.random.default_rng(0)
     x = r.integers(0, VOCAB, (SAMPLES, TIME)), r.standard_normal((SAMPLES, TIME))
     return x, r.integers(0, VOCAB, (SAMPLES, TIME))
 
 
-def plain(net: Any, x: Any, y: Any) -> tuple[list[float], dict[str, Any]]:
+def plain(net, x, y):
     """Plain PyTorch: losses, and parameters and buffers after the last step."""
     losses, net = train_in_torch(net, x, y, 3, lr=1e-2, weight_decay=0.01)
     return losses, {name: t.detach().numpy() for name, t in net.state_dict().items()}
 
 
-def train(model: Any, x: Any, y: Any, ranks: int = 1, steps: int = 3, **options: Any) -> Any:
+def train(model, x, y, ranks=1, steps=3, **options):
     """(losses, parameters, predictions) of thread ranks that share the batch."""
     return train_on_ranks(model, x, y, optim.AdamW(lr=1e-2, weight_decay=0.01), ranks, steps, **options)
 
@@ -99,38 +95,38 @@ def train(model: Any, x: Any, y: Any, ranks: int = 1, steps: int = 3, **options:
 class Residual(tnn.Module):
     """As in ResNet: one ReLU, in place, after each batch norm and after the sum."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv1, self.norm1 = tnn.Conv2d(2, 4, 3, padding=1, bias=False), tnn.BatchNorm2d(4)
         self.conv2, self.norm2 = tnn.Conv2d(4, 4, 3, padding=1, bias=False), tnn.BatchNorm2d(4)
         self.relu, self.head = tnn.ReLU(inplace=True), tnn.Linear(4, 5)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         h = self.relu(self.norm1(self.conv1(x)))
         h = self.relu(self.norm2(self.conv2(h)) + h)
         return self.head(h.mean((2, 3)))
 
 
 class TestModule(LayerContract):
-    def make(self) -> Any:
+    def make(self):
         torch.manual_seed(0)
         return TorchModule(tnn.Sequential(tnn.Linear(5, 4), tnn.Tanh(), tnn.LayerNorm(4), tnn.Linear(4, 3)))
 
-    def inputs(self) -> Any:
+    def inputs(self):
         return self.draw_normal(4, 5)
 
 
 class TestModuleOfTwoInputsThatDrops(LayerContract):
-    def make(self) -> Any:
+    def make(self):
         torch.manual_seed(0)
         return TorchModule(Language(1, drop=0.3))
 
-    def inputs(self) -> Any:
+    def inputs(self):
         return self.draw_integers(VOCAB, 3, TIME), self.draw_normal(3, TIME)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["sequential", "residual units"])
-def test_batch_norms_see_the_whole_batch_as_in_pytorch(cut: bool) -> None:
+def test_batch_norms_see_the_whole_batch_as_in_pytorch(cut):
     torch.manual_seed(1)
     net, (x, y) = (Residual() if cut else image_net()).double(), images()
     losses, end = plain(net, x, y)
@@ -143,7 +139,7 @@ def test_batch_norms_see_the_whole_batch_as_in_pytorch(cut: bool) -> None:
             np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
 
 
-WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+WAYS = {
     "one": (1, {}),
     "fsdp": (2, {}),
     "ddp": (3, {"strategy": "ddp"}),
@@ -154,7 +150,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @cache
-def cut_and_trained(kind: type) -> Any:
+def cut_and_trained(kind):
     """A module, itself in units, and what PyTorch gives: once, for the exporter takes seconds."""
     torch.manual_seed(2)
     net, (x, y) = kind().double(), text()
@@ -162,7 +158,7 @@ def cut_and_trained(kind: type) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_units_of_a_module_train_as_in_pytorch(way: str) -> None:
+def test_units_of_a_module_train_as_in_pytorch(way):
     net, model, losses, end = cut_and_trained(Language)
     ranks, options = WAYS[way]
     found, parameters, _ = train(model, *text(), ranks, **options)
@@ -175,11 +171,11 @@ def test_units_of_a_module_train_as_in_pytorch(way: str) -> None:
 class Shared(tnn.Module):
     """Its result is a product with the table of an embedding, outside of any module."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.blocks = tnn.Embedding(VOCAB, 8), tnn.ModuleList([Block(8, 0.0) for _ in range(3)])
 
-    def forward(self, tokens: Any, scale: Any) -> Any:
+    def forward(self, tokens, scale):
         x = self.embed(tokens) * scale.unsqueeze(-1)
         for block in self.blocks:
             x = block(x, None)
@@ -187,7 +183,7 @@ class Shared(tnn.Module):
 
 
 @pytest.mark.parametrize("way", ["fsdp", "pipe"])
-def test_an_operation_outside_of_units_may_read_a_parameter_of_one(way: str) -> None:
+def test_an_operation_outside_of_units_may_read_a_parameter_of_one(way):
     _, model, losses, end = cut_and_trained(Shared)
     ranks, options = WAYS[way]
     assert len(model.children()) == 5
@@ -200,29 +196,29 @@ def test_an_operation_outside_of_units_may_read_a_parameter_of_one(way: str) -> 
 class Gated(tnn.Module):
     """An argument by name, a frozen parameter, and buffers that are saved and that are not."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lin, self.gate = tnn.Linear(4, 5), tnn.Linear(4, 5)
         self.gate.weight.requires_grad_(False)
         self.register_buffer("shift", torch.linspace(0, 1, 5))
         self.register_buffer("factor", torch.full((1,), 1.5), persistent=False)
 
-    def forward(self, x: Any, mask: Any = None, *, scale: Any) -> Any:
+    def forward(self, x, mask=None, *, scale):
         assert mask is None
         return self.lin(x) * torch.sigmoid(self.gate(x)) * scale * self.factor + self.shift
 
 
 class ByPlace(tnn.Module):
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Any, scale: Any) -> Any:
+    def forward(self, x, scale):
         return self.inner(x, scale=scale)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["one layer", "units"])
-def test_arguments_by_name_frozen_parameters_and_buffers_are_as_in_pytorch(cut: bool) -> None:
+def test_arguments_by_name_frozen_parameters_and_buffers_are_as_in_pytorch(cut):
     torch.manual_seed(6)
     net, r = ByPlace(Gated()).double(), np.random.default_rng(3)
     x, y = (r.standard_normal((SAMPLES, 4)), r.standard_normal((SAMPLES, 1))), r.integers(0, 5, SAMPLES)
@@ -237,7 +233,7 @@ def test_arguments_by_name_frozen_parameters_and_buffers_are_as_in_pytorch(cut: 
     np.testing.assert_array_equal(frozen, net.inner.gate.weight.numpy())
 
 
-def test_units_are_the_elements_of_module_lists_and_modules_with_parameters() -> None:
+def test_units_are_the_elements_of_module_lists_and_modules_with_parameters():
     (x, _) = text()
     _, cut, *_ = cut_and_trained(Language)
     assert list(cut.children()) == ["embed", "blocks.0", "blocks.1", "norm", "head"]
@@ -248,7 +244,7 @@ def test_units_are_the_elements_of_module_lists_and_modules_with_parameters() ->
 
 
 @cache
-def dropping() -> Any:
+def dropping():
     """Return a module with dropout, whole and split into units."""
     torch.manual_seed(3)
     net, (x, _) = Language(drop=0.4).double(), text()
@@ -256,7 +252,7 @@ def dropping() -> Any:
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["one layer", "units"])
-def test_dropout_is_the_same_however_ranks_are_laid_out(cut: bool) -> None:
+def test_dropout_is_the_same_however_ranks_are_laid_out(cut):
     (net, units), (x, y) = dropping(), text()
     model = units if cut else from_torch(net)
     alone, _, still = train(model, x, y)
@@ -268,14 +264,14 @@ def test_dropout_is_the_same_however_ranks_are_laid_out(cut: bool) -> None:
     assert abs(without[0] - alone[0]) > 1e-4, "nothing was dropped"
 
 
-def _without_dropout(net: Any) -> Any:
+def _without_dropout(net):
     net = copy.deepcopy(net)
     for block in net.blocks:
         block.drop, block.mlp[3].p = 0.0, 0.0
     return net
 
 
-def test_chunks_give_the_same_bits_on_any_number_of_ranks() -> None:
+def test_chunks_give_the_same_bits_on_any_number_of_ranks():
     (_, model), (x, y) = dropping(), text()
     first, *others = (
         train(model, x, y, ranks, reproducible_chunks=6, **options)
@@ -286,12 +282,12 @@ def test_chunks_give_the_same_bits_on_any_number_of_ranks() -> None:
         assert all(np.array_equal(value, other[1][name]) for name, value in first[1].items())
 
 
-def test_first_values_are_those_of_rank_0() -> None:
+def test_first_values_are_those_of_rank_0():
     modules = [tnn.Linear(3, 2) for _ in range(2)]  # here: thread ranks share PyTorch's generator
     first, other = (module.weight.detach().numpy().copy() for module in modules)
     assert (first != other).any()
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         trainer = fsdpx.distribute(modules[comm.rank], loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
         return trainer.parameters()["weight"]
 
@@ -300,7 +296,7 @@ def test_first_values_are_those_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["one layer", "units"])
-def test_layers_keep_no_first_values_that_were_handed_on(cut: bool) -> None:
+def test_layers_keep_no_first_values_that_were_handed_on(cut):
     net, (x, y) = Language(1), text()
     example = [a[:4] for a in x]
     model = from_torch(net, *example * cut)
@@ -315,18 +311,18 @@ def test_layers_keep_no_first_values_that_were_handed_on(cut: bool) -> None:
     assert np.isfinite(train(alone, x, y, 2)[0]).all(), "a dry run has no ranks that take them"
 
 
-def test_a_dry_run_predicts_what_a_module_keeps_for_backward() -> None:
+def test_a_dry_run_predicts_what_a_module_keeps_for_backward():
     (_, model, *_), ((tokens, scale), y) = cut_and_trained(Language), text()
     kept = {}
     for samples in (4, SAMPLES):
         x = (tokens[:samples], scale[:samples])
-        options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0}
+        options = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0}
         options |= {"precision": "float64"}  # whose shapes are known from the exporter
         kept[samples] = fsdpx.dry_run(model, x, y[:samples], ranks=2, **options).activations
     assert 2.5 * kept[4] < kept[SAMPLES] < 3.5 * kept[4]
 
 
-def test_the_saved_file_is_a_state_dict(tmp_path: Any) -> None:
+def test_the_saved_file_is_a_state_dict(tmp_path):
     from safetensors.torch import load_file
 
     net, (x, y) = image_net(), images()
@@ -340,7 +336,7 @@ def test_the_saved_file_is_a_state_dict(tmp_path: Any) -> None:
     np.testing.assert_allclose(trainer.predict(x.astype(np.float32)), wanted, rtol=1e-4, atol=1e-5)
 
 
-CRITERIA: dict[str, tuple[Any, Any]] = {
+CRITERIA = {
     "ignored and weighted": (tnn.CrossEntropyLoss(torch.rand(5).double() + 0.5, ignore_index=2), None),
     "smoothed": (tnn.CrossEntropyLoss(label_smoothing=0.1), None),
     "squares": (tnn.MSELoss(), (SAMPLES, 5)),
@@ -350,7 +346,7 @@ CRITERIA: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", CRITERIA)
-def test_losses_divide_as_pytorch_divides_the_whole_batch(name: str) -> None:
+def test_losses_divide_as_pytorch_divides_the_whole_batch(name):
     torch.manual_seed(5)
     loss, shape = CRITERIA[name]
     net, (x, y) = image_net().double(), images()
@@ -361,7 +357,7 @@ def test_losses_divide_as_pytorch_divides_the_whole_batch(name: str) -> None:
 
 
 FLOAT, EACH = np.float32, (6, 4)
-TARGETS: dict[str, tuple[Any, Any, tuple[int, ...], str]] = {
+TARGETS = {
     "squares": (tnn.MSELoss(), np.zeros(6, FLOAT), (6, 1), r"a target of the output's shape \(6, 1\), got \(6,\)"),
     "absolute": (tnn.L1Loss(), np.zeros((6, 1), FLOAT), EACH, r"shape \(6, 4\), got \(6, 1\)"),
     "function": (tnn.functional.mse_loss, np.zeros(6, FLOAT), (6, 1), r"got \(6,\): PyTorch would repeat one"),
@@ -374,13 +370,13 @@ TARGETS: dict[str, tuple[Any, Any, tuple[int, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_targets_that_do_not_fit_a_loss_are_refused(name: str) -> None:
+def test_targets_that_do_not_fit_a_loss_are_refused(name):
     loss, target, shape, wrong = TARGETS[name]
     with pytest.raises(DataError, match=wrong):
         TorchLoss(loss).validate(shape, target)
 
 
-def test_targets_of_any_whole_numbers_are_those_of_int64_or_floats() -> None:
+def test_targets_of_any_whole_numbers_are_those_of_int64_or_floats():
     net, (x, y) = image_net().double(), images()
     kinds = [np.int64, np.int32, np.uint8, np.uint16]
     wanted, *found = (train(net, x, y.astype(kind), 2, steps=1, loss=tnn.CrossEntropyLoss())[0] for kind in kinds)
@@ -392,13 +388,13 @@ def test_targets_of_any_whole_numbers_are_those_of_int64_or_floats() -> None:
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loss", [tnn.CrossEntropyLoss(), tnn.functional.cross_entropy], ids=["module", "function"])
-def test_a_loss_of_16_bit_outputs_is_computed_in_float32(loss: Any, kind: Any) -> None:
+def test_a_loss_of_16_bit_outputs_is_computed_in_float32(loss, kind):
     """As under torch.autocast; the gradient has the format of the outputs."""
     rng = np.random.default_rng(0)
     y, labels = torch.tensor(rng.standard_normal((6, 4)), dtype=kind, requires_grad=True), torch.arange(6) % 4
     wanted = tnn.functional.cross_entropy(y.float(), labels)
     wanted.backward()
-    env: Any = SimpleNamespace(xp=np)
+    env = SimpleNamespace(xp=np)
     array = to_array(np, y.detach())
     total, weight, saved = TorchLoss(loss).forward(env, array, labels.numpy())
     assert total / weight == pytest.approx(wanted.item(), rel=1e-6)
@@ -408,10 +404,10 @@ def test_a_loss_of_16_bit_outputs_is_computed_in_float32(loss: Any, kind: Any) -
 
 
 @pytest.mark.parametrize("ours", [False, True])
-def test_only_layers_of_fsdpx_are_warned_of_slow_16_bit_products(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
+def test_only_layers_of_fsdpx_are_warned_of_slow_16_bit_products(monkeypatch, ours):
     """PyTorch multiplies in its modules, with bfloat16 instructions of its own."""
     monkeypatch.setattr(matmul, "get_selected_library", lambda kind="bfloat16": matmul.WIDENED)
-    net: Any = nn.Linear(4, 2) if ours else tnn.Linear(4, 2)
+    net = nn.Linear(4, 2) if ours else tnn.Linear(4, 2)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         fsdpx.distribute(
@@ -423,15 +419,15 @@ def test_only_layers_of_fsdpx_are_warned_of_slow_16_bit_products(monkeypatch: py
 class Modes(tnn.Module):
     """As Sequential, whose children are not layers by themselves."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.inner(x)
 
 
-def still(which: str) -> Any:
+def still(which):
     torch.manual_seed(3)
     norms, drop = [tnn.BatchNorm1d(4), tnn.BatchNorm1d(4)], tnn.Dropout(0.5)
     net = tnn.Sequential(tnn.Linear(4, 4), norms[0], tnn.Linear(4, 4), norms[1], drop, tnn.Linear(4, 3)).double()
@@ -447,7 +443,7 @@ def still(which: str) -> Any:
 
 @pytest.mark.parametrize("way", ["layers", "module", "cut"])
 @pytest.mark.parametrize("which", ["all", "first norm", "dropout"])
-def test_what_is_in_evaluation_stays_so_in_training_as_in_pytorch(which: str, way: str) -> None:
+def test_what_is_in_evaluation_stays_so_in_training_as_in_pytorch(which, way):
     net, r = still(which), np.random.default_rng(1)
     x, y = r.standard_normal((8, 4)), r.integers(0, 3, 8)
     given = from_torch(net, x) if way == "cut" else net
@@ -470,17 +466,17 @@ def test_what_is_in_evaluation_stays_so_in_training_as_in_pytorch(which: str, wa
 class Picked(tnn.Module):
     """A buffer that is no float."""
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.lin = tnn.Linear(4, 4)
         self.register_buffer("chosen", torch.tensor([1, 0, 1, 1]).to(kind))
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.lin(x) * self.chosen
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.uint8, torch.bool])
-def test_saved_buffers_that_are_no_floats_are_constants(kind: Any) -> None:
+def test_saved_buffers_that_are_no_floats_are_constants(kind):
     net, x = Picked(kind).double(), np.arange(12, dtype=np.float64).reshape(3, 4) / 7
     wanted = tnn.functional.mse_loss(net(torch.tensor(x)), torch.tensor(x)).item()
     found, _, _ = train(net, x, x, 1, steps=1, loss=nn.MSELoss())
@@ -488,16 +484,16 @@ def test_saved_buffers_that_are_no_floats_are_constants(kind: Any) -> None:
 
 
 class Mixed(tnn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lin = tnn.Linear(4, 4)
         self.register_buffer("turn", torch.eye(4).half(), persistent=False)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.lin(x) @ self.turn
 
 
-def test_a_buffer_of_another_format_is_named() -> None:
+def test_a_buffer_of_another_format_is_named():
     trainer = fsdpx.distribute(Mixed(), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
     x = np.ones((3, 4), np.float32)
     with pytest.raises(ConfigError, match=r"turn is torch\.float16, a buffer that is not saved .* all else is float32"):
@@ -505,19 +501,19 @@ def test_a_buffer_of_another_format_is_named() -> None:
 
 
 class Noise(tnn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lin = tnn.Linear(4, 4)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.lin(x) + torch.rand_like(x)
 
 
-def test_evaluation_draws_the_same_on_any_number_of_ranks_and_none_of_pytorchs_numbers() -> None:
+def test_evaluation_draws_the_same_on_any_number_of_ranks_and_none_of_pytorchs_numbers():
     net, x = Noise().double(), np.ones((4, 4))
 
-    def run(comm: Communicator) -> Any:
-        options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.0), "precision": "float64"}
+    def run(comm):
+        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.0), "precision": "float64"}
         trainer = fsdpx.distribute(net, comm=comm, **options)
         part = slice(comm.rank * 4 // comm.size, (comm.rank + 1) * 4 // comm.size)
         return trainer.evaluate(x[part], x[part]), trainer.step(x[part], x[part])
@@ -529,11 +525,11 @@ def test_evaluation_draws_the_same_on_any_number_of_ranks_and_none_of_pytorchs_n
 
 
 class Wrong(tnn.Module):
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         super().__init__()
         self.what, self.lin = what, tnn.Linear(4, 4)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         if self.what == "input":
             x.mul_(2)
         if self.what == "parameter":
@@ -555,7 +551,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("what", ERRORS)
-def test_what_a_module_may_not_do_is_named(what: str) -> None:
+def test_what_a_module_may_not_do_is_named(what):
     trainer = fsdpx.distribute(Wrong(what), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
     x = np.ones((3, 4), np.float32)
     with pytest.raises(ConfigError) as caught:
@@ -566,11 +562,11 @@ def test_what_a_module_may_not_do_is_named(what: str) -> None:
 class WithLoss(tnn.Module):
     """Like models of transformers, returns the loss too if it gets labels."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         super().__init__()
         self.what, self.lin = what, tnn.Linear(4, 4)
 
-    def forward(self, x: Any, labels: Any = None) -> Any:
+    def forward(self, x, labels=None):
         y = self.lin(x)
         loss = y.square().mean()
         return {"tensor": loss, "dict": {"loss": loss, "scores": y}, "tuple": (loss, y)}[self.what]
@@ -580,11 +576,11 @@ LOSSES = [nn.MSELoss(), tnn.MSELoss(), nn.CrossEntropyLoss(), tnn.CrossEntropyLo
 
 
 @pytest.mark.parametrize("turn", range(len(LOSSES)))
-def test_a_module_that_returns_its_loss_is_told_what_to_return(turn: int) -> None:
+def test_a_module_that_returns_its_loss_is_told_what_to_return(turn):
     """Each loss with two ways to give a module, and each way with one loss or two: each export takes long."""
     x, loss = np.ones((3, 4), np.float32), LOSSES[turn]
     y = x if "MSE" in repr(loss) else np.zeros(3, np.int64)
-    ways: list[tuple[Callable[[], Any], Any]] = [
+    ways = [
         (lambda: WithLoss("tensor"), x),
         (lambda: from_torch(WithLoss("dict"), output="loss"), x),
         (lambda: from_torch(WithLoss("tuple"), x, output=0), x),
@@ -600,7 +596,7 @@ def test_a_module_that_returns_its_loss_is_told_what_to_return(turn: int) -> Non
         assert ("layer '1'" in str(caught.value)) is isinstance(model, tnn.Sequential)
 
 
-def test_an_output_that_is_not_there_is_named() -> None:
+def test_an_output_that_is_not_there_is_named():
     x = np.ones((3, 4), np.float32)
     for what, said in (("tensor", "it gives Tensor"), ("dict", "there are loss, scores"), ("tuple", "there are 0, 1")):
         trainer = fsdpx.distribute(
@@ -610,11 +606,11 @@ def test_an_output_that_is_not_there_is_named() -> None:
             trainer.step(x, x)
 
 
-def test_a_module_that_fsdp_gathers_whole_is_said_on_rank_0() -> None:
-    def warn_of(net: Any, **options: Any) -> list[str]:
+def test_a_module_that_fsdp_gathers_whole_is_said_on_rank_0():
+    def warn_of(net, **options):
         given = {"strategy": "fsdp", "group_bytes": 64, **options}
 
-        def make(comm: Communicator) -> None:
+        def make(comm):
             fsdpx.distribute(net, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **given)
 
         with warnings.catch_warnings(record=True) as caught:
@@ -629,7 +625,7 @@ def test_a_module_that_fsdp_gathers_whole_is_said_on_rank_0() -> None:
     assert [warn_of(net) for net in (split, tnn.Linear(9, 9), image_net())] == [[], [], []]
 
 
-def test_other_wrong_choices_are_named() -> None:
+def test_other_wrong_choices_are_named():
     x = np.ones((3, 4), np.float32)
     with pytest.raises(ConfigError, match=r"units: 'Blok' matches no module; the nearest are 'Block', "):
         from_torch(Language(), *(a[:4] for a in text()[0]), units=["Blok"])
@@ -650,18 +646,18 @@ def test_other_wrong_choices_are_named() -> None:
 
 
 class Branching(tnn.Module):
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return x if x.sum() > 0 else -x
 
 
-def test_a_module_that_looks_at_values_is_one_layer() -> None:
+def test_a_module_that_looks_at_values_is_one_layer():
     x = np.ones((3, 4), np.float32)
     net = tnn.Sequential(tnn.Linear(4, 4), Branching())
     trainer = fsdpx.distribute(net, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
     assert trainer.step(x, x) > trainer.step(x, x)
 
 
-def test_a_module_that_is_one_layer_is_refused_over_a_grid() -> None:
+def test_a_module_that_is_one_layer_is_refused_over_a_grid():
     grid = fsdpx.Grid.from_shape((4, 6), (2, 1))
     with pytest.raises(ConfigError, match=r"from_torch\(module, domain=grid\)"):
         partition_model(from_torch(tnn.Sequential(tnn.Conv2d(1, 1, 3))), grid.parts)

@@ -1,9 +1,6 @@
 """Models of the library transformers, cut into units: the same losses and parameters as in plain PyTorch."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ from fsdpx.ext.interop.torch import from_torch  # noqa: E402
 SAMPLES, VOCAB, STEPS = 12, 50, 3
 
 
-def gpt2() -> Any:
+def gpt2():
     config = transformers.GPT2Config(
         vocab_size=VOCAB, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
@@ -28,7 +25,7 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama() -> Any:
+def llama():
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False,
@@ -36,7 +33,7 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def resnet18() -> Any:
+def resnet18():
     """ResNet-18 (He et al. 2016) with few channels."""
     config = transformers.ResNetConfig(
         embedding_size=4, hidden_sizes=[4, 6, 8, 8], depths=[2, 2, 2, 2], layer_type="basic", num_labels=5
@@ -48,11 +45,11 @@ class ExactNorm(torch.nn.RMSNorm):
     """Llama's norm in the format of its input: the library's own computes in float32 whatever the model is in, and a
     last bit of float64 becomes one of float32 there."""
 
-    def __init__(self, size: int, eps: float = 1e-6) -> None:
+    def __init__(self, size, eps=1e-6):
         super().__init__(size, eps)
 
 
-WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+WAYS = {
     "one": (1, {"strategy": "ddp"}),
     "ddp": (3, {"strategy": "ddp"}),
     "zero2": (2, {"strategy": "zero2"}),
@@ -63,7 +60,7 @@ MODELS = (gpt2, llama, resnet18)
 CASES = [(make, way) for make in MODELS for way in WAYS]
 
 
-def prepared(make: Any) -> tuple[Any, Any, Any, Any]:
+def prepared(make):
     """The model with random weights, its inputs and targets, and the units that it is cut into (None: by itself)."""
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +72,7 @@ def prepared(make: Any) -> tuple[Any, Any, Any, Any]:
 
 
 @cache
-def in_float64(make: Any) -> tuple[Any, Any, Any, Any, Any]:
+def in_float64(make):
     """The model cut into units, which takes PyTorch seconds; inputs, targets, what plain PyTorch ends with, and what
     the first values are read from."""
     net, x, y, units = prepared(make)
@@ -84,7 +81,7 @@ def in_float64(make: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 @pytest.mark.parametrize(("make", "way"), CASES, ids=lambda case: getattr(case, "__name__", case))
-def test_steps_are_those_of_plain_pytorch(make: Any, way: str) -> None:
+def test_steps_are_those_of_plain_pytorch(make, way):
     model, x, y, (losses, end), _ = in_float64(make)
     ranks, options = WAYS[way]
     if make is resnet18 and way == "pipe":  # a batch norm sees one microbatch at a time
@@ -97,9 +94,9 @@ def test_steps_are_those_of_plain_pytorch(make: Any, way: str) -> None:
         np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
 
 
-def test_chunks_give_the_bits_of_one_process() -> None:
+def test_chunks_give_the_bits_of_one_process():
     model, x, y, *_ = in_float64(llama)
-    chunks: dict[str, Any] = {"reproducible_chunks": 6, "precision": "float64"}
+    chunks = {"reproducible_chunks": 6, "precision": "float64"}
     losses, end = trained(model, x, y, 1, **chunks)
     found, parameters = trained(model, x, y, 2, **chunks, mesh=fsdpx.Mesh(pipe=2))
     assert found == losses
@@ -107,7 +104,7 @@ def test_chunks_give_the_bits_of_one_process() -> None:
         np.testing.assert_array_equal(value, end[name], err_msg=name)
 
 
-def test_chunks_of_a_model_with_batch_norms_are_refused() -> None:
+def test_chunks_of_a_model_with_batch_norms_are_refused():
     model, x, y, *_ = in_float64(resnet18)
     first = "resnet.embedder.embedder.normalization"
     with pytest.raises(
@@ -116,13 +113,13 @@ def test_chunks_of_a_model_with_batch_norms_are_refused() -> None:
         trained(model, x, y, 1, precision="float64", reproducible_chunks=6)
 
 
-def trained(model: Any, x: Any, y: Any, ranks: int, **options: Any) -> tuple[list[float], dict[str, Any]]:
+def trained(model, x, y, ranks, **options):
     """Losses and last parameters of thread ranks that share the batch; ranks of a pipe read all of it."""
     data = 1 if "mesh" in options else None
     return train_on_ranks(model, x, y, optim.AdamW(lr=1e-3, weight_decay=0.01), ranks, STEPS, data, **options)[:2]
 
 
-def plain(net: Any, x: Any, y: Any) -> tuple[list[float], dict[str, Any]]:
+def plain(net, x, y):
     losses, net = train_in_torch(net, x, y, STEPS, lr=1e-3, weight_decay=0.01)
     own = dict(net.named_parameters()) | {n: b for n, b in net.named_buffers() if "running" in n}
     return losses, {name: p.detach().numpy() for name, p in own.items()}
