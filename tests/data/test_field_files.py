@@ -27,8 +27,7 @@ def whole_of(dataset):
 
 
 @pytest.mark.parametrize("form", [2, 3])
-def test_zarr_arrays_that_are_in_no_group(form, tmp_path):
-    zarr = pytest.importorskip("zarr")
+def test_zarr_arrays_that_are_in_no_group(form, tmp_path, zarr):
     first, second = values(T, Y, X), values(T, Y, X, seed=1)
     for name, field in (("u.zarr", first), ("v.zarr", second)):
         zarr.save_array(tmp_path / "fields" / name, field, zarr_format=form)
@@ -44,8 +43,7 @@ def test_zarr_arrays_that_are_in_no_group(form, tmp_path):
 
 
 @pytest.mark.parametrize("names", [["0000", "0001", "0002"], ["run_9", "run_10", "run_11"]])
-def test_a_group_for_each_trajectory_with_components_last(names, tmp_path):
-    h5py = pytest.importorskip("h5py")
+def test_a_group_for_each_trajectory_with_components_last(names, tmp_path, h5py):
     whole = values(N, T, X, Y, 2)
     with h5py.File(tmp_path / "u.h5", "w") as file:
         for name, run in zip(sorted(names), whole, strict=True):
@@ -96,8 +94,7 @@ def test_links_inside_a_file_are_followed(tmp_path):
         (None, "is not opened: copy it into this one, or leave it out by fields="),
     ],
 )
-def test_links_that_lead_elsewhere_are_named(name, text, tmp_path):
-    h5py = pytest.importorskip("h5py")
+def test_links_that_lead_elsewhere_are_named(name, text, tmp_path, h5py):
     linked(tmp_path / "u.h5")
     if name is None:
         with h5py.File(tmp_path / "u.h5", "a") as file:
@@ -183,8 +180,7 @@ def test_one_member_that_cannot_be_read_is_named_when_it_is_asked_for(damaged, t
         (40000, "'u' is compressed by a filter (HDF5 filter 40000), which is not installed: HDF5_PLUGIN_PATH names"),
     ],
 )
-def test_a_filter_that_is_missing_is_named(code, text, tmp_path, monkeypatch):
-    h5py = pytest.importorskip("h5py")
+def test_a_filter_that_is_missing_is_named(code, text, tmp_path, monkeypatch, h5py):
     monkeypatch.setitem(__import__("sys").modules, "hdf5plugin", None)
     if h5py.h5z.filter_avail(code):
         pytest.skip("HDF5 has that filter here")

@@ -145,9 +145,8 @@ def test_what_netcdf_writes_by_itself_is_missing_in_its_files_alone(tmp_path):
         {"_FillValue": "nothing", "missing_value": -999, "scale_factor": 1, "add_offset": 0},
     ],
 )
-def test_attributes_of_any_type(attributes, dtype, tmp_path):
+def test_attributes_of_any_type(attributes, dtype, tmp_path, h5py):
     """HDF5 by others, whose attributes have other types than the field."""
-    h5py = pytest.importorskip("h5py")
     stored = np.arange(T * Y * X).reshape(T, Y, X).astype(dtype)
     stored[1, 2, 3] = -999
     with h5py.File(tmp_path / "u.h5", "w") as file:
@@ -156,8 +155,7 @@ def test_attributes_of_any_type(attributes, dtype, tmp_path):
     demand_same(read(tmp_path / "u.h5"), np.where(stored == -999, np.nan, stored.astype(float)))
 
 
-def test_numbers_that_an_array_cannot_have_stand_for_none_of_its_own(tmp_path):
-    h5py = pytest.importorskip("h5py")
+def test_numbers_that_an_array_cannot_have_stand_for_none_of_its_own(tmp_path, h5py):
     stored = np.arange(T * Y * X, dtype=np.uint8).reshape(T, Y, X)
     with h5py.File(tmp_path / "u.h5", "w") as file:
         file["u"] = stored
@@ -165,9 +163,8 @@ def test_numbers_that_an_array_cannot_have_stand_for_none_of_its_own(tmp_path):
     demand_same(read(tmp_path / "u.h5"), stored.astype(float))
 
 
-def test_text_in_zarr(tmp_path):
+def test_text_in_zarr(tmp_path, zarr):
     """JSON has no NaN; and a `fill_value` that xarray has not written is a value."""
-    zarr = pytest.importorskip("zarr")
     stored = np.arange(T * Y * X, dtype=np.float32).reshape(T, Y, X)
     stored[0, 1, 2] = np.inf
     for form in (2, 3):

@@ -118,13 +118,12 @@ LIMITED = [n for n in range(len(RECORD)) if n < 12 or n % 97 == 0 or n > len(REC
 FLIPPED = bytes([RECORD[20] ^ 1])
 
 
-def change_meta(path, value):
-    meta = json.loads(json.dumps(META))
-    inside = meta
-    for key in path[:-1]:
-        inside = inside[key]
-    inside[path[-1]] = value
-    return meta
+def features(**changed):
+    return META | {"features": META["features"] | changed}
+
+
+def velocity(**changed):
+    return features(velocity=META["features"]["velocity"] | changed)
 
 
 BAD = [
@@ -141,23 +140,22 @@ BAD = [
     (record(example({"cells": b""})), META, "it has no field 'mesh_pos'"),
     (record(b""), META, "it has no field 'cells', but nothing"),
     (record(example(dict.fromkeys(META["field_names"], b"123"))), META, "3 bytes, which are no whole number of"),
-    (RECORD, change_meta(("features", "velocity", "shape"), [-1, 3, 2]), "'velocity' has 8 steps, and meta.json"),
-    (RECORD, change_meta(("features", "velocity", "shape"), [STEPS, 5, 2]), "cannot reshape array"),
-    (RECORD, change_meta(("features", "velocity", "shape"), [10**30, 2]), "trajectory 0: "),
-    (RECORD, change_meta(("features", "velocity", "shape"), ["4", 2]), "must be a list of whole numbers"),
-    (RECORD, change_meta(("features", "velocity", "dtype"), "object"), '"dtype" one of float32'),
-    (RECORD, change_meta(("features", "velocity", "type"), "still"), '"type" must be one of static'),
-    (RECORD, change_meta(("features", "cells"), 7), "must be a list of whole numbers"),
-    (RECORD, change_meta(("trajectory_length",), 3), "'velocity' has 4 steps, and meta.json says 3"),
-    (RECORD, change_meta(("trajectory_length",), True), '"trajectory_length", 1 or more'),
+    (RECORD, velocity(shape=[-1, 3, 2]), "'velocity' has 8 steps, and meta.json"),
+    (RECORD, velocity(shape=[STEPS, 5, 2]), "cannot reshape array"),
+    (RECORD, velocity(shape=[10**30, 2]), "trajectory 0: "),
+    (RECORD, velocity(shape=["4", 2]), "must be a list of whole numbers"),
+    (RECORD, velocity(dtype="object"), '"dtype" one of float32'),
+    (RECORD, velocity(type="still"), '"type" must be one of static'),
+    (RECORD, features(cells=7), "must be a list of whole numbers"),
+    (RECORD, META | {"trajectory_length": 3}, "'velocity' has 4 steps, and meta.json says 3"),
+    (RECORD, META | {"trajectory_length": True}, '"trajectory_length", 1 or more'),
     (RECORD, [], '"trajectory_length", 1 or more'),
     (RECORD, "{", "not valid JSON"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(BAD)))
-def test_a_file_that_is_cut_off_or_wrong_is_told(tmp_path, number):
-    records, meta, text = BAD[number]
+@pytest.mark.parametrize(("records", "meta", "text"), BAD, ids=range(len(BAD)))
+def test_a_file_that_is_cut_off_or_wrong_is_told(tmp_path, records, meta, text):
     with pytest.raises(DataError, match=text) as error:
         data.TrajectoryDataset(write(tmp_path, records, meta))[0]
     assert "train.tfrecord" in str(error.value) or "meta.json" in str(error.value)

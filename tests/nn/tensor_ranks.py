@@ -113,6 +113,14 @@ def compare(
     return planned, runs
 
 
+def compare_mse(
+    model: nn.Layer, shape: tuple[int, ...], width: int, split: bool = False, **options: Any
+) -> tuple[nn.sharding.TensorParallelModel, list[Run]]:
+    """As `compare`, with squared errors of an output of the input's shape. Both are random."""
+    x, target = np.random.default_rng(2).standard_normal((2, *shape))
+    return compare(model, nn.MSELoss(), x, target, width, split, **options)
+
+
 def check(planned: nn.sharding.TensorParallelModel, want: Run, runs: list[Run]) -> None:
     """What the ranks got, put together, is what one process got."""
     add = sum if getattr(planned.loss, "partial", False) else max

@@ -7,7 +7,7 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensor_ranks import assembled, check, compare, environment, full, in_all_ways, local, on_axis, once
+from tensor_ranks import assembled, check, compare, compare_mse, environment, full, in_all_ways, local, on_axis, once
 
 from fsdpx import FakeCommunicator, nn
 from fsdpx.core.array import shapes
@@ -17,6 +17,7 @@ from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.layer import LayerContext
 from fsdpx.nn.sharding import ColumnParallel, RowParallel, ShardSpec, VocabParallel
+from fsdpx.testing import assert_close
 
 steady = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 rng = np.random.default_rng(0)
@@ -67,12 +68,7 @@ def test_a_cut_of_heads():
 
 
 @steady
-@given(
-    shape=st.tuples(*[st.integers(1, 5)] * 4),
-    row=st.integers(0, 3),
-    dims=st.sets(st.integers(1, 3), min_size=1),
-    data=st.data(),
-)
+@given(st.tuples(*[st.integers(1, 5)] * 4), st.integers(0, 3), st.sets(st.integers(1, 3), min_size=1), st.data())
 def test_random_numbers_of_a_part_are_those_of_the_whole(shape, row, dims, data):
     whole = Random(7, "layer", step=3).uniform(np, (row + shape[0], *shape[1:]))
     places, index = {}, [slice(row, None), slice(None), slice(None), slice(None)]
@@ -145,27 +141,20 @@ LAYERS = {
 @in_all_ways
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_that_know_their_plan(name, width, sequence, split):
-    x, target = rng.standard_normal((2, 12, 12)), rng.standard_normal((2, 12, 12))
-    compare(LAYERS[name], nn.MSELoss(), x, target, width, split, sequence=sequence)
+    compare_mse(LAYERS[name], (2, 12, 12), width, split, sequence=sequence)
 
 
 def test_the_two_forms_of_backward_give_the_same_bits():
     """Over ranks, too; and the sum of the input's gradient overlaps with the weight's."""
-    x, target = rng.standard_normal((2, 4, 12)), rng.standard_normal((2, 4, 12))
+    block = LAYERS["block with dropout"]
     for sequence in (None, "parallel"):
-        both = [
-            compare(LAYERS["block with dropout"], nn.MSELoss(), x, target, 2, split, sequence=sequence)[1]
-            for split in (False, True)
-        ]
+        both = [compare_mse(block, (2, 4, 12), 2, split, sequence=sequence)[1] for split in (False, True)]
         for fused, halves in zip(*both, strict=True):
-            assert fused.dx.tobytes() == halves.dx.tobytes()
-            for name, array in fused.g.items():
-                assert array.tobytes() == halves.g[name].tobytes(), name
+            assert_close((fused.dx, fused.g), (halves.dx, halves.g))
 
 
 def test_evaluation_drops_nothing():
-    x, target = rng.standard_normal((2, 4, 12)), rng.standard_normal((2, 4, 12))
-    compare(LAYERS["block with dropout"], nn.MSELoss(), x, target, 2, sequence="parallel", options={"training": False})
+    compare_mse(LAYERS["block with dropout"], (2, 4, 12), 2, sequence="parallel", options={"training": False})
 
 
 @pytest.mark.parametrize(("smoothing", "dtype"), [(0.0, np.float32), (0.2, np.float64)])
@@ -174,10 +163,8 @@ def test_cross_entropy_of_cut_logits(width, dtype, smoothing, classes):
     y, target = (50 * rng.standard_normal((3, 4, classes))).astype(dtype), rng.integers(0, classes, (3, 4))
     target[0, 1:3] = 7 + classes
     y[0, 3, 0], target[0, 3] = -np.inf, 1  # all that a rank of five has
-    whole, cut = (
-        nn.CrossEntropyLoss(7 + classes, smoothing),
-        nn.sharding.VocabParallelCrossEntropyLoss(classes, 7 + classes, smoothing),
-    )
+    whole = nn.CrossEntropyLoss(7 + classes, smoothing)
+    cut = nn.sharding.VocabParallelCrossEntropyLoss(classes, 7 + classes, smoothing)
     total, weight, held = whole.forward(environment(), y, target)
     dy = whole.backward(environment(), held, 0.3)
     lies, tolerance = ShardSpec(2), 1e-12 if dtype is np.float64 else 1e-5
@@ -238,15 +225,11 @@ def test_sixteen_bits(sequence):
     runs = on_axis(2, body)
     assert runs[0].y.dtype == bf16
     assert runs[0].total == pytest.approx(want.total, rel=0.02)
-    for name, array in want.g.items():
-        got = assembled_wide(planned, runs, name)
-        np.testing.assert_allclose(got, array, atol=0.05 * np.abs(array).max() + 1e-3, err_msg=name)
-
-
-def assembled_wide(planned, runs, name):
     for run in runs:
-        run.g[name] = run.g[name].astype(np.float32)
-    return assembled(planned, runs, name)
+        run.g = {name: array.astype(np.float32) for name, array in run.g.items()}
+    for name, array in want.g.items():
+        got = assembled(planned, runs, name)
+        np.testing.assert_allclose(got, array, atol=0.05 * np.abs(array).max() + 1e-3, err_msg=name)
 
 
 def elements(counters, verb):
@@ -257,15 +240,14 @@ def test_bytes_of_a_block():
     """Shoeybi et al. 2019: two all-reduces of b s h forward and two backward; Korthikanti et al. 2022: an all-gather
     and a reduce-scatter in place of each, and the inputs gathered once more in backward instead of being kept."""
     b, s, h, width = 2, 12, 12, 3
-    x, target = rng.standard_normal((b, s, h)), rng.standard_normal((b, s, h))
     one = b * s * h * (width - 1) // width  # what one all-gather or reduce-scatter of (b, s, h) moves
-    _, runs = compare(nn.TransformerBlock(h, 6), nn.MSELoss(), x, target, width)
+    _, runs = compare_mse(nn.TransformerBlock(h, 6), (b, s, h), width)
     for run in runs:
         for counted in (run.forward, run.backward):
             assert {verb: calls for _, verb, calls, _ in counted} == {"all_reduce": 2}
             assert elements(counted, "all_reduce") == 2 * 2 * one
     # alone, the block also cuts its input, whose gradient is joined: one more all-gather in backward
-    _, runs = compare(nn.TransformerBlock(h, 6), nn.MSELoss(), x, target, width, sequence="parallel")
+    _, runs = compare_mse(nn.TransformerBlock(h, 6), (b, s, h), width, sequence="parallel")
     for run in runs:
         assert {verb: calls for _, verb, calls, _ in run.forward} == {"all_gather": 2, "reduce_scatter": 2}
         assert elements(run.forward, "all_gather") == elements(run.forward, "reduce_scatter") == 2 * one
@@ -278,12 +260,11 @@ def test_bytes_of_a_block():
 def test_any_rank_of_any_axis_without_data(sequence):
     """Shapes alone, parameters included, on an axis that does not exist."""
     width, rank = 8, 5
-    planned = nn.sharding.parallelize(
-        nn.GPT(1003, 144, 2, 9, 64, dropout=0.1), nn.CrossEntropyLoss(), width, sequence=sequence
-    )
+    gpt = nn.GPT(1003, 144, 2, 9, 64, dropout=0.1)
+    planned = nn.sharding.parallelize(gpt, nn.CrossEntropyLoss(), width, sequence=sequence)
     axes = connect_axes(Mesh(shard=1, tensor=width), FakeCommunicator(rank, width))
-    model = nn.sharding.linearize(planned.model)
-    (y,) = nn.sharding.output_shapes(model, [shapes.ShapeArray((2, 64), np.int64)], "bf16", axes=axes)
+    model, x = nn.sharding.linearize(planned.model), shapes.ShapeArray((2, 64), np.int64)
+    (y,) = nn.sharding.output_shapes(model, [x], "bf16", axes=axes)
     classes = 1003 * 6 // 8 - 1003 * 5 // 8
     assert y.shape == ((2, 8, 1003) if sequence in ("ulysses", "ring") else (2, 64, classes))
     env = LayerContext(shapes, axes, Random(0))
@@ -291,7 +272,6 @@ def test_any_rank_of_any_axis_without_data(sequence):
         name: shapes.ShapeArray(spec.cut.local_shape(spec.shape, rank, width) if spec.cut else spec.shape, np.float32)
         for name, spec in nn.sharding.parameter_specs(model).items()
     }
-    x = shapes.ShapeArray((2, 64), np.int64)
     y, saved = planned.model.forward(env, p, x)
     _, _, held = planned.loss.forward(env, y, x)
     assert planned.model.backward(env, p, dict(p), saved, planned.loss.backward(env, held, 1.0)) is None
@@ -333,10 +313,9 @@ def test_sequences_that_do_not_divide(sequence, width, time):
         _, runs = compare(model, loss, x, target, width, split, options, sequence=sequence)
     if sequence != "parallel":
         assert [run.y.shape[1] for run in runs] == np.diff([time * r // width for r in range(width + 1)]).tolist()
-    x, target = rng.standard_normal((2, 2, time, 12))
     for dropout in (0.0, 0.3):
         block = nn.TransformerBlock(12, 3, causal=False, dropout=dropout)
-        compare(block, nn.MSELoss(), x, target, width, sequence=sequence)
+        compare_mse(block, (2, time, 12), width, sequence=sequence)
 
 
 class Drop(nn.Layer):
@@ -345,9 +324,8 @@ class Drop(nn.Layer):
     acts_on = "position"
 
     def forward(self, env, p, x):
-        keep = (
-            env.random.get_number_subarray(x.shape, {1: env.sequence_offset(x.shape[1])}).make_fractions(env.xp) >= 0.5
-        )
+        numbers = env.random.get_number_subarray(x.shape, {1: env.sequence_offset(x.shape[1])})
+        keep = numbers.make_fractions(env.xp) >= 0.5
         return x * keep, (keep,)
 
     def backward_input(self, env, p, saved, dy):
@@ -357,19 +335,16 @@ class Drop(nn.Layer):
 @pytest.mark.parametrize("time", [1, 5, 6])
 @pytest.mark.parametrize("sequence", [None, "parallel", "ring"])
 def test_a_layer_of_ones_own_finds_its_place(sequence, time):
-    x, target = rng.standard_normal((2, 3, time, 8))
-    compare(nn.Sequential(nn.TransformerBlock(8, 4), Drop()), nn.MSELoss(), x, target, 3, sequence=sequence)
+    compare_mse(nn.Sequential(nn.TransformerBlock(8, 4), Drop()), (3, time, 8), 3, sequence=sequence)
 
 
 @BOTH
 @pytest.mark.parametrize(("causal", "dropout"), [(False, 0.4), (True, 0.0), (True, 0.4)])
 def test_blocks(causal, dropout, sequence):
     """More than one tile of the compiled kernel per rank, and the gradient of an input that is given whole."""
+    block = nn.TransformerBlock(8, 4, causal=causal, dropout=dropout)
     for time in (210, 194):  # 194: parts of 64, 65 and 65, which end before, and just behind, a tile's end
-        x, target = rng.standard_normal((1, time, 8)), rng.standard_normal((1, time, 8))
-        compare(
-            nn.TransformerBlock(8, 4, causal=causal, dropout=dropout), nn.MSELoss(), x, target, 3, sequence=sequence
-        )
+        compare_mse(block, (1, time, 8), 3, sequence=sequence)
 
 
 @BOTH
@@ -377,33 +352,28 @@ def test_attention_by_itself_and_no_samples(sequence):
     x, target = rng.standard_normal((2, 8, 12)), rng.standard_normal((2, 8, 12))
     for layer in (nn.MultiHeadAttention(12, 3, causal=False), nn.MultiHeadAttention(12, 3, dropout=0.5, bias=False)):
         compare(layer, nn.BCEWithLogitsLoss(), x, target, 2, sequence=sequence)
-        compare(layer, nn.MSELoss(), x[:0], target[:0], 2, sequence=sequence)
-    compare(nn.MultiHeadAttention(12, 3, dropout=0.5), nn.MSELoss(), x, target, 2, sequence=sequence,
-            options={"training": False})  # fmt: skip
+        compare_mse(layer, (0, 8, 12), 2, sequence=sequence)
+    layer, evaluating = nn.MultiHeadAttention(12, 3, dropout=0.5), {"training": False}
+    compare_mse(layer, (2, 8, 12), 2, sequence=sequence, options=evaluating)
 
 
 @BOTH
 def test_recomputed_attention_gives_the_same_bits(sequence):
-    x, target = rng.standard_normal((2, 8, 12)), rng.standard_normal((2, 8, 12))
     model = nn.TransformerBlock(12, 3, dropout=0.3)
     kept, recomputed = (
-        compare(model, nn.MSELoss(), x, target, 2, sequence=sequence, options={"recompute": frozenset(names)})[1]
+        compare_mse(model, (2, 8, 12), 2, sequence=sequence, options={"recompute": frozenset(names)})[1]
         for names in ((), ("attention",))
     )
     for one, other in zip(kept, recomputed, strict=True):
-        assert one.dx.tobytes() == other.dx.tobytes()
-        assert all(one.g[name].tobytes() == other.g[name].tobytes() for name in one.g)
+        assert_close((one.dx, one.g), (other.dx, other.g))
         moved = other.backward.sum_counts("tensor").bytes - one.backward.sum_counts("tensor").bytes
-        assert moved == one.forward.sum_counts("tensor").bytes > 0, (
-            "the forward of attention goes over the axis once more"
-        )
+        assert moved == one.forward.sum_counts("tensor").bytes > 0, "the forward of attention moves data once more"
 
 
 def test_bytes_of_ulysses():
     """Jacobs et al. 2023: four all-to-alls of b s h / N elements, here q, k and v in one message."""
     b, s, h, width = 2, 12, 24, 3
-    x, target = rng.standard_normal((b, s, h)), rng.standard_normal((b, s, h))
-    _, runs = compare(nn.MultiHeadAttention(h, 12), nn.MSELoss(), x, target, width, sequence="ulysses")
+    _, runs = compare_mse(nn.MultiHeadAttention(h, 12), (b, s, h), width, sequence="ulysses")
     for run in runs:
         for counted in (run.forward, run.backward):
             count = counted.sum_counts("tensor", "all_to_all")
@@ -416,8 +386,7 @@ def test_bytes_of_a_ring(time):
     """Liu et al. 2023: keys and values go to N - 1 others, and in backward their gradients N times, to their rank.
     Each block makes the same journey, whatever its size: with uneven parts, ranks together send what even ones do."""
     b, h, width = 2, 12, 3
-    x, target = rng.standard_normal((b, time, h)), rng.standard_normal((b, time, h))
-    _, runs = compare(nn.MultiHeadAttention(h, 3), nn.MSELoss(), x, target, width, sequence="ring")
+    _, runs = compare_mse(nn.MultiHeadAttention(h, 3), (b, time, h), width, sequence="ring")
     for counters, journeys in (("forward", width - 1), ("backward", 2 * width - 1)):
         sent = [getattr(run, counters).sum_counts("tensor", "send") for run in runs]
         assert [count.calls for count in sent] == [journeys] * width
@@ -474,9 +443,8 @@ def test_sequences_that_do_not_fit():
         p = full(model)
         with pytest.raises(ShapeError, match=r"sequence: dim 1 .* is 5, which is not a multiple of the 2 ranks"):
             planned.model.forward(environment(axes), p, np.zeros((2, 5), int))
-        with pytest.raises(
-            ShapeError, match=r"wants a part of tokens of shape \(samples, time <= 8\), got a part of \(2, 5\)"
-        ):
+        wrong = r"wants a part of tokens of shape \(samples, time <= 8\), got a part of \(2, 5\)"
+        with pytest.raises(ShapeError, match=wrong):
             planned.model.forward(environment(axes), p, np.zeros((2, 10), int))
 
     on_axis(2, body)

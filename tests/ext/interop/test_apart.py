@@ -140,41 +140,29 @@ print([name for name in ("sympy", "networkx", "torch._dynamo", "torch.export") i
     assert done.stdout.splitlines() == ["['0', '3']", "True", "[]"], done.stderr
 
 
-SHAPES = UnitShapes(
-    [TensorValue(["s0", "s1", 8], "float32"), TensorValue(["s0", "s1"], "int64")],
-    TensorValue(["s0", 8, "s1"], "float32"),
-)
+GIVEN = {
+    "fits": ((2, 3, 8), "float32", (2, 3), "int32"),
+    "another size": ((2, 3, 7), "float32", (2, 3), "int64"),
+    "sizes that differ": ((2, 3, 8), "float32", (2, 4), "int64"),
+    "another format": ((2, 3, 8), "float64", (2, 3), "int64"),
+    "no numbers": ((2, 3, 8), "float32", (2, 3), "float32"),
+    "a dim less": ((2, 8), "float32", (2, 3), "int64"),
+}
 
 
-def test_a_result_has_the_sizes_that_are_read():
-    assert SHAPES.find_result_shape_and_dtype([np.empty((2, 3, 8), np.float32), np.empty((2, 3), np.int32)]) == (
-        (2, 8, 3),
-        "float32",
-    )
-
-
-@pytest.mark.parametrize("given", [
-    (np.empty((2, 3, 7), np.float32), np.empty((2, 3), np.int64)),
-    (np.empty((2, 3, 8), np.float32), np.empty((2, 4), np.int64)),
-    (np.empty((2, 3, 8), np.float64), np.empty((2, 3), np.int64)),
-    (np.empty((2, 3, 8), np.float32), np.empty((2, 3), np.float32)),
-    (np.empty((2, 8), np.float32), np.empty((2, 3), np.int64)),
-], ids=["another size", "sizes that differ", "another format", "no numbers", "a dim less"])  # fmt: skip
-def test_of_what_does_not_fit_nothing_is_known(given):
-    assert SHAPES.find_result_shape_and_dtype(given) is None
+@pytest.mark.parametrize("what", GIVEN)
+def test_a_result_has_the_sizes_that_are_read_and_of_what_does_not_fit_nothing_is_known(what):
+    inputs = [TensorValue(["s0", "s1", 8], "float32"), TensorValue(["s0", "s1"], "int64")]
+    shapes = UnitShapes(inputs, TensorValue(["s0", 8, "s1"], "float32"))
+    shape, kind, other_shape, other_kind = GIVEN[what]
+    found = shapes.find_result_shape_and_dtype([np.empty(shape, kind), np.empty(other_shape, other_kind)])
+    assert found == (((2, 8, 3), "float32") if what == "fits" else None)
 
 
 @pytest.mark.parametrize(("operation", "drawn"), [
     (tnn.Dropout(0.5), True), (tnn.Dropout(0.0), False), (tnn.GELU(), False), (tnn.RReLU(), True),
 ], ids=lambda value: getattr(type(value), "__name__", ""))  # fmt: skip
 def test_operations_that_draw_are_known(operation, drawn):
-    class One(tnn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = tnn.ModuleList([tnn.Sequential(tnn.Linear(4, 4), operation)])
-
-        def forward(self, x):
-            return self.blocks[0](x)
-
-    (unit,) = _lay_out_units_of_module(One(), [np.ones((3, 4), np.float32)], None, None).units
+    net, x = tnn.Sequential(tnn.Sequential(tnn.Linear(4, 4), operation)), np.ones((3, 4), np.float32)
+    (unit,) = _lay_out_units_of_module(net, [x], lambda path, module: path == "0", None).units
     assert may_draw_random_numbers(unit.graph.to_graph_module()) is drawn

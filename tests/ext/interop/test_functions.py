@@ -4,7 +4,8 @@ import re
 
 import numpy as np
 import pytest
-from bits import bits
+from bits import bits, demand_same
+from models import part
 
 import fsdpx
 from fsdpx import nn, optim
@@ -45,19 +46,11 @@ def perceptron(xp):
 
 
 def trained(comm, model, steps=5, **options):
-    trainer = fsdpx.distribute(
-        model,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=optim.AdamW(lr=1e-2),
-        comm=comm,
-        **{"precision": "float64", **options},
-    )
+    given = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(lr=1e-2), "precision": "float64", **options}
+    trainer = fsdpx.distribute(model, comm=comm, **given)
     if "0.weight" in trainer.parameters():
         trainer.load_parameters({name: FIRST[n][key] for name, (n, key) in OWN.items()})
-    mine = slice(
-        len(X) * trainer.data_group.rank // trainer.data_group.size,
-        len(X) * (trainer.data_group.rank + 1) // trainer.data_group.size,
-    )
+    mine = part(trainer.data_group, len(X))
     return [trainer.step(X[mine], Y[mine]) for _ in range(steps)], bits(trainer)
 
 
@@ -78,34 +71,21 @@ def test_losses_are_those_of_layers_of_fsdpx(library, ranks, options):
 @BOTH
 def test_one_hash_with_chunks_and_stages_of_a_pipe(library):
     kind, xp = library()
+    halves = (lambda p, x: xp.tanh(xp.dot(x, p["w"].T) + p["b"])), (lambda p, x: xp.dot(x, p["w"].T) + p["b"])
 
-    def model():
-        return nn.Sequential(*(kind(half, first) for half, first in zip(halves(xp), FIRST, strict=True)))
+    def run(comm, mesh):
+        model = nn.Sequential(*map(kind, halves, FIRST))
+        return trained(comm, model, reproducible_chunks=6, mesh=mesh, precision="float32")[1]
 
-    hashes = set()
-    for ranks, mesh in ((1, None), (3, None), (2, fsdpx.Mesh(pipe=2))):
-        one = model()
-        found = fsdpx.spawn(
-            lambda comm: trained(comm, one, reproducible_chunks=6, mesh=mesh, precision="float32")[1],  # noqa: B023
-            ranks,
-        )
-        hashes |= set(found)
-    assert len(hashes) == 1
-
-
-def halves(xp):
-    return (lambda p, x: xp.tanh(xp.dot(x, p["w"].T) + p["b"])), (lambda p, x: xp.dot(x, p["w"].T) + p["b"])
+    demand_same([*fsdpx.spawn(run, 1, None), *fsdpx.spawn(run, 3, None), *fsdpx.spawn(run, 2, fsdpx.Mesh(pipe=2))])
 
 
 @BOTH
 def test_several_inputs_and_integers(library):
     kind, _ = library()
     table = R.standard_normal((5, 4))
-
-    def apply(p, x, n):
-        return x * p["table"][n]
-
-    graph = nn.Graph({"y": (kind(apply, {"table": table}, inputs=2), "x", "n")}, inputs=("x", "n"), outputs=("y",))
+    layer = kind(lambda p, x, n: x * p["table"][n], {"table": table}, inputs=2)
+    graph = nn.Graph({"y": (layer, "x", "n")}, inputs=("x", "n"), outputs=("y",))
     trainer = graph.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1.0), precision="float64")
     x, n, y = R.standard_normal((6, 4)), np.array([0, 1, 1, 4, 0, 1]), R.standard_normal((6, 4))
     error = x * table[n] - y
@@ -132,17 +112,17 @@ def test_what_is_no_layer_is_refused_before_training(library, apply, first, erro
 
 
 def test_jax_without_float64_is_refused():
-    import_jax = pytest.importorskip("jax")
-    from fsdpx.ext.interop.jax import JaxFunction
+    kind, xp = of_jax()
+    import jax
 
-    layer = JaxFunction(perceptron(import_jax.numpy), FIRST)
-    import_jax.config.update("jax_enable_x64", False)
+    layer = kind(perceptron(xp), FIRST)
+    jax.config.update("jax_enable_x64", False)
     try:
         with pytest.raises(ConfigError, match="JAX would compute in float32"):
             trained(None, layer)
         assert np.isfinite(trained(None, layer, precision="float32")[0]).all()
     finally:
-        import_jax.config.update("jax_enable_x64", True)
+        jax.config.update("jax_enable_x64", True)
 
 
 def test_jax_keeps_for_backward_neither_parameters_nor_inputs():

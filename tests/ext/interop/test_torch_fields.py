@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from grids import env_of, grid_at, random_cuts, whole  # noqa: E402
+from torch_training import train_in_torch  # noqa: E402
 
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim, spawn  # noqa: E402
@@ -141,26 +142,20 @@ CELLS = {"gated": (5, 4), "residual": (7, 9), "unet": (13, 11), "scores1": (11,)
 
 
 @cache
-def train_in_torch(name):
+def trained_by_torch(name):
     """A module before training, its batch, and what PyTorch makes of them: losses, output and parameters."""
     torch.manual_seed(0)
     module = MODULES[name]().double()
     x = torch.randn(2, 2, *CELLS[name], dtype=torch.float64)
     target = torch.randn_like(copy.deepcopy(module)(x))
-    trained = copy.deepcopy(module)
-    losses, step = [], torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], 0.05, momentum=0.9)
-    for _ in range(STEPS):
-        step.zero_grad()
-        loss = functional.mse_loss(trained(x), target)
-        loss.backward()
-        step.step()
-        losses.append(loss.item())
-    y = trained.eval()(x).detach().numpy()
-    return module, x.numpy(), target.numpy(), losses, y, trained
+    x, target = x.numpy(), target.numpy()
+    losses, trained = train_in_torch(module, x, target, STEPS, "SGD", functional.mse_loss, lr=0.05, momentum=0.9)
+    y = trained.eval()(torch.tensor(x)).detach().numpy()
+    return module, x, target, losses, y, trained
 
 
 def train_on_grid(comm, name, dims):
-    module, x, target, *_ = train_in_torch(name)
+    module, x, target, *_ = trained_by_torch(name)
     grid = grid_at(comm, dims, random_cuts(x.shape[2:], dims), layout="c" + "zyx"[-len(dims) :])
     options = {"loss": tnn.MSELoss(), "optimizer": optim.SGD(0.05, momentum=0.9), "precision": "float64"}
     trainer = fsdpx.distribute(module, domain=grid, **options)
@@ -178,13 +173,14 @@ def train_on_grid(comm, name, dims):
     ],
 )  # fmt: skip
 def test_a_module_trains_over_a_grid_as_in_pytorch(name, dims):
-    module, *_, losses, y, trained = train_in_torch(name)
+    module, *_, losses, y, trained = trained_by_torch(name)
     found = spawn(train_on_grid, int(np.prod(dims)), name, dims)
     got, _, outputs, parameters = found[0]
     np.testing.assert_allclose(got, losses, rtol=1e-12)
     parts = [one[1] for one in found]
-    got_y = parts[0] if y.ndim == 2 else whole(parts, outputs.parts, dims)
-    np.testing.assert_allclose(got_y, y, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        parts[0] if y.ndim == 2 else whole(parts, outputs.parts, dims), y, rtol=1e-12, atol=1e-12
+    )
     back = copy.deepcopy(module)
     missing, unknown = back.load_state_dict({n: torch.from_numpy(a) for n, a in parameters.items()}, strict=False)
     assert not unknown
@@ -201,11 +197,27 @@ class Refused(tnn.Module):
         super().__init__()
         self.body, self.table, self.last = tnn.Conv2d(2, 4, 1), tnn.Parameter(torch.ones(4, 4, 8)), last
         self.last_conv = tnn.Conv2d(4, 4, 1)
+        self.register_buffer("gain", torch.ones(1, 4, 1, 1))
 
     def forward(self, x):
         y = self.body(x)
         y.std()  # nothing reads this
         return self.last(y) if isinstance(self.last, tnn.Module) else self.last(self, y)
+
+
+def write(target, value, result):
+    """Write into a tensor, and return another."""
+    target.mul_(value)
+    return result
+
+
+def set_item(y):
+    y[:, :1] = 0.0
+    return y
+
+
+GRID = fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx")
+AFTER_A_WRITE, SAMPLES = r"(Refused|'last_conv').*reads .*after a write.*torch.cat", "number of samples"
 
 
 @pytest.mark.parametrize(
@@ -231,44 +243,25 @@ class Refused(tnn.Module):
         (lambda own, y: torch.zeros(1), "Refused: an output reads"),
         (lambda own, y: {"y": y}, "returns dict"),
         (lambda own, y: y if y.sum() > 0 else -y, "Refused: forward fails"),
+        (lambda own, y: set_item(y), AFTER_A_WRITE),
+        (lambda own, y: own.last_conv(set_item(y)), AFTER_A_WRITE),
+        (lambda own, y: set_item(y) * 2, AFTER_A_WRITE),
+        (lambda own, y: write(y[:, :1], 2.0, y), AFTER_A_WRITE),
+        (lambda own, y: write(y.permute(0, 2, 3, 1), 2.0, y) + 1, AFTER_A_WRITE),
+        (lambda own, y: write(own.gain, 2.0, y) * own.gain, AFTER_A_WRITE),
+        (lambda own, y: write(own.gain, 2.0, y * own.gain), AFTER_A_WRITE),
+        (lambda own, y: own.last_conv(write(own.last_conv.weight, 2.0, y)), AFTER_A_WRITE),
+        (lambda own, y: own.last_conv(write(own.last_conv.weight.data, 2.0, y)), AFTER_A_WRITE),
+        (lambda own, y: (set_item(y.data), y)[1], AFTER_A_WRITE),
+        (lambda own, y: y / y.shape[0], SAMPLES),
+        (lambda own, y: y + y.shape[0] // 2, SAMPLES),
+        (lambda own, y: y.clamp(0, len(y)), SAMPLES),
+        (lambda own, y: y if len(y) == 2 else -y, SAMPLES),
     ],
 )
 def test_what_no_layer_computes_is_refused_by_its_name(last, says):
     with pytest.raises(ConfigError, match=says):
-        from_torch(Refused(last), domain=fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx"))
-
-
-def write(target, value, result):
-    """Write into a tensor, and return another."""
-    target.mul_(value)
-    return result
-
-
-def set_item(y):
-    y[:, :1] = 0.0
-    return y
-
-
-@pytest.mark.parametrize(
-    "last",
-    [
-        lambda own, y: set_item(y),
-        lambda own, y: own.last_conv(set_item(y)),
-        lambda own, y: set_item(y) * 2,
-        lambda own, y: write(y[:, :1], 2.0, y),
-        lambda own, y: write(y.permute(0, 2, 3, 1), 2.0, y) + 1,
-        lambda own, y: write(own.gain, 2.0, y) * own.gain,
-        lambda own, y: write(own.gain, 2.0, y * own.gain),
-        lambda own, y: own.last_conv(write(own.last_conv.weight, 2.0, y)),
-        lambda own, y: own.last_conv(write(own.last_conv.weight.data, 2.0, y)),
-        lambda own, y: (set_item(y.data), y)[1],
-    ],
-)
-def test_a_read_after_a_write_into_a_part_is_refused(last):
-    module = Refused(last)
-    module.register_buffer("gain", torch.ones(1, 4, 1, 1))
-    with pytest.raises(ConfigError, match=r"(Refused|'last_conv').*reads .*after a write.*torch.cat"):
-        from_torch(module, domain=fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx"))
+        from_torch(Refused(last), domain=GRID)
 
 
 def test_a_write_into_a_tensor_that_alone_is_read_is_a_step():
@@ -279,25 +272,9 @@ def test_a_write_into_a_tensor_that_alone_is_read_is_a_step():
     np.testing.assert_allclose(y, module(x).detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "last",
-    [
-        lambda own, y: y / y.shape[0],
-        lambda own, y: y + y.shape[0] // 2,
-        lambda own, y: y.clamp(0, len(y)),
-        lambda own, y: y if len(y) == 2 else -y,
-    ],
-)
-def test_steps_that_depend_on_the_number_of_samples_are_refused(last):
-    with pytest.raises(ConfigError, match="number of samples"):
-        from_torch(Refused(last), domain=fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx"))
-
-
 def test_a_domain_that_is_no_grid_is_refused():
-    grid = fsdpx.Grid.from_shape((4, 8), (1, 1))
-    domain = grid.input_partitions[0]
     with pytest.raises(ConfigError, match=r"takes a fsdpx\.Grid, not"):
-        from_torch(tnn.Conv2d(2, 2, 1), domain=domain)
+        from_torch(tnn.Conv2d(2, 2, 1), domain=GRID.input_partitions[0])
 
 
 def test_inputs_are_counted_by_examples_and_named_as_in_forward():
@@ -305,14 +282,13 @@ def test_inputs_are_counted_by_examples_and_named_as_in_forward():
         def forward(self, u, s):
             return torch.cat([u, u * 2], 1), s
 
-    grid = fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx")
-    layer = from_torch(Two(), torch.zeros(1, 3, 1, 1), torch.zeros(1, 2), domain=grid)
+    layer = from_torch(Two(), torch.zeros(1, 3, 1, 1), torch.zeros(1, 2), domain=GRID)
     assert (layer.inputs, layer.n_outputs) == (("u", "s"), 2)
-    for example in ([torch.zeros(2)], [torch.zeros(1, 2)]):
+    for example in (torch.zeros(2), torch.zeros(1, 2)):
         with pytest.raises(ConfigError, match="give one per input"):
-            from_torch(Two(), *example, domain=grid)
+            from_torch(Two(), example, domain=GRID)
     with pytest.raises(ConfigError, match="units="):
-        from_torch(Two(), domain=grid, units=["Two"])
+        from_torch(Two(), domain=GRID, units=["Two"])
 
 
 def test_a_rollout_of_a_module_is_one_of_its_layers():
@@ -322,8 +298,9 @@ def test_a_rollout_of_a_module_is_one_of_its_layers():
     def run(comm):
         grid = fsdpx.Grid(comm, (4 + comm.rank, 6), dims=(2, 1), layout="yxc")
         model = nn.Rollout(from_torch(module, domain=grid), 2)
-        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(0.1), "precision": "float64"}
-        trainer = fsdpx.distribute(model, domain=grid, **options)
+        trainer = fsdpx.distribute(
+            model, domain=grid, loss=nn.MSELoss(), optimizer=optim.SGD(0.1), precision="float64"
+        )
         return trainer.output_grid.all_gather(trainer.predict(np.ones((4 + comm.rank, 6, 1))))
 
     first = module(torch.ones(1, 1, 9, 6, dtype=torch.float64))
@@ -393,11 +370,11 @@ def test_a_linear_on_channels_keeps_ghost_cells():
     u = np.random.default_rng(1).standard_normal((1, 8, 6, 3))
     model = nn.Sequential(ChannelLinear(3, 3), nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"))
     want = model.as_distributed(precision="float64").predict(np.moveaxis(u, -1, 1))
-    grid = fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=1)
+    trainer = model.as_distributed(precision="float64", domain=fsdpx.Grid.from_shape((8, 6), (1, 1), ghosts=1))
     ghosts = np.pad(u, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="wrap")
-    found = model.as_distributed(precision="float64", domain=grid).predict(ghosts)
+    found = trainer.predict(ghosts)
     np.testing.assert_allclose(np.moveaxis(found, -1, 1), want, rtol=1e-12)
     ghosts[:, 0] += 1.0
-    changed = model.as_distributed(precision="float64", domain=grid).predict(ghosts)
+    changed = trainer.predict(ghosts)
     assert (changed[:, 0] != found[:, 0]).all()
     np.testing.assert_array_equal(changed[:, 1:], found[:, 1:])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from torch_training import train_in_torch, train_on_ranks
+from torch_training import demand_training, train_in_torch, train_on_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -24,6 +24,8 @@ from fsdpx.testing import LayerContract  # noqa: E402
 
 tnn = torch.nn
 SAMPLES, VOCAB, TIME = 12, 20, 6
+ONES = np.ones((3, 4), np.float32)
+ONES = np.ones((3, 4), np.float32)
 
 
 class Block(tnn.Module):
@@ -81,6 +83,15 @@ def text():
     return x, r.integers(0, VOCAB, (SAMPLES, TIME))
 
 
+def from_text(net, **options):
+    """A module that takes what `text` gives, in units."""
+    return from_torch(net, *(a[:4] for a in text()[0]), **options)
+
+
+def distributed(net, **options):
+    return fsdpx.distribute(net, **{"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), **options})
+
+
 def plain(net, x, y):
     """Plain PyTorch: losses, and parameters and buffers after the last step."""
     losses, net = train_in_torch(net, x, y, 3, lr=1e-2, weight_decay=0.01)
@@ -132,11 +143,9 @@ def test_batch_norms_see_the_whole_batch_as_in_pytorch(cut):
     losses, end = plain(net, x, y)
     model = from_torch(net, x[:4]) if cut else net
     for ranks in (1, 3):
-        found, parameters, _ = train(model, x, y, ranks, loss=tnn.CrossEntropyLoss())
-        np.testing.assert_allclose(found, losses, rtol=1e-12)
-        assert all(name.endswith("num_batches_tracked") for name in end.keys() - parameters.keys())
-        for name, value in parameters.items():
-            np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
+        found = train(model, x, y, ranks, loss=tnn.CrossEntropyLoss())
+        demand_training(found, (losses, end))
+        assert all(name.endswith("num_batches_tracked") for name in end.keys() - found[1].keys())
 
 
 WAYS = {
@@ -153,19 +162,8 @@ WAYS = {
 def cut_and_trained(kind):
     """A module, itself in units, and what PyTorch gives: once, for the exporter takes seconds."""
     torch.manual_seed(2)
-    net, (x, y) = kind().double(), text()
-    return net, from_torch(net, *(a[:4] for a in x)), *plain(net, x, y)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_units_of_a_module_train_as_in_pytorch(way):
-    net, model, losses, end = cut_and_trained(Language)
-    ranks, options = WAYS[way]
-    found, parameters, _ = train(model, *text(), ranks, **options)
-    np.testing.assert_allclose(found, losses, rtol=1e-12)
-    assert parameters.keys() == {name for name, _ in net.named_parameters()}
-    for name, value in parameters.items():
-        np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
+    net = kind().double()
+    return net, from_text(net), plain(net, *text())
 
 
 class Shared(tnn.Module):
@@ -182,15 +180,14 @@ class Shared(tnn.Module):
         return tnn.functional.linear(x, self.embed.weight)
 
 
-@pytest.mark.parametrize("way", ["fsdp", "pipe"])
-def test_an_operation_outside_of_units_may_read_a_parameter_of_one(way):
-    _, model, losses, end = cut_and_trained(Shared)
+@pytest.mark.parametrize(("kind", "way"), [*((Language, way) for way in WAYS), (Shared, "fsdp"), (Shared, "pipe")])
+def test_units_of_a_module_train_as_in_pytorch(kind, way):
+    net, model, wanted = cut_and_trained(kind)
     ranks, options = WAYS[way]
+    found = train(model, *text(), ranks, **options)
+    demand_training(found, wanted)
+    assert found[1].keys() == {name for name, _ in net.named_parameters()}
     assert len(model.children()) == 5
-    found, parameters, _ = train(model, *text(), ranks, **options)
-    np.testing.assert_allclose(found, losses, rtol=1e-12)
-    assert parameters.keys() == end.keys()
-    np.testing.assert_allclose(parameters["embed.weight"], end["embed.weight"], atol=1e-9)
 
 
 class Gated(tnn.Module):
@@ -226,29 +223,24 @@ def test_arguments_by_name_frozen_parameters_and_buffers_are_as_in_pytorch(cut):
     example = [a[:4] for a in x]
     model = from_torch(net, *example, units=["Gated"]) if cut else TorchModule(net.inner, inputs=("x", "scale"))
     found, parameters, _ = train(model, x, y, 3, strategy="zero2")
-    np.testing.assert_allclose(found, losses, rtol=1e-12)
-    for name, value in parameters.items():
-        np.testing.assert_allclose(value, end[name if cut else f"inner.{name}"], atol=1e-9, err_msg=name)
-    frozen = parameters["inner.gate.weight" if cut else "gate.weight"]
-    np.testing.assert_array_equal(frozen, net.inner.gate.weight.numpy())
+    parameters = parameters if cut else {f"inner.{name}": value for name, value in parameters.items()}
+    demand_training((found, parameters), (losses, end))
+    np.testing.assert_array_equal(parameters["inner.gate.weight"], net.inner.gate.weight.numpy())
 
 
 def test_units_are_the_elements_of_module_lists_and_modules_with_parameters():
-    (x, _) = text()
-    _, cut, *_ = cut_and_trained(Language)
+    _, cut, _ = cut_and_trained(Language)
     assert list(cut.children()) == ["embed", "blocks.0", "blocks.1", "norm", "head"]
-    by_class = from_torch(Language(), *(a[:4] for a in x), units=["Block"])
-    assert list(by_class.children()) == list(cut.children())
-    smaller = from_torch(Language(1), *(a[:4] for a in x), units=lambda path, module: False)
-    assert "blocks.0.mlp.0" in smaller.children()
+    assert list(from_text(Language(), units=["Block"]).children()) == list(cut.children())
+    assert "blocks.0.mlp.0" in from_text(Language(1), units=lambda path, module: False).children()
 
 
 @cache
 def dropping():
     """Return a module with dropout, whole and split into units."""
     torch.manual_seed(3)
-    net, (x, _) = Language(drop=0.4).double(), text()
-    return net, from_torch(net, *(a[:4] for a in x))
+    net = Language(drop=0.4).double()
+    return net, from_text(net)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["one layer", "units"])
@@ -288,8 +280,7 @@ def test_first_values_are_those_of_rank_0():
     assert (first != other).any()
 
     def run(comm):
-        trainer = fsdpx.distribute(modules[comm.rank], loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
-        return trainer.parameters()["weight"]
+        return distributed(modules[comm.rank], comm=comm).parameters()["weight"]
 
     for found in spawn(run, 2):
         np.testing.assert_array_equal(found, first)
@@ -312,12 +303,12 @@ def test_layers_keep_no_first_values_that_were_handed_on(cut):
 
 
 def test_a_dry_run_predicts_what_a_module_keeps_for_backward():
-    (_, model, *_), ((tokens, scale), y) = cut_and_trained(Language), text()
+    (_, model, _), ((tokens, scale), y) = cut_and_trained(Language), text()
+    options = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0}
+    options |= {"precision": "float64"}  # whose shapes are known from the exporter
     kept = {}
     for samples in (4, SAMPLES):
         x = (tokens[:samples], scale[:samples])
-        options = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0}
-        options |= {"precision": "float64"}  # whose shapes are known from the exporter
         kept[samples] = fsdpx.dry_run(model, x, y[:samples], ranks=2, **options).activations
     assert 2.5 * kept[4] < kept[SAMPLES] < 3.5 * kept[4]
 
@@ -326,7 +317,7 @@ def test_the_saved_file_is_a_state_dict(tmp_path):
     from safetensors.torch import load_file
 
     net, (x, y) = image_net(), images()
-    trainer = fsdpx.distribute(net, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1))
+    trainer = distributed(net, loss=nn.CrossEntropyLoss())
     trainer.step(x.astype(np.float32), y)
     trainer.save(tmp_path / "net")
     net.load_state_dict(load_file(tmp_path / "net" / "model.safetensors"), strict=False)
@@ -410,9 +401,7 @@ def test_only_layers_of_fsdpx_are_warned_of_slow_16_bit_products(monkeypatch, ou
     net = nn.Linear(4, 2) if ours else tnn.Linear(4, 2)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        fsdpx.distribute(
-            net, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="bf16", comm=spawn(lambda c: c, 1)[0]
-        )
+        distributed(net, precision="bf16", comm=spawn(lambda c: c, 1)[0])
     assert any("bf16 is computed as float32" in str(one.message) for one in heard) == ours
 
 
@@ -450,7 +439,7 @@ def test_what_is_in_evaluation_stays_so_in_training_as_in_pytorch(which, way):
     if way == "module":
         given = Modes(net)
         given.training = net.training  # of itself alone
-    trainer = fsdpx.distribute(given, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), precision="float64")
+    trainer = distributed(given, loss=nn.CrossEntropyLoss(), precision="float64")
     losses, there = train_in_torch(net, x, y, 3, "SGD", lr=0.1)
     found = []
     for _ in range(3):
@@ -463,58 +452,38 @@ def test_what_is_in_evaluation_stays_so_in_training_as_in_pytorch(which, way):
             np.testing.assert_allclose(parameters[prefix + name], value.numpy(), rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-class Picked(tnn.Module):
-    """A buffer that is no float."""
+class Around(tnn.Module):
+    """A linear layer, and what a function makes of it and of the input."""
 
-    def __init__(self, kind):
+    def __init__(self, compute):
         super().__init__()
-        self.lin = tnn.Linear(4, 4)
-        self.register_buffer("chosen", torch.tensor([1, 0, 1, 1]).to(kind))
+        self.compute, self.lin = compute, tnn.Linear(4, 4)
 
     def forward(self, x):
-        return self.lin(x) * self.chosen
+        return self.compute(self, x)
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.uint8, torch.bool])
 def test_saved_buffers_that_are_no_floats_are_constants(kind):
-    net, x = Picked(kind).double(), np.arange(12, dtype=np.float64).reshape(3, 4) / 7
-    wanted = tnn.functional.mse_loss(net(torch.tensor(x)), torch.tensor(x)).item()
+    net, x = Around(lambda own, x: own.lin(x) * own.chosen), np.arange(12, dtype=np.float64).reshape(3, 4) / 7
+    net.register_buffer("chosen", torch.tensor([1, 0, 1, 1]).to(kind))
+    wanted = tnn.functional.mse_loss(net.double()(torch.tensor(x)), torch.tensor(x)).item()
     found, _, _ = train(net, x, x, 1, steps=1, loss=nn.MSELoss())
     np.testing.assert_allclose(found, [wanted], rtol=1e-12)
 
 
-class Mixed(tnn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = tnn.Linear(4, 4)
-        self.register_buffer("turn", torch.eye(4).half(), persistent=False)
-
-    def forward(self, x):
-        return self.lin(x) @ self.turn
-
-
 def test_a_buffer_of_another_format_is_named():
-    trainer = fsdpx.distribute(Mixed(), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
-    x = np.ones((3, 4), np.float32)
+    net = Around(lambda own, x: own.lin(x) @ own.turn)
+    net.register_buffer("turn", torch.eye(4).half(), persistent=False)
     with pytest.raises(ConfigError, match=r"turn is torch\.float16, a buffer that is not saved .* all else is float32"):
-        trainer.step(x, x)
-
-
-class Noise(tnn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = tnn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.lin(x) + torch.rand_like(x)
+        distributed(net).step(ONES, ONES)
 
 
 def test_evaluation_draws_the_same_on_any_number_of_ranks_and_none_of_pytorchs_numbers():
-    net, x = Noise().double(), np.ones((4, 4))
+    net, x = Around(lambda own, x: own.lin(x) + torch.rand_like(x)).double(), np.ones((4, 4))
 
     def run(comm):
-        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.0), "precision": "float64"}
-        trainer = fsdpx.distribute(net, comm=comm, **options)
+        trainer = distributed(net, optimizer=optim.SGD(lr=0.0), precision="float64", comm=comm)
         part = slice(comm.rank * 4 // comm.size, (comm.rank + 1) * 4 // comm.size)
         return trainer.evaluate(x[part], x[part]), trainer.step(x[part], x[part])
 
@@ -524,39 +493,26 @@ def test_evaluation_draws_the_same_on_any_number_of_ranks_and_none_of_pytorchs_n
     assert torch.equal(before, torch.default_generator.get_state())
 
 
-class Wrong(tnn.Module):
-    def __init__(self, what):
-        super().__init__()
-        self.what, self.lin = what, tnn.Linear(4, 4)
-
-    def forward(self, x):
-        if self.what == "input":
-            x.mul_(2)
-        if self.what == "parameter":
-            with torch.no_grad():
-                self.lin.weight.clamp_(-1, 1)
-        if self.what == "random":
-            x = x + torch.randn(4)
-        y = self.lin(x)
-        return (y, y) if self.what == "two" else {"a": y} if self.what == "dict" else y
+def clamp_weight(own, x):
+    with torch.no_grad():
+        own.lin.weight.clamp_(-1, 1)
+    return own.lin(x)
 
 
 ERRORS = {
-    "input": "forward writes into input 0: compute new tensors instead",
-    "parameter": "forward writes into lin.weight: compute new tensors instead",
-    "random": "the module draws random numbers in a way that is not known here",
-    "two": "forward returns tuple, but a layer gives one tensor: choose it with output=",
-    "dict": "forward returns dict, but a layer gives one tensor",
+    "input": (lambda own, x: own.lin(x.mul_(2)), "forward writes into input 0: compute new tensors instead"),
+    "parameter": (clamp_weight, "forward writes into lin.weight: compute new tensors instead"),
+    "random": (lambda own, x: own.lin(x + torch.randn(4)), "draws random numbers in a way that is not known here"),
+    "two": (lambda own, x: (x, x), "forward returns tuple, but a layer gives one tensor: choose it with output="),
+    "dict": (lambda own, x: {"a": own.lin(x)}, "forward returns dict, but a layer gives one tensor"),
 }
 
 
 @pytest.mark.parametrize("what", ERRORS)
 def test_what_a_module_may_not_do_is_named(what):
-    trainer = fsdpx.distribute(Wrong(what), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
-    x = np.ones((3, 4), np.float32)
-    with pytest.raises(ConfigError) as caught:
-        trainer.step(x, x)
-    assert ERRORS[what] in str(caught.value)
+    compute, said = ERRORS[what]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        distributed(Around(compute)).step(ONES, ONES)
 
 
 class WithLoss(tnn.Module):
@@ -578,18 +534,17 @@ LOSSES = [nn.MSELoss(), tnn.MSELoss(), nn.CrossEntropyLoss(), tnn.CrossEntropyLo
 @pytest.mark.parametrize("turn", range(len(LOSSES)))
 def test_a_module_that_returns_its_loss_is_told_what_to_return(turn):
     """Each loss with two ways to give a module, and each way with one loss or two: each export takes long."""
-    x, loss = np.ones((3, 4), np.float32), LOSSES[turn]
-    y = x if "MSE" in repr(loss) else np.zeros(3, np.int64)
+    y = ONES if "MSE" in repr(LOSSES[turn]) else np.zeros(3, np.int64)
     ways = [
-        (lambda: WithLoss("tensor"), x),
-        (lambda: from_torch(WithLoss("dict"), output="loss"), x),
-        (lambda: from_torch(WithLoss("tuple"), x, output=0), x),
-        (lambda: tnn.Sequential(tnn.Linear(4, 4), WithLoss("tensor")), x),
-        (lambda: TorchModule(WithLoss("dict"), inputs=("x", "labels"), output="loss"), (x, x)),
+        (lambda: WithLoss("tensor"), ONES),
+        (lambda: from_torch(WithLoss("dict"), output="loss"), ONES),
+        (lambda: from_torch(WithLoss("tuple"), ONES, output=0), ONES),
+        (lambda: tnn.Sequential(tnn.Linear(4, 4), WithLoss("tensor")), ONES),
+        (lambda: TorchModule(WithLoss("dict"), inputs=("x", "labels"), output="loss"), (ONES, ONES)),
     ]
     for make, given in ways[turn : turn + 2]:
         model = make()
-        trainer = fsdpx.distribute(model, loss=loss, optimizer=optim.SGD(lr=0.1))
+        trainer = distributed(model, loss=LOSSES[turn])
         for call in (trainer.step, trainer.evaluate):
             with pytest.raises(ConfigError, match=r"returns a single number, such as its loss: .* as loss=") as caught:
                 call(given, y)
@@ -597,52 +552,25 @@ def test_a_module_that_returns_its_loss_is_told_what_to_return(turn):
 
 
 def test_an_output_that_is_not_there_is_named():
-    x = np.ones((3, 4), np.float32)
     for what, said in (("tensor", "it gives Tensor"), ("dict", "there are loss, scores"), ("tuple", "there are 0, 1")):
-        trainer = fsdpx.distribute(
-            from_torch(WithLoss(what), output="other"), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1)
-        )
+        trainer = distributed(from_torch(WithLoss(what), output="other"))
         with pytest.raises(ConfigError, match=f"forward returns no 'other'; {said}"):
-            trainer.step(x, x)
+            trainer.step(ONES, ONES)
 
 
 def test_a_module_that_fsdp_gathers_whole_is_said_on_rank_0():
     def warn_of(net, **options):
         given = {"strategy": "fsdp", "group_bytes": 64, **options}
-
-        def make(comm):
-            fsdpx.distribute(net, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **given)
-
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            spawn(make, 2)
+            spawn(lambda comm: distributed(net, comm=comm, **given), 2)
         return [str(one.message) for one in caught]
 
     (said,) = warn_of(Language())
     assert re.match(r"fsdpx: TorchModule\(Language, .*is one unit, .* whole; to split it, pass .*from_torch\(", said)
     assert warn_of(Language(), strategy="zero2") == warn_of(Language(), group_bytes="1MiB") == []
-    _, split, *_ = cut_and_trained(Language)
+    _, split, _ = cut_and_trained(Language)
     assert [warn_of(net) for net in (split, tnn.Linear(9, 9), image_net())] == [[], [], []]
-
-
-def test_other_wrong_choices_are_named():
-    x = np.ones((3, 4), np.float32)
-    with pytest.raises(ConfigError, match=r"units: 'Blok' matches no module; the nearest are 'Block', "):
-        from_torch(Language(), *(a[:4] for a in text()[0]), units=["Blok"])
-    with pytest.raises(ConfigError, match="needs an example of the inputs"):
-        from_torch(Language(), units=["Block"])
-    with pytest.raises(ConfigError, match=r"cannot be split: torch\.export says"):
-        from_torch(Branching(), x)
-    with pytest.raises(ConfigError, match="on PyTorch's device 'meta', without values"):
-        fsdpx.distribute(tnn.Linear(4, 4, device="meta"), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
-    whole = tnn.Linear(4, 4)
-    whole.steps = tnn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(ConfigError, match=r"Linear: 'steps' is torch\.int64 on cpu; parameters must be floats"):
-        fsdpx.distribute(whole, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
-    with pytest.raises(ConfigError, match="reduction='sum' gives no mean over a batch"):
-        TorchLoss(tnn.MSELoss(reduction="sum"))
-    with pytest.raises(ConfigError, match="momentum=None and track_running_stats=False are not known"):
-        from_torch(tnn.BatchNorm1d(3, momentum=None))
 
 
 class Branching(tnn.Module):
@@ -651,13 +579,31 @@ class Branching(tnn.Module):
 
 
 def test_a_module_that_looks_at_values_is_one_layer():
-    x = np.ones((3, 4), np.float32)
-    net = tnn.Sequential(tnn.Linear(4, 4), Branching())
-    trainer = fsdpx.distribute(net, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
-    assert trainer.step(x, x) > trainer.step(x, x)
+    trainer = distributed(tnn.Sequential(tnn.Linear(4, 4), Branching()))
+    assert trainer.step(ONES, ONES) > trainer.step(ONES, ONES)
 
 
-def test_a_module_that_is_one_layer_is_refused_over_a_grid():
-    grid = fsdpx.Grid.from_shape((4, 6), (2, 1))
-    with pytest.raises(ConfigError, match=r"from_torch\(module, domain=grid\)"):
-        partition_model(from_torch(tnn.Sequential(tnn.Conv2d(1, 1, 3))), grid.parts)
+INTEGERS = tnn.Linear(4, 4)
+INTEGERS.steps = tnn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+GRID = fsdpx.Grid.from_shape((4, 6), (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: from_text(Language(), units=["Blok"]), r"units: 'Blok' matches no module; the nearest are 'Block', "),
+        (lambda: from_torch(Language(), units=["Block"]), "needs an example of the inputs"),
+        (lambda: from_torch(Branching(), ONES), r"cannot be split: torch\.export says"),
+        (lambda: distributed(tnn.Linear(4, 4, device="meta")), "on PyTorch's device 'meta', without values"),
+        (lambda: distributed(INTEGERS), r"Linear: 'steps' is torch\.int64 on cpu; parameters must be floats"),
+        (lambda: TorchLoss(tnn.MSELoss(reduction="sum")), "reduction='sum' gives no mean over a batch"),
+        (
+            lambda: from_torch(tnn.BatchNorm1d(3, momentum=None)),
+            "momentum=None and track_running_stats=False are not known",
+        ),
+        (lambda: partition_model(from_torch(tnn.Conv2d(1, 1, 3)), GRID.parts), r"from_torch\(module, domain=grid\)"),
+    ],
+)
+def test_other_wrong_choices_are_named(call, said):
+    with pytest.raises(ConfigError, match=said):
+        call()

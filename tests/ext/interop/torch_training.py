@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,20 +14,23 @@ import fsdpx  # noqa: E402
 from fsdpx import nn, spawn  # noqa: E402
 from fsdpx.core.comm import Communicator  # noqa: E402
 
-__all__ = ["train_in_torch", "train_on_ranks"]
+__all__ = ["demand_training", "train_in_torch", "train_on_ranks"]
+
+
+def compute_cross_entropy(out: Any, y: Any) -> Any:
+    return torch.nn.functional.cross_entropy(getattr(out, "logits", out).flatten(0, -2), y.flatten())
 
 
 def train_in_torch(
-    net: Any, x: Any, y: Any, steps: int, optimizer: str = "AdamW", **options: Any
+    net: Any, x: Any, y: Any, steps: int, optimizer: str = "AdamW", loss: Any = compute_cross_entropy, **options: Any
 ) -> tuple[list[float], Any]:
-    """Train a copy of a module on one batch with the cross-entropy. Return the losses, and the copy."""
-    net = copy.deepcopy(net)
+    """Train a copy of a module on one batch. Return the losses, and the copy."""
+    net, compute_loss = copy.deepcopy(net), loss
     update, losses = getattr(torch.optim, optimizer)(net.parameters(), **options), []
     for _ in range(steps):
         update.zero_grad()
         out = net(*(torch.tensor(a) for a in (x if isinstance(x, tuple) else (x,))))
-        out = getattr(out, "logits", out)
-        loss = torch.nn.functional.cross_entropy(out.flatten(0, -2), torch.tensor(y).flatten())
+        loss = compute_loss(out, torch.tensor(y))
         loss.backward()
         update.step()
         losses.append(loss.item())
@@ -50,3 +54,10 @@ def train_on_ranks(
         return losses, trainer.parameters(), trainer.predict(mine)
 
     return spawn(run, ranks)[0]
+
+
+def demand_training(found: Any, wanted: Any, rtol: float = 1e-12) -> None:
+    """The losses are those of plain PyTorch, and so are all parameters. found, wanted: losses, parameters and more"""
+    np.testing.assert_allclose(found[0], wanted[0], rtol=rtol)
+    for name, value in found[1].items():
+        np.testing.assert_allclose(value, wanted[1][name], atol=1e-9, err_msg=name)
