@@ -22,5 +22,14 @@ def gradients(layer: Layer, p: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
 
 
+def run_both(
+    layer: Layer, p: dict[str, np.ndarray], x: Any, dy: Any, context: LayerContext | None = None
+) -> tuple[Any, Any, dict[str, np.ndarray]]:
+    """Forward and backward: the output, and the gradients of the input and of the parameters."""
+    context, g = context or env(), gradients(layer, p)
+    y, saved = layer.forward(context, p, x)
+    return y, layer.backward(context, p, g, saved, dy), g
+
+
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape)

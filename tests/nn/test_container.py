@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 from layer_cases import contracts_of, rows
-from setting import env, gradients, normal, parameters
+from setting import env, normal, parameters, run_both
 
 import fsdpx
 from fsdpx import nn, optim
@@ -18,11 +18,8 @@ def run(layer, p, *x):
 def test_children_of_a_chain_are_numbered():
     chain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
     assert list(chain.children()) == ["0", "1", "2"]
-    assert {name: spec.shape for name, spec in chain.specs().items()} == {
-        "0.weight": (4, 3),
-        "0.bias": (4,),
-        "2.weight": (2, 4),
-    }
+    shapes = {"0.weight": (4, 3), "0.bias": (4,), "2.weight": (2, 4)}
+    assert {name: spec.shape for name, spec in chain.specs().items()} == shapes
 
 
 def test_inputs_of_a_layer_have_the_names_that_it_declares():
@@ -52,18 +49,13 @@ def test_children_of_a_chain_can_be_named():
 
 
 def test_a_tie_is_one_parameter_and_its_gradients_add_up():
-    free, tied = (
-        nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), ties=t) for t in (None, {"2.weight": "0.weight"})
-    )
+    layers = nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)
+    free, tied = nn.Sequential(*layers), nn.Sequential(*layers, ties={"2.weight": "0.weight"})
     assert list(tied.specs()) == ["0.weight", "0.bias", "2.bias"]
-    p = parameters(tied)
-    p_free = p | {"2.weight": p["0.weight"]}
-    g, g_free = gradients(tied, p), gradients(free, p_free)
-    x, dy = normal(4, 3), normal(4, 3, seed=1)
-    for model, params, grads in ((tied, p, g), (free, p_free, g_free)):
-        y, saved = model.forward(env(), params, x)
-        model.backward(env(), params, grads, saved, dy)
-    np.testing.assert_array_equal(y, run(tied, p, x))
+    p, x, dy = parameters(tied), normal(4, 3), normal(4, 3, seed=1)
+    y, _, g = run_both(tied, p, x, dy)
+    y_free, _, g_free = run_both(free, p | {"2.weight": p["0.weight"]}, x, dy)
+    np.testing.assert_array_equal(y, y_free)
     np.testing.assert_allclose(g["0.weight"], g_free["0.weight"] + g_free["2.weight"], rtol=1e-14)
 
 
@@ -133,8 +125,14 @@ def test_a_graph_may_pass_an_input_through():
     np.testing.assert_allclose(graph.backward(env(), {}, {}, saved, dy), dy[1] + dy[0] * (1 - y * y))
 
 
-TIED = [nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 4)]
+LAYERS = [nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 4)]
 NODE = (nn.Tanh(), "x")
+TWO = nn.Graph({"a": NODE}, outputs=("a", "x"))
+CYCLE = {"a": (nn.Add(), "x", "c"), "b": (nn.Tanh(), "a"), "c": (nn.Tanh(), "b")}
+
+
+def graph(nodes=None, inputs=("x",), outputs="a"):
+    return nn.Graph(nodes or {"a": NODE}, inputs, outputs)
 
 
 @pytest.mark.parametrize(
@@ -151,54 +149,38 @@ NODE = (nn.Tanh(), "x")
         (lambda: nn.Sequential(nn.GELU), r"Sequential: '0' is the class GELU; write GELU\(...\)"),
         (lambda: nn.Sequential(nn.Tanh(), np.tanh), "Sequential: '1' must be a Layer, got ufunc"),
         (lambda: nn.Sequential(nn.Add(), nn.Tanh()), r"Add\(\) takes any number of inputs; put it in a Graph"),
+        (lambda: nn.Sequential(TWO, nn.Tanh()), r"Sequential: layer '1' Tanh\(\) takes 1 inputs, but gets 2"),
         (
-            lambda: nn.Sequential(nn.Graph({"a": NODE}, outputs=("a", "x")), nn.Tanh()),
-            r"Sequential: layer '1' Tanh\(\) takes 1 inputs, but gets 2",
+            lambda: nn.Sequential(*LAYERS, ties={"1.weight": "0.weight"}),
+            r"cannot tie '1.weight' \(3, 4\) to '0.weight' \(4, 3\): tied parameters must have the same shape",
         ),
         (
-            lambda: nn.Sequential(*TIED, ties={"1.weight": "0.weight"}),
-            r"cannot tie '1.weight' \(3, 4\) to '0.weight' \(4, 3\): tied parameters must have the same "
-            r"shape",
-        ),
-        (
-            lambda: nn.Sequential(*TIED, ties={"7.weight": "0.weight"}),
+            lambda: nn.Sequential(*LAYERS, ties={"7.weight": "0.weight"}),
             "Sequential: tie names '7.weight', which is no parameter; there are 0.weight, 0.bias, 1.weight",
         ),
         (
-            lambda: nn.Sequential(*TIED, ties={"0.weight": "2.weight", "2.weight": "0.weight"}),
+            lambda: nn.Sequential(*LAYERS, ties={"0.weight": "2.weight", "2.weight": "0.weight"}),
             "ties lead in a circle: 0.weight -> 2.weight -> 0.weight",
         ),
         (
-            lambda: nn.Sequential(*TIED, frozen=["9.*"]),
+            lambda: nn.Sequential(*LAYERS, frozen=["9.*"]),
             r"Sequential\(frozen=\): '9.\*' matches no parameter; there are '0.weight'",
         ),
         (lambda: nn.Residual(nn.Add()), r"Residual: the body must take one input and give one output, got Add\(\)"),
         (lambda: nn.Residual(nn.Tanh), r"Residual: 'body' is the class Tanh; write Tanh\(...\)"),
-        (lambda: nn.Graph({"a": NODE}, outputs=()), "Graph: outputs must name at least one value"),
-        (lambda: nn.Graph({"a": NODE}, inputs=(), outputs="a"), "Graph: inputs must name at least one value"),
-        (lambda: nn.Graph({"a": NODE}, inputs=("x", "x"), outputs="a"), "Graph: duplicate inputs 'x'"),
-        (lambda: nn.Graph({"a": NODE}, outputs=("a", "a")), "Graph: duplicate outputs 'a'"),
-        (lambda: nn.Graph({"x": NODE}, outputs=("x",)), "Graph: duplicate names 'x': nodes and inputs share one set"),
-        (
-            lambda: nn.Graph({"a": (nn.Tanh(), "y")}, outputs="a"),
-            "Graph: node 'a' reads 'y', which is unknown; there are x, a",
-        ),
-        (lambda: nn.Graph({"a": NODE}, outputs=("b",)), "Graph: outputs name 'b', which is unknown; there are x, a"),
-        (
-            lambda: nn.Graph({"a": nn.Tanh()}, outputs="a"),
-            r"Graph: node 'a' must be \(layer, 'source', ...\), got Tanh\(\)",
-        ),
-        (
-            lambda: nn.Graph({"a": (nn.Tanh(), "x", "x")}, outputs="a"),
-            r"Graph: node 'a' Tanh\(\) takes 1 inputs, but gets 2",
-        ),
-        (lambda: nn.Graph({"a.b": NODE}, outputs="a"), "Graph: 'a.b' is no name"),
-        (lambda: nn.Graph({"a": NODE}, inputs=("x", "y.z"), outputs="a"), "Graph: 'y.z' is no name"),
-        (lambda: nn.Graph({"a": (nn.Tanh(),)}, outputs="a"), "Graph: node 'a' must be"),
-        (
-            lambda: nn.Graph({"a": (nn.Add(), "x", "c"), "b": (nn.Tanh(), "a"), "c": (nn.Tanh(), "b")}, outputs="c"),
-            "Graph: the nodes 'b' -> 'c' -> 'a' -> 'b' form a cycle",
-        ),
+        (lambda: graph(outputs=()), "Graph: outputs must name at least one value"),
+        (lambda: graph(inputs=()), "Graph: inputs must name at least one value"),
+        (lambda: graph(inputs=("x", "x")), "Graph: duplicate inputs 'x'"),
+        (lambda: graph(outputs=("a", "a")), "Graph: duplicate outputs 'a'"),
+        (lambda: graph({"x": NODE}, outputs=("x",)), "Graph: duplicate names 'x': nodes and inputs share one set"),
+        (lambda: graph({"a": (nn.Tanh(), "y")}), "Graph: node 'a' reads 'y', which is unknown; there are x, a"),
+        (lambda: graph(outputs=("b",)), "Graph: outputs name 'b', which is unknown; there are x, a"),
+        (lambda: graph({"a": nn.Tanh()}), r"Graph: node 'a' must be \(layer, 'source', ...\), got Tanh\(\)"),
+        (lambda: graph({"a": (nn.Tanh(), "x", "x")}), r"Graph: node 'a' Tanh\(\) takes 1 inputs, but gets 2"),
+        (lambda: graph({"a.b": NODE}), "Graph: 'a.b' is no name"),
+        (lambda: graph(inputs=("x", "y.z")), "Graph: 'y.z' is no name"),
+        (lambda: graph({"a": (nn.Tanh(),)}), "Graph: node 'a' must be"),
+        (lambda: graph(CYCLE, outputs="c"), "Graph: the nodes 'b' -> 'c' -> 'a' -> 'b' form a cycle"),
     ],
 )
 def test_wiring_that_cannot_work(make, message):
@@ -278,15 +260,12 @@ class Twice(nn.Composite):
         return self.shared(nn.Tanh()(self.shared(x)))
 
 
-globals().update(
-    contracts_of(
-        {
-            "GatedMLP": (lambda: GatedMLP(6, 4), lambda: rows(4, 3, 6)),
-            "Highway": (lambda: Highway(4), lambda: (rows(4, 4), rows(4, 4) + 1.0)),
-            "Twice": (Twice, lambda: rows(4, 5)),
-        }
-    )
-)
+CASES = {
+    "GatedMLP": (lambda: GatedMLP(6, 4), lambda: rows(4, 3, 6)),
+    "Highway": (lambda: Highway(4), lambda: (rows(4, 4), rows(4, 4) + 1.0)),
+    "Twice": (Twice, lambda: rows(4, 5)),
+}
+globals().update(contracts_of(CASES))
 
 
 def test_it_is_what_it_says():
@@ -308,10 +287,7 @@ def test_a_layer_called_twice_has_one_set_of_parameters():
     free = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
     p, x, dy = parameters(layer), normal(4, 5), normal(4, 5, seed=1)
     q = {f"{i}.{name}": p[f"shared.{name}"] for i in (0, 2) for name in ("weight", "bias")}
-    g, h = gradients(layer, p), gradients(free, q)
-    for model, params, grads in ((layer, p, g), (free, q, h)):
-        _, saved = model.forward(env(), params, x)
-        model.backward(env(), params, grads, saved, dy)
+    (*_, g), (*_, h) = run_both(layer, p, x, dy), run_both(free, q, x, dy)
     for name in ("weight", "bias"):
         np.testing.assert_allclose(g[f"shared.{name}"], h[f"0.{name}"] + h[f"2.{name}"], rtol=1e-13)
 
@@ -328,23 +304,17 @@ def train(comm, strategy="fsdp", **options):
     return [trainer.step(x[mine], y[mine]) for _ in range(5)], [node.path for node in nodes]
 
 
+COLUMN, ROW = nn.sharding.ColumnParallel, nn.sharding.RowParallel
+TENSOR_PLAN = {"c.gate": COLUMN, "c.up": COLUMN, "c.down": ROW}
+
+
 @pytest.mark.parametrize(
     ("size", "options"),
     [
         (2, {"strategy": "ddp"}),
         (3, {"strategy": "fsdp"}),
         (2, {"mesh": fsdpx.Mesh(pipe=2), "stages": ["a", "b.shared_2"]}),
-        (
-            2,
-            {
-                "mesh": fsdpx.Mesh(tensor=2),
-                "tensor_plan": {
-                    "c.gate": nn.sharding.ColumnParallel,
-                    "c.up": nn.sharding.ColumnParallel,
-                    "c.down": nn.sharding.RowParallel,
-                },
-            },
-        ),
+        (2, {"mesh": fsdpx.Mesh(tensor=2), "tensor_plan": TENSOR_PLAN}),
     ],
     ids=["ddp", "fsdp", "pipe", "tensor"],
 )
@@ -358,13 +328,7 @@ def test_it_trains_alike_under_every_strategy(size, options):
 def composed(compose, **layers):
     """A composite of these attributes whose `compose` is that."""
 
-    class Wrong(nn.Composite):
-        def __init__(self):
-            vars(self).update(layers)
-
-    Wrong.compose = compose
-    Wrong.__abstractmethods__ = frozenset()
-    return Wrong()
+    return type("Wrong", (nn.Composite,), {"__init__": lambda self: vars(self).update(layers), "compose": compose})()
 
 
 @pytest.mark.parametrize(
@@ -384,34 +348,24 @@ def composed(compose, **layers):
         (lambda self, x: self.a(self.a(x)), {"a": nn.BatchNorm(2)}, "has running statistics, so compose can call it "),
         (lambda self, x: x, {"steps": 3}, "'steps' is an attribute that every container has; choose another name"),
         (lambda self, x: self.a(np.ones(3)), {"a": nn.Tanh()}, r"Tanh\(\) is called on ndarray: layers are"),
+        (lambda self, x: x + 2.0, {}, r"Wrong: Add\(\) gets 2\.0; compose works on its arguments .* use nn\.Lambda"),
+        (lambda self, x: 3 * x, {}, r"Wrong: Multiply\(\) gets 3; compose works on its arguments"),
+        (lambda self, x: x - x, {}, r"Wrong: the value 'x' has no -; compose works on .* \+ and \*: .* use nn\.Lambda"),
+        (lambda self, x: 1.0 / x, {}, "Wrong: the value 'x' has no /; compose works on its arguments"),
+        (lambda self, x: x**2, {}, r"Wrong: the value 'x' has no \*\*; compose works"),
+        (lambda self, x: x[0], {}, r"Wrong: the value 'x' has no \[\]; compose works"),
+        (lambda self, x: [*x], {}, "Wrong: the value 'x' has no parts; compose works"),
+        (lambda self, x: np.tanh(x), {}, r"the value 'x' is given to np\.tanh; compose works on .* use nn\.Lambda"),
+        (lambda self, x: np.float64(2) * x, {}, r"Wrong: the value 'x' is given to np\.multiply; compose"),
+        (lambda self, x: np.concatenate([x, x]), {}, r"Wrong: the value 'x' is given to np\.concatenate; compose"),
+        (lambda self, x: x.sum(), {}, "the value 'x' has no sum; compose .* other shapes, sums and parts a layer"),
+        (lambda self, x: x.reshape(-1), {}, "Wrong: the value 'x' has no reshape; compose works"),
+        (lambda self, x: nn.Add()(x, np.ones(2)), {}, r"Wrong: Add\(\) gets array\(\[1\., 1\.\]\); compose works on"),
     ],
 )
 def test_what_cannot_be_composed(compose, layers, message):
     with pytest.raises(ConfigError, match=message):
         composed(compose, **layers)
-
-
-@pytest.mark.parametrize(
-    ("compose", "message"),
-    [
-        (lambda self, x: x + 2.0, r"Wrong: Add\(\) gets 2\.0; compose works on its arguments .* use nn\.Lambda"),
-        (lambda self, x: 3 * x, r"Wrong: Multiply\(\) gets 3; compose works on its arguments"),
-        (lambda self, x: x - x, r"Wrong: the value 'x' has no -; compose works on .* \+ and \*: .* use nn\.Lambda"),
-        (lambda self, x: 1.0 / x, "Wrong: the value 'x' has no /; compose works on its arguments"),
-        (lambda self, x: x**2, r"Wrong: the value 'x' has no \*\*; compose works"),
-        (lambda self, x: x[0], r"Wrong: the value 'x' has no \[\]; compose works"),
-        (lambda self, x: [*x], "Wrong: the value 'x' has no parts; compose works"),
-        (lambda self, x: np.tanh(x), r"Wrong: the value 'x' is given to np\.tanh; compose works on .* use nn\.Lambda"),
-        (lambda self, x: np.float64(2) * x, r"Wrong: the value 'x' is given to np\.multiply; compose"),
-        (lambda self, x: np.concatenate([x, x]), r"Wrong: the value 'x' is given to np\.concatenate; compose"),
-        (lambda self, x: x.sum(), "Wrong: the value 'x' has no sum; compose .* other shapes, sums and parts a layer"),
-        (lambda self, x: x.reshape(-1), "Wrong: the value 'x' has no reshape; compose works"),
-        (lambda self, x: nn.Add()(x, np.ones(2)), r"Wrong: Add\(\) gets array\(\[1\., 1\.\]\); compose works on"),
-    ],
-)
-def test_numbers_and_arrays_are_refused(compose, message):
-    with pytest.raises(ConfigError, match=message):
-        composed(compose)
 
 
 def test_values_of_another_layer_are_refused():

@@ -5,7 +5,7 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from setting import env
+from setting import env, parameters
 from threads import on_ranks
 
 from fsdpx import FakeCommunicator, nn, spawn
@@ -19,6 +19,14 @@ from fsdpx.nn.shard_specs import shard_bounds
 
 def flow(model):
     return [(node.path, node.inputs, *node.outputs) for node in nn.sharding.linearize(model).nodes]
+
+
+def specs_of(model):
+    return nn.sharding.parameter_specs(nn.sharding.linearize(model))
+
+
+def outputs_of(model, *inputs, **options):
+    return nn.sharding.output_shapes(nn.sharding.linearize(model), inputs, **options)
 
 
 def test_a_lone_layer_is_one_node():
@@ -36,16 +44,11 @@ def test_casts_do_not_copy_arrays_that_have_the_wanted_dtype():
 
 
 def test_chains_are_opened_and_units_are_not():
-    model = nn.Sequential(
-        nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Residual(nn.Sequential(nn.Linear(4, 4)))), nn.MLP(4)
-    )
+    chain = nn.Sequential(nn.Tanh(), nn.Residual(nn.Sequential(nn.Linear(4, 4))))
+    model = nn.Sequential(nn.Linear(4, 4), chain, nn.MLP(4))
     assert flow(model) == [("0", (0,), 1), ("1.0", (1,), 2), ("1.1", (2,), 3), ("2", (3,), 4)]
-    assert [name for name in nn.sharding.parameter_specs(nn.sharding.linearize(model)) if "weight" in name] == [
-        "0.weight",
-        "1.1.body.0.weight",
-        "2.up.weight",
-        "2.down.weight",
-    ]
+    weights = [name for name in specs_of(model) if "weight" in name]
+    assert weights == ["0.weight", "1.1.body.0.weight", "2.up.weight", "2.down.weight"]
 
 
 def test_graphs_are_opened():
@@ -64,15 +67,13 @@ def test_gpt():
     assert names[:3] == ["embed.weight", "embed.position", "blocks.0.norm1.weight"]
     assert "blocks.1.attn.qkv.weight" in names
     assert "head.weight" not in names
-    free = nn.sharding.parameter_specs(nn.sharding.linearize(nn.GPT(11, 8, 2, 2, 6, tie=False)))
+    free = specs_of(nn.GPT(11, 8, 2, 2, 6, tie=False))
     assert "head.weight" in free
     assert len(free) == len(names) + 1
 
 
 def test_gpt_begins_as_gpt_2():
-    from fsdpx.nn.init import make_initial_values
-
-    p = make_initial_values(nn.GPT(50, 40, 8, 2, 30).specs(), dtype=np.float64)
+    p = parameters(nn.GPT(50, 40, 8, 2, 30))
     for name, array in p.items():
         if name.endswith("bias"):
             assert not array.any(), name
@@ -86,9 +87,7 @@ def test_gpt_begins_as_gpt_2():
 
 def test_gpt_positions_begin_as_sinusoids():
     """Vaswani et al. 2017, section 3.5: the inner product of two rows depends on their distance only."""
-    from fsdpx.nn.init import make_initial_values
-
-    p = make_initial_values(nn.GPT(50, 40, 1, 2, 30).specs(), dtype=np.float64)["embed.position"]
+    p = parameters(nn.GPT(50, 40, 1, 2, 30))["embed.position"]
     row = 0.04 * np.sqrt(2) * np.array([f(3 / 10000 ** (c / 40)) for c in range(0, 40, 2) for f in (np.sin, np.cos)])
     np.testing.assert_allclose(p[3], row, atol=1e-15)
     np.testing.assert_allclose((p[1:] * p[:-1]).sum(1), (p[1] * p[0]).sum(), rtol=1e-12)
@@ -103,88 +102,63 @@ def test_ties_reach_through_containers():
 
 def test_frozen_reaches_the_leaves():
     inner = nn.Sequential(nn.Linear(3, 3), nn.MLP(3), frozen=["0.weight"])
-    specs = nn.sharding.parameter_specs(nn.sharding.linearize(nn.Sequential(inner, nn.Linear(3, 3), frozen="0.1.up.*")))
-    assert [name for name, spec in specs.items() if not spec.trainable] == [
-        "0.0.weight",
-        "0.1.up.weight",
-        "0.1.up.bias",
-    ]
+    specs = specs_of(nn.Sequential(inner, nn.Linear(3, 3), frozen="0.1.up.*"))
+    frozen = [name for name, spec in specs.items() if not spec.trainable]
+    assert frozen == ["0.0.weight", "0.1.up.weight", "0.1.up.bias"]
 
 
 def test_specs_are_those_of_the_model():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm(4), nn.Sequential(nn.Linear(4, 2), frozen="*"))
-    assert nn.sharding.parameter_specs(nn.sharding.linearize(model)) == model.specs()
+    assert specs_of(model) == model.specs()
 
 
 def test_infer_holds_no_data():
-    model = nn.sharding.linearize(nn.GPT(50_000, 12_288, 3, 8, 2048))
-    (logits,) = nn.sharding.output_shapes(model, [ShapeArray((8, 2048), np.int64)], "bf16")
+    (logits,) = outputs_of(nn.GPT(50_000, 12_288, 3, 8, 2048), ShapeArray((8, 2048), np.int64), dtype="bf16")
     assert logits.shape == (8, 2048, 50_000)
     assert logits.dtype.name == "bfloat16"
 
 
 def test_infer_without_axes_is_of_one_rank():
     """Also with layers that sum over ranks: their sums are their own."""
-    model = nn.sharding.linearize(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm(4)))
-    (y,) = nn.sharding.output_shapes(model, [ShapeArray((7, 3), np.float32)])
+    (y,) = outputs_of(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm(4)), ShapeArray((7, 3), np.float32))
     assert y.shape == (7, 4)
 
 
 def test_infer_of_several_inputs_and_outputs():
     nodes = {"a": (nn.Linear(3, 4), "x"), "b": (nn.Concat(), "a", "z"), "c": (nn.Linear(9, 2), "b")}
-    model = nn.sharding.linearize(nn.Graph(nodes, inputs=("x", "z"), outputs=("c", "a")))
-    out = nn.sharding.output_shapes(model, [ShapeArray((7, 3), np.float32), ShapeArray((7, 5), np.float32)])
-    assert [array.shape for array in out] == [(7, 2), (7, 4)]
+    model = nn.Graph(nodes, inputs=("x", "z"), outputs=("c", "a"))
+    x, z = (ShapeArray((7, n), np.float32) for n in (3, 5))
+    assert [array.shape for array in outputs_of(model, x, z)] == [(7, 2), (7, 4)]
     with pytest.raises(ShapeError, match=r"the model takes 2 inputs \(x, z\), got 1"):
-        nn.sharding.output_shapes(model, [ShapeArray((7, 3), np.float32)])
+        outputs_of(model, x)
 
-
-ROWS = ShapeArray((8, 64), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("model", "x", "message"),
+    ("model", "message"),
     [
         (
             nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(128, 10)),
-            ROWS,
             r"layer '2' Linear\(128, 10\) does not fit: Linear\(128, 10\) wants an input of shape "
             r"\(samples, ..., 128\), got \(8, 32\). It got \(8, 32\) float32 from layer '1' GELU\(\)",
         ),
-        (nn.Sequential(nn.Linear(128, 10)), ROWS, r"It got \(8, 64\) float32 from the model's input 'x'"),
-        (
-            nn.Sequential(nn.LayerNorm(63)),
-            ROWS,
-            r"LayerNorm\(63\) wants an input of shape \(samples, ..., 63\), got \(8, 64\)",
-        ),
-        (
-            nn.Sequential(nn.BatchNorm(63)),
-            ROWS,
-            r"BatchNorm\(63\) wants an input of shape \(samples, 63, ...\), got \(8, 64\)",
-        ),
-        (
-            nn.Sequential(nn.MultiHeadAttention(64, 2)),
-            ROWS,
-            r"wants an input of shape \(samples, time, 64\), got \(8, 64\)",
-        ),
-        (
-            nn.GPT(9, 8, 1, 2, 4),
-            ShapeArray((2, 5), np.int64),
-            r"wants tokens of shape \(samples, time <= 4\), got \(2, 5\)",
-        ),
-        (nn.Sequential(nn.Embedding(9, 8)), ROWS, r"Embedding\(9, 8\) wants whole numbers, got float32"),
+        (nn.Linear(128, 10), r"It got \(8, 64\) float32 from the model's input 'x'"),
+        (nn.LayerNorm(63), r"LayerNorm\(63\) wants an input of shape \(samples, ..., 63\), got \(8, 64\)"),
+        (nn.BatchNorm(63), r"BatchNorm\(63\) wants an input of shape \(samples, 63, ...\), got \(8, 64\)"),
+        (nn.MultiHeadAttention(64, 2), r"wants an input of shape \(samples, time, 64\), got \(8, 64\)"),
+        (nn.GPT(9, 8, 1, 2, 63), r"wants tokens of shape \(samples, time <= 63\), got \(8, 64\)"),
+        (nn.Embedding(9, 8), r"Embedding\(9, 8\) wants whole numbers, got float32"),
         (
             nn.Graph({"up": (nn.Linear(64, 3), "x"), "sum": (nn.Add(), "up", "x")}, outputs="sum"),
-            ROWS,
             r"layer 'sum' Add\(\) does not fit: .* one shape, got \(8, 3\), \(8, 64\). "
             r"It got \(8, 3\) float32 from layer 'up' Linear\(64, 3\); \(8, 64\) float32 from the "
             r"model's input 'x'",
         ),
     ],
 )
-def test_a_layer_that_does_not_fit_is_named(model, x, message):
+def test_a_layer_that_does_not_fit_is_named(model, message):
     with pytest.raises(ShapeError, match=message):
-        nn.sharding.output_shapes(nn.sharding.linearize(model), [x])
+        outputs_of(model, ShapeArray((8, 64), np.int64 if isinstance(model, nn.GPT) else np.float32))
 
 
 def test_a_layer_of_a_user_that_does_not_fit_is_named():
@@ -197,7 +171,7 @@ def test_a_layer_of_a_user_that_does_not_fit_is_named():
             return dy, ()
 
     with pytest.raises(ShapeError, match=r"layer '0' Cut\(\) does not fit: not enough values to unpack"):
-        nn.sharding.output_shapes(nn.sharding.linearize(nn.Sequential(Cut())), [ROWS])
+        outputs_of(nn.Sequential(Cut()), ShapeArray((8, 64), np.float32))
 
 
 steady = settings(derandomize=True, database=None, deadline=None, max_examples=examples(30))
@@ -212,11 +186,8 @@ def value(kind, name, shape, dim, comm):
     if kind == "each":
         return normal(name, comm.rank, shape=shape)
     whole = normal(name, shape=shape)
-    return (
-        whole
-        if kind == "replicated"
-        else collectives.slice_dim(whole, dim, *shard_bounds(shape[dim], comm.rank, comm.size))
-    )
+    bounds = shard_bounds(shape[dim], comm.rank, comm.size)
+    return whole if kind == "replicated" else collectives.slice_dim(whole, dim, *bounds)
 
 
 def inner(kind, pairs):
@@ -236,11 +207,8 @@ PAIRS = {
 
 
 def run(name, comm, x, dim, total):
-    move = getattr(collectives, name)
-    extra = {
-        "mark_separate": (), "all_reduce_sum": (), "all_gather_dim": (dim, total), "all_gather_replicated": (dim, total)
-    }.get(name, (dim,))
-    return move(np, comm, x, *extra)
+    extra = [] if name in ("mark_separate", "all_reduce_sum") else [dim, total] if "gather" in name else [dim]
+    return getattr(collectives, name)(np, comm, x, *extra)
 
 
 shape_and_dim = st.lists(st.integers(0, 6), min_size=1, max_size=3).flatmap(
@@ -269,21 +237,14 @@ def test_the_adjoint(name, width, where):
 
 
 @steady
-@given(
-    width=st.integers(1, 4),
-    sizes=st.tuples(st.integers(0, 2), st.integers(1, 7), st.integers(1, 7)),
-    dims=st.permutations([0, 1, 2]),
-)
+@given(st.integers(1, 4), st.tuples(st.integers(0, 2), st.integers(1, 7), st.integers(1, 7)), st.permutations(range(3)))
 def test_exchange_is_undone_by_its_adjoint(width, sizes, dims):
     split, merge, _ = dims
-    whole = normal("x", shape=sizes)
 
     def body(comm):
         x = value("cut", "x", sizes, merge, comm)
         y = collectives.all_to_all_dims(np, comm, x, split, merge, sizes[merge])
-        np.testing.assert_array_equal(
-            y, collectives.slice_dim(whole, split, *shard_bounds(sizes[split], comm.rank, width))
-        )
+        np.testing.assert_array_equal(y, value("cut", "x", sizes, split, comm))
         np.testing.assert_array_equal(collectives.all_to_all_dims(np, comm, y, merge, split, sizes[split]), x)
 
     spawn(body, width)
@@ -343,7 +304,6 @@ def test_shapes_without_data():
 
 
 def test_a_sequence_that_must_divide_evenly():
-    with pytest.raises(
-        ShapeError, match=r"h.0 input: dim 1 of an array .* is 7, which is not a multiple of the 3 ranks"
-    ):
+    said = r"h.0 input: dim 1 of an array .* is 7, which is not a multiple of the 3 ranks"
+    with pytest.raises(ShapeError, match=said):
         collectives.require_divisible_dim((2, 7, 5), 1, 3, "h.0 input")

@@ -6,15 +6,12 @@ from present import needs
 
 torch = pytest.importorskip("torch")
 
-from setting import env, gradients, normal  # noqa: E402
+from setting import env, gradients, normal, parameters  # noqa: E402
 
 from fsdpx import nn  # noqa: E402
 
 tnn = torch.nn
 
-
-def flatten_from_2():
-    return tnn.Flatten(2)
 
 
 PAIRS = {
@@ -37,7 +34,7 @@ PAIRS = {
     "softplus": (nn.Softplus(3.0, 2.0), lambda: tnn.Softplus(3.0, 2.0), (4, 6)),
     "softmax": (nn.Softmax(1), lambda: tnn.Softmax(1), (4, 6, 3)),
     "flatten": (nn.Flatten(), tnn.Flatten, (3, 2, 4)),
-    "flatten from 2": (nn.Flatten(2), flatten_from_2, (3, 2, 4, 2)),
+    "flatten from 2": (nn.Flatten(2), lambda: tnn.Flatten(2), (3, 2, 4, 2)),
     "chain": (
         nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Sequential(nn.Linear(4, 3), nn.Tanh())),
         lambda: tnn.Sequential(tnn.Linear(5, 4), tnn.GELU(), tnn.Sequential(tnn.Linear(4, 3), tnn.Tanh())),
@@ -56,8 +53,14 @@ def shaken(module):
     return module
 
 
-def compare(layer, module, x, rename=lambda name: name):
-    """y, dx, all gradients and all state after one pass in training."""
+def compare(layer, module, x, names=None):
+    """y, dx, all gradients and all state after one pass in training. names: parts of their names -> of ours"""
+
+    def rename(name):
+        for theirs, ours in (names or {}).items():
+            name = name.replace(theirs, ours)
+        return name
+
     theirs = {name: t for name, t in module.state_dict().items() if not name.endswith("num_batches_tracked")}
     p = {rename(name): tensor.numpy().copy() for name, tensor in theirs.items()}
     assert {name: array.shape for name, array in p.items()} == {n: s.shape for n, s in layer.specs().items()}
@@ -113,19 +116,11 @@ class TorchAttention(tnn.Module):
 ATTENTION = {"core.in_proj_": "qkv.", "core.out_proj.": "out."}
 
 
-def renamed(table):
-    def rename(name):
-        for theirs, ours in table.items():
-            name = name.replace(theirs, ours)
-        return name
-
-    return rename
-
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention(causal):
     module = shaken(TorchAttention(causal))
-    compare(nn.MultiHeadAttention(6, 2, causal), module, normal(3, 4, 6), renamed(ATTENTION))
+    compare(nn.MultiHeadAttention(6, 2, causal), module, normal(3, 4, 6), ATTENTION)
 
 
 class TorchGPT(tnn.Module):
@@ -146,17 +141,12 @@ class TorchGPT(tnn.Module):
         return self.norm(h) @ self.embed.weight.T
 
 
-GPT = {
-    "position": "embed.position",
-    "self_attn.in_proj_": "attn.qkv.",
-    "self_attn.out_proj.": "attn.out.",
-    "linear1": "mlp.up",
-    "linear2": "mlp.down",
-}
+GPT = {"position": "embed.position", "self_attn.in_proj_": "attn.qkv.", "self_attn.out_proj.": "attn.out."}
+GPT |= {"linear1": "mlp.up", "linear2": "mlp.down"}
 
 
 def test_gpt():
-    compare(nn.GPT(11, 8, 2, 2, 6), shaken(TorchGPT(11, 8, 2, 2, 6)), np.arange(15).reshape(3, 5) % 11, renamed(GPT))
+    compare(nn.GPT(11, 8, 2, 2, 6), shaken(TorchGPT(11, 8, 2, 2, 6)), np.arange(15).reshape(3, 5) % 11, GPT)
 
 
 BEGINNINGS = {
@@ -172,14 +162,12 @@ BEGINNINGS = {
 @pytest.mark.parametrize("name", [*sorted(BEGINNINGS.keys() - {"conv"}), pytest.param("conv", marks=needs("fields"))])
 def test_parameters_begin_as_in_torch(name):
     """Same mean, spread and bounds; the random numbers themselves differ."""
-    from fsdpx.nn.init import make_initial_values
-
-    ours, make = BEGINNINGS[name]
-    layer = ours()
+    make, make_theirs = BEGINNINGS[name]
     torch.manual_seed(1)
-    theirs = {n.replace("in_proj_", "qkv.").replace("out_proj", "out"): t for n, t in make().state_dict().items()}
-    for key, ours in make_initial_values(layer.specs(), dtype=np.float64).items():
-        want = theirs[key].numpy()
+    state = make_theirs().state_dict().items()
+    theirs = {n.replace("in_proj_", "qkv.").replace("out_proj", "out"): t.numpy() for n, t in state}
+    for key, ours in parameters(make()).items():
+        want = theirs[key]
         assert ours.shape == want.shape
         spread = float(want.std())
         assert abs(ours.mean() - want.mean()) <= 5 * spread / np.sqrt(ours.size) + 1e-12, key
@@ -211,8 +199,7 @@ def test_loss(name, shape):
     target = np.arange(y.size // 5).reshape(shape[:-1]) % 5 if classes else normal(*shape, seed=4) ** 2 % 1.0
     total, weight, saved = loss.forward(env(), y, target)
     ty = torch.tensor(y, requires_grad=True)
-    tt = torch.tensor(target)
-    result = make()(ty.movedim(-1, 1) if classes else ty, tt)
+    result = make()(ty.movedim(-1, 1) if classes else ty, torch.tensor(target))
     result.backward()
     np.testing.assert_allclose(total / weight, result.item(), rtol=1e-12)
     np.testing.assert_allclose(loss.backward(env(), saved, 1.0 / weight), ty.grad.numpy(), rtol=1e-10, atol=1e-14)
