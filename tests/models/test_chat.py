@@ -130,8 +130,7 @@ def test_the_example_says_how_conversations_are_written(tmp_path, template, caps
         assert samples[0][0].tolist()[: len(wanted)] == wanted
     finetune.warn_if_data_and_chat_template_disagree(samples, found, "FOLDER")
     assert capsys.readouterr().out == (
-        "FOLDER: there is no chat template (chat_template.jinja, or chat_template in "
-        "tokenizer_config.json): messages "
+        "FOLDER: there is no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): messages "
         "are written as 'role: content'\n"
         if template is None
         else f"prompts and completions are joined as they are, without the chat template {path}/chat_template.jinja: "

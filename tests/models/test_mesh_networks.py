@@ -55,14 +55,10 @@ class PhysicsNeMo(torch.nn.Module):
         self.register_buffer("device_buffer", torch.empty(0))
         self.edge_encoder, self.node_encoder = Mlp(4, HIDDEN), Mlp(3, HIDDEN)
         self.node_decoder, self.processor = Mlp(HIDDEN, 2, norm=False), torch.nn.Module()
-        self.processor.processor_layers = torch.nn.ModuleList(
-            Block(*pair)
-            for _ in range(STEPS)
-            for pair in (
-                ("edge_mlp", Mlp(3 * HIDDEN, HIDDEN) if concat else SumMlp()),
-                ("node_mlp", Mlp(2 * HIDDEN, HIDDEN)),
-            )
-        )
+        self.processor.processor_layers = torch.nn.ModuleList()
+        for _ in range(STEPS):
+            self.processor.processor_layers.append(Block("edge_mlp", Mlp(3 * HIDDEN, HIDDEN) if concat else SumMlp()))
+            self.processor.processor_layers.append(Block("node_mlp", Mlp(2 * HIDDEN, HIDDEN)))
 
     def forward(self, x, features):
         e, h, (s, r) = self.edge_encoder.model(features), self.node_encoder.model(x), EDGES
@@ -157,8 +153,7 @@ def test_networks_of_other_projects_compute_the_same_and_go_back(name):
         return found, before, models.to_state_dict(trainer.parameters(), state, **options)
 
     for found, before, after in spawn(run, 2):
-        for theirs, value in state.items():
-            np.testing.assert_array_equal(before[theirs], value, err_msg=theirs)
+        assert_close({name: before[name] for name in state}, state)
         for y, values in zip(found, (state, after), strict=True):
             assert_close({"y": y}, {"y": forward(values, X, FEATURES)}, 1e-11)
     assert not np.allclose(*found)
