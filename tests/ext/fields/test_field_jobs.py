@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from grids import cuts_of, place_of
 from ranks import from_rank_0
+from trainings import make_trainer
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -31,26 +32,20 @@ def trained(comm: Communicator, grid: Any = None, mesh: Mesh | None = None, samp
         nn.Tanh(), nn.Mask(mask), nn.FieldGradient(periodic=(False, True)), nn.Conv2d(12, 2, 1),
         nn.Pad(((1, 0), (0, 1))), nn.Pad(((-1, 0), (0, -1))), nn.Destandardize((0.1, -0.1), (1.0, 2.0)),
     )  # fmt: skip
-    filled = nn.Graph(
-        {"filled": (nn.FillNaN(), "x"), "net": (net, "x"), "kept": (nn.MatchMean(), "net", "filled")}, outputs=("kept",)
-    )
+    nodes = {"filled": (nn.FillNaN(), "x"), "net": (net, "x"), "kept": (nn.MatchMean(), "net", "filled")}
     loss = nn.PhysicsLoss(nn.VRMSE(weights=mask), nn.FieldDivergence(0.5, (False, True), 4, (1, 0)), 0.1)
-    options: dict[str, Any] = {"loss": loss, "optimizer": optim.AdamW(lr=1e-2), "precision": "float64", "comm": comm}
+    options = {"loss": loss, "optimizer": optim.AdamW(lr=1e-2), "comm": comm}
     if grid is not None:
-        options |= {"domain": grid[0], "mesh": mesh, "strategy": "fsdp", "microbatches": 2}
+        options |= {"mesh": mesh, "strategy": "fsdp", "microbatches": 2}
     else:
         u = np.moveaxis(u, -1, 1)
-    trainer = filled.as_distributed(**options)
+    trainer = make_trainer(nn.Graph(nodes, outputs=("kept",)), grid and grid[0], **options)
     clean = np.nan_to_num(u)
-    metrics = {"nan": nn.RMSE(skipna=True), "low": nn.BandRMSE(0, 2), "high": nn.BandRMSE(2)}
-    batches = [(u, clean)] * 2
+    of_clean = {"low": nn.BandRMSE(0, 2), "high": nn.BandRMSE(2)}
+    of_clean |= {"edge": nn.BoundaryRMSE(), "most": nn.MaxError(), "mean": nn.ConservedRMSE()}
     found = []
-    for name, y in {"clean": clean, "nan": u}.items():
-        wanted = {k: m for k, m in metrics.items() if (k == "nan") == (name == "nan")}
-        wanted |= (
-            {"edge": nn.BoundaryRMSE(), "most": nn.MaxError(), "mean": nn.ConservedRMSE()} if name == "clean" else {}
-        )
-        history = trainer.fit(batches, validation=[(u, y)], metrics=wanted, progress=False)
+    for y, metrics in ((clean, of_clean), (u, {"nan": nn.RMSE(skipna=True)})):
+        history = trainer.fit([(u, clean)] * 2, validation=[(u, y)], metrics=metrics, progress=False)
         found.append((history.losses, {k: v[-1][1] for k, v in history.metrics.items()}))
     return found, trainer.parameters()
 

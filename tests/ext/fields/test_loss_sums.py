@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, env_of, grid_at, noise, part, place_of, random_cuts
+from grids import PARTITIONS, env_of, grid_at, noise, random_cuts
 from layers_on_parts import demand_loss_of_whole
+from trainings import make_trainer
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import nn, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.meshes.node_loss import NodeLoss
@@ -63,9 +64,6 @@ def test_a_sum_is_the_sum_of_the_means_on_any_parts(name: str) -> None:
 class TestContract(LossContract):
     """Each of them."""
 
-    loss: nn.Loss
-    name: str
-
     @pytest.fixture(params=SUMS, autouse=True)
     def case(self, request: Any) -> None:
         self.name = request.param
@@ -91,9 +89,8 @@ class TestContract(LossContract):
 
 def test_how_sums_print() -> None:
     assert repr(SUMS["elements"]) == "0.5 * MSELoss() + L1Loss()"
-    assert repr(SUMS["nested"]) == "3.0 * MaxError() + 1.5 * MSELoss() + " + repr(
-        nn.PhysicsLoss(nn.L1Loss(), nn.FieldLaplacian())
-    )
+    physics = nn.PhysicsLoss(nn.L1Loss(), nn.FieldLaplacian())
+    assert repr(SUMS["nested"]) == f"3.0 * MaxError() + 1.5 * MSELoss() + {physics!r}"
     assert repr(np.float64(2) * nn.MSELoss()) == repr(nn.MSELoss() * 2) == "2.0 * MSELoss()"
     assert (SUMS["elements"].acts_on, SUMS["fields"].acts_on) == ("position", "sample")
     assert repr(sum([nn.MSELoss(), nn.L1Loss()])) == "MSELoss() + L1Loss()"
@@ -113,17 +110,14 @@ def test_losses_around_others_say_whether_targets_may_be_nan() -> None:
 
 def losses(comm: Communicator, name: str, dims: Any = None, **options: Any) -> Any:
     """Return the losses of two steps on four samples, the validation loss and two metrics."""
-    x, target = fields(name)
+    (x, target), grid = fields(name), None
     if dims is not None:
-        cuts, place = random_cuts(CELLS, dims), place_of(comm.rank, dims)
-        options["domain"] = grid_at(comm, dims, cuts, layout="cyx")
-        x, target = (part(a, cuts, place) for a in (x, target))
+        grid = grid_at(comm, dims, random_cuts(CELLS, dims), layout="cyx")
+        x, target = grid.take_local(x), grid.take_local(target)
     elif comm.size == 2 and "mesh" not in options:  # batches of three samples and of one
         x, target = (a[:3] if comm.rank == 0 else a[3:] for a in (x, target))
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1))
-    trainer = net.as_distributed(
-        loss=SUMS[name], optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", **options
-    )
+    trainer = make_trainer(net, grid, loss=SUMS[name], comm=comm, **options)
     first = trainer.step(x, target)
     metrics = {"sum": SUMS[name], "twice": 2 * SUMS[name]}
     history = trainer.fit([(x, target)], validation=[(x, target)], metrics=metrics, progress=False)

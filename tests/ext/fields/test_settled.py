@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trainings import make_trainer
 
 import fsdpx
 from fsdpx import nn, spawn
@@ -34,10 +35,13 @@ BAD: dict[str, tuple[Callable[[], Any], type[FsdpxError], str]] = {
 }
 
 
+def rows_of(comm: Communicator) -> fsdpx.Grid:
+    return fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
+
+
 def predictions(comm: Communicator, net: str, strategy: str, bad: dict[tuple[int, int], Any], calls: int) -> list[str]:
     """What each call came to: "" or its error. bad: what ranks bring instead in some of their calls."""
-    grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
-    trainer = NETS[net]().as_distributed(domain=grid, comm=comm, strategy=strategy)
+    trainer = NETS[net]().as_distributed(domain=rows_of(comm), strategy=strategy)
     found, whole = [], np.ones((2, *CELLS, 1))
     for call in range(calls):
         try:
@@ -88,22 +92,25 @@ def test_ranks_that_change_what_they_bring(data: st.DataObject) -> None:
         assert [bool(error) for error in row] == [k == call and bool(odd) for k in range(calls)]
 
 
+def is_refused(trainer: Any, x: np.ndarray) -> bool:
+    try:
+        trainer.predict(x)
+    except DataError:
+        return True
+    return False
+
+
 def test_ranks_that_are_ahead_raise_it_up_to_the_same_call() -> None:
     """The last rank returns from a call that the first one makes later, and wrongly; it hears of it in the next."""
     ahead, told = threading.Event(), threading.Event()
 
     def run(comm: Communicator) -> list[bool]:
-        grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
-        trainer = NETS["near"]().as_distributed(domain=grid, comm=comm, strategy="ddp")
+        trainer = NETS["near"]().as_distributed(domain=rows_of(comm), strategy="ddp")
         whole, found = np.ones((2, *CELLS, 1)), []
         for call in range(6):
             if (comm.rank, call) == (0, 2):
                 assert ahead.wait(60)
-            try:
-                trainer.predict(whole[: 1 if (comm.rank, call) == (0, 2) else 2])
-                found.append(False)
-            except DataError:
-                found.append(True)
+            found.append(is_refused(trainer, whole[: 1 if (comm.rank, call) == (0, 2) else 2]))
             if (comm.rank, call) == (2, 2):
                 ahead.set()
                 assert told.wait(60)
@@ -121,19 +128,14 @@ def test_ranks_that_need_nothing_of_each_other_get_in_step_again() -> None:
     ahead = threading.Barrier(3)
 
     def run(comm: Communicator) -> list[bool]:
-        grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
-        trainer = nn.Conv2d(1, 1, 1).as_distributed(domain=grid, comm=comm, strategy="ddp")
+        trainer = nn.Conv2d(1, 1, 1).as_distributed(domain=rows_of(comm), strategy="ddp")
         whole, found = np.ones((2, *CELLS, 1)), []
         for call in range(8):
             if call == (2 if comm.rank == 0 else 5):
                 ahead.wait(60)
             if call == 5:
                 ahead.wait(60)
-            try:
-                trainer.predict(whole[: 1 if (comm.rank, call) == (0, 2) else 2])
-                found.append(False)
-            except DataError:
-                found.append(True)
+            found.append(is_refused(trainer, whole[: 1 if (comm.rank, call) == (0, 2) else 2]))
         return found
 
     late = [*[False] * 5, True, False, False]
@@ -145,10 +147,7 @@ def test_other_calls_name_it_too() -> None:
     met an error in."""
 
     def run(comm: Communicator) -> list[str]:
-        grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
-        trainer = NETS["near"]().as_distributed(
-            domain=grid, comm=comm, loss=nn.MSELoss(), optimizer=fsdpx.optim.SGD(lr=0.1)
-        )
+        trainer = make_trainer(NETS["near"](), rows_of(comm))
         found, u = [], np.ones((2, *CELLS, 1))
         odd = u[:1] if comm.rank == 2 else u
         for name in ("step", "evaluate", "step"):

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from grids import bounds, even, place_of
+from trainings import demand_refused, make_trainer
 
 import fsdpx
-from fsdpx import data, nn, optim, spawn
+from fsdpx import data, nn, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError
 from fsdpx.ext.fields.overlaps import count_overlap_rows_by_dim, describe_padding_periodicity_conflict
@@ -18,23 +19,14 @@ SHAPE = (24, 32)
 CONV = nn.Conv2d(1, 1, 3, padding=1)
 
 
-def make_trainer(comm: Communicator, grid: fsdpx.Grid, net: nn.Layer = CONV, loss: Any = None, **more: Any) -> Any:
-    more |= {"loss": loss or nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
-    return net.as_distributed(comm=comm, domain=grid, **more)
-
-
 def even_grid(comm: Communicator, dims: Sequence[int], **more: Any) -> fsdpx.Grid:
     return fsdpx.Grid(comm, [n // width for n, width in zip(SHAPE, dims, strict=True)], dims=dims, **more)
 
 
 def told(
-    field: np.ndarray,
-    dims: Sequence[int],
-    sides: Sequence[tuple[int, int]],
-    walls: bool = False,
-    corners: bool = True,
-    **more: Any,
-) -> str:
+    field: np.ndarray, dims: Sequence[int], sides: Sequence[tuple[int, int]], walls: bool = False,
+    corners: bool = True, **more: Any,
+) -> str:  # fmt: skip
     """What the first two steps say on arrays with ghost cells of which the grid knows nothing, all ranks together. At
     walls lies what the solver has there, or with `walls` nothing. corners: whether the solver fills them."""
 
@@ -48,7 +40,7 @@ def told(
         if not corners:
             u[np.ix_([0, -1], [0, -1])] = comm.rank
         grid = fsdpx.Grid(comm, u.shape, dims=dims, layout="yx", **more)
-        trainer = make_trainer(comm, grid, nn.Sequential(nn.FillNaN(), CONV), nn.MSELoss(skipna=True))
+        trainer = make_trainer(nn.Sequential(nn.FillNaN(), CONV), grid, loss=nn.MSELoss(skipna=True))
         for _ in range(2):
             trainer.step(u, u)
 
@@ -126,7 +118,7 @@ def test_padding_that_contradicts_the_periods_is_told_of(padding: Any, ghosts: i
 
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm, (8, 8), dims=(1, 1), layout="yx", periods=(False, True), ghosts=ghosts)
-        trainer = make_trainer(comm, grid, nn.UNet(1, 1, 2, 4, 1, padding))
+        trainer = make_trainer(nn.UNet(1, 1, 2, 4, 1, padding), grid)
         trainer.step(noise, noise[ghosts : 8 + ghosts, ghosts : 8 + ghosts])
 
     texts = warned_of("periodic", run, 1)
@@ -163,7 +155,7 @@ def test_layers_that_contradict_the_periods_are_told_of(layer: nn.Layer, expecte
 def test_a_target_larger_than_what_a_window_without_padding_leaves_names_the_padding() -> None:
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm, (8, 8), dims=(1, 1), layout="yx", ghosts=1)
-        make_trainer(comm, grid, nn.Conv2d(1, 1, 3)).evaluate(np.zeros((10, 10)), np.zeros((8, 8)))
+        make_trainer(nn.Conv2d(1, 1, 3), grid).evaluate(np.zeros((10, 10)), np.zeros((8, 8)))
 
     with pytest.raises(DataError, match=r"output has 6 x 6 cells, the field 8 x 8; .* with padding=1, also"):
         spawn(run, 1)
@@ -191,31 +183,25 @@ def test_ghost_cells_that_the_grid_knows_are_not_told_of() -> None:
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm, (12, 32), dims=(2, 1), layout="yx", ghosts=(1, 0))
         u = np.pad(waves(), ((1, 1), (0, 0)), mode="wrap")[12 * comm.rank :][:14]
-        make_trainer(comm, grid).step(u, u)
+        make_trainer(CONV, grid).step(u, u)
 
     train_quietly(run, 2)
 
 
 @pytest.mark.parametrize(("dims", "ghosts"), [((2, 2), 0), ((1, 2), 1)])
 def test_a_whole_field_in_place_of_a_part_is_refused(dims: tuple[int, int], ghosts: int) -> None:
-    def run(comm: Communicator) -> list[str]:
-        trainer = make_trainer(comm, even_grid(comm, dims, layout="yx", ghosts=ghosts))
-        texts = []
-        for field in (waves(), waves()[None], np.pad(waves(), ghosts)):
-            with pytest.raises(DataError) as error:
-                trainer.predict(field)
-            texts.append(str(error.value))
-        return texts
-
-    for texts in spawn(run, dims[0] * dims[1]):
-        for text in texts:
-            assert "This is the whole field: give this rank's part, grid.take_local(array)" in text, text
+    message = "This is the whole field: give this rank's part, grid.take_local(array)"
+    for field in (waves(), waves()[None], np.pad(waves(), ghosts)):
+        demand_refused(
+            lambda comm, u=field: make_trainer(CONV, even_grid(comm, dims, layout="yx", ghosts=ghosts)).predict(u),
+            message, ranks=dims[0] * dims[1],
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dims", [(2, 1), (2, 2)])
 def test_a_whole_field_given_to_the_grid_by_each_rank_is_told_of(dims: tuple[int, int]) -> None:
     def run(comm: Communicator, field: np.ndarray) -> None:
-        make_trainer(comm, fsdpx.Grid(comm, field.shape, dims=dims, layout="yx")).step(field, field)
+        make_trainer(CONV, fsdpx.Grid(comm, field.shape, dims=dims, layout="yx")).step(field, field)
 
     ranks = dims[0] * dims[1]
     with pytest.warns(RuntimeWarning, match=r"pass the same array of 24 x 32 cells, .* each rank gave the whole field"):
@@ -242,7 +228,7 @@ def load(grid: fsdpx.Grid, **options: Any) -> data.DataLoader:
 def test_loaders_that_give_the_ranks_of_a_grid_different_samples_are_refused(options: Any, change: Any) -> None:
     def run(comm: Communicator) -> None:
         grid = even_grid(comm, (2, 1))
-        trainer, loader = make_trainer(comm, grid), load(grid, **options(comm))
+        trainer, loader = make_trainer(CONV, grid), load(grid, **options(comm))
         for _ in range(2):
             for x, y in loader:
                 with pytest.raises(DataError, match="the DataLoader of rank 1 gives other samples than that of rank 0"):
@@ -259,7 +245,7 @@ def test_different_samples_are_refused_on_ranks_of_all_pipeline_stages() -> None
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm.subgroup([0, 1] if comm.rank < 2 else [2, 3]), (12, 32), dims=(2, 1), layout="yxc")
         net, mesh = nn.Sequential(CONV, nn.Conv2d(1, 1, 3, padding=1)), fsdpx.Mesh(pipe=2, domain=(2, 1))
-        trainer = make_trainer(comm, grid, net, mesh=mesh)
+        trainer = make_trainer(net, grid, comm=comm, mesh=mesh)
         x, y = next(iter(load(grid, rank=0, size=1, shuffle=True, seed=comm.rank % 2)))
         x, y = (x, y) if comm.rank < 2 else (x.copy(), y.copy())
         with pytest.raises(DataError, match="the DataLoader of rank 1 gives other samples than that of rank 0"):
@@ -273,9 +259,9 @@ def test_loaders_of_members_may_give_different_samples() -> None:
 
     def run(comm: Communicator) -> None:
         grid, mesh, options = even_grid(comm, (2, 1)), fsdpx.Mesh(replica=2, domain=(2, 1)), {"rank": 0, "size": 1}
-        trainer = make_trainer(comm, grid, mesh=mesh)
+        trainer = make_trainer(CONV, grid, comm=comm, mesh=mesh)
         trainer.fit(load(grid, shuffle=True, seed=trainer.data_group.rank, **options), epochs=1, progress=False)
-        trainer = make_trainer(comm, grid, mesh=mesh)
+        trainer = make_trainer(CONV, grid, comm=comm, mesh=mesh)
         with pytest.raises(DataError, match="gives other samples than that of rank"):
             trainer.fit(load(grid, shuffle=True, seed=comm.rank, **options), epochs=1, progress=False)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from grids import bounds, grid_at, place_of
+from grids import grid_at
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from trainings import demand_like, make_trainer
 
-from fsdpx import nn, optim, spawn
+from fsdpx import nn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import MODES
-from fsdpx.testing import assert_close
 
 KINDS = ("conv", "transposed", "max", "avg", "nearest", "linear", "group", "skip", "attention")
 
@@ -52,15 +52,9 @@ def layer(draw: Any, kind: str, dims: int, channels: int) -> nn.Layer:
         return nn.GroupNorm(draw(st.sampled_from([1, channels])), channels)
     if kind == "attention":
         heads, windows, periods = draw(st.integers(1, 2)), tuple(2 * n + 1 for n in each(0, 1)), each(0, 1)
-        return draw(
-            st.sampled_from(
-                [
-                    nn.NeighborhoodAttention(channels, heads, windows, tuple(map(bool, periods))),
-                    nn.GlobalAttention(channels, heads),
-                    nn.PhysicsAttention(channels, heads, 3),
-                ]
-            )
-        )
+        near = nn.NeighborhoodAttention(channels, heads, windows, tuple(map(bool, periods)))
+        others = nn.GlobalAttention(channels, heads), nn.PhysicsAttention(channels, heads, 3)
+        return draw(st.sampled_from([near, *others]))
     strided = nn.Sequential(of("Conv")(channels, channels, 3, 2, 1), nn.Upsample(scale_factor=2, mode="nearest"))
     return nn.Residual(strided)
 
@@ -84,37 +78,26 @@ def test_any_chain_over_any_parts(data: st.DataObject) -> None:
     layers = [layer(draw, draw(st.sampled_from(KINDS)), dims, channels) for _ in range(draw(st.integers(1, 3)))]
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     x, seed = rng.standard_normal((2, channels, *shape)), draw(st.integers(0, 99))
-    options: dict[str, Any] = {
-        "loss": nn.MSELoss(),
-        "optimizer": optim.SGD(lr=0.1),
-        "precision": "float64",
-        "seed": seed,
-    }
 
     def target(cells: tuple[int, ...]) -> np.ndarray:
         return np.cos(np.arange(2.0 * channels * np.prod(cells))).reshape(2, channels, *cells)
 
-    def alone(comm: Communicator) -> Any:
-        trainer = nn.Sequential(*layers).as_distributed(comm=comm, **options)
+    def alone() -> Any:
+        trainer = make_trainer(nn.Sequential(*layers), None, seed=seed)
         y = trainer.predict(x)
         if not np.isfinite(y).all():  # a window lies in the padding of a MaxPool alone
             raise ShapeError("no maximum")
-        return y, trainer.step(x, target(y.shape[2:])), trainer.parameters()
+        return y, trainer.step(x, target(y.shape[2:])), flat(trainer.parameters())
 
-    def run(comm: Communicator) -> Any:
-        grid = grid_at(comm, width, cuts, layout="c" + "zyx"[3 - dims :])
-        trainer = nn.Sequential(*layers).as_distributed(comm=comm, domain=grid, **options)
-        outputs = trainer.inspect.placement.sample_layout.outputs
-        there = tuple(slice(*ends) for ends in bounds(outputs.cuts, place_of(comm.rank, width)))
-        mine = grid.take_local(x)
-        y = trainer.predict(mine)
-        return there, y, trainer.step(mine, target(outputs.shape)[:, :, *there]), trainer.parameters()
+    def run(comm: Communicator, *cut: Any) -> Any:
+        grid = grid_at(comm, *cut, layout="c" + "zyx"[3 - dims :])
+        trainer, mine = make_trainer(nn.Sequential(*layers), grid, seed=seed), grid.take_local(x)
+        outputs = trainer.output_grid
+        y = outputs.all_gather(trainer.predict(mine))
+        return y, trainer.step(mine, outputs.take_local(target(outputs.shape))), flat(trainer.parameters())
 
     try:
-        y, loss, values = spawn(alone, 1)[0]
+        want = alone()
     except (ShapeError, ConfigError):  # no output, or a field that is too small for its padding
         assume(False)
-    for there, mine, got, found in spawn(run, int(np.prod(width))):
-        assert_close({"y": mine}, {"y": y[:, :, *there]}, 1e-10)
-        np.testing.assert_allclose(got, loss, rtol=1e-10)
-        assert_close({"parameters": flat(found)}, {"parameters": flat(values)}, 1e-9)
+    demand_like(want, run, [(width, cuts)], 1e-10)
