@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from fsdpx.ext.fields.overlaps import count_overlap_rows_by_dim, describe_paddin
 
 SHAPE = (24, 32)
 CONV = nn.Conv2d(1, 1, 3, padding=1)
+train = partial(make_trainer, precision=None)
 
 
 def even_grid(comm: Communicator, dims: Sequence[int], **more: Any) -> fsdpx.Grid:
@@ -40,7 +42,7 @@ def told(
         if not corners:
             u[np.ix_([0, -1], [0, -1])] = comm.rank
         grid = fsdpx.Grid(comm, u.shape, dims=dims, layout="yx", **more)
-        trainer = make_trainer(nn.Sequential(nn.FillNaN(), CONV), grid, loss=nn.MSELoss(skipna=True))
+        trainer = train(nn.Sequential(nn.FillNaN(), CONV), grid, loss=nn.MSELoss(skipna=True))
         for _ in range(2):
             trainer.step(u, u)
 
@@ -118,7 +120,7 @@ def test_padding_that_contradicts_the_periods_is_told_of(padding: Any, ghosts: i
 
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm, (8, 8), dims=(1, 1), layout="yx", periods=(False, True), ghosts=ghosts)
-        trainer = make_trainer(nn.UNet(1, 1, 2, 4, 1, padding), grid)
+        trainer = train(nn.UNet(1, 1, 2, 4, 1, padding), grid)
         trainer.step(noise, noise[ghosts : 8 + ghosts, ghosts : 8 + ghosts])
 
     texts = warned_of("periodic", run, 1)
@@ -155,7 +157,7 @@ def test_layers_that_contradict_the_periods_are_told_of(layer: nn.Layer, expecte
 def test_a_target_larger_than_what_a_window_without_padding_leaves_names_the_padding() -> None:
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm, (8, 8), dims=(1, 1), layout="yx", ghosts=1)
-        make_trainer(nn.Conv2d(1, 1, 3), grid).evaluate(np.zeros((10, 10)), np.zeros((8, 8)))
+        train(nn.Conv2d(1, 1, 3), grid).evaluate(np.zeros((10, 10)), np.zeros((8, 8)))
 
     with pytest.raises(DataError, match=r"output has 6 x 6 cells, the field 8 x 8; .* with padding=1, also"):
         spawn(run, 1)
@@ -183,7 +185,7 @@ def test_ghost_cells_that_the_grid_knows_are_not_told_of() -> None:
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm, (12, 32), dims=(2, 1), layout="yx", ghosts=(1, 0))
         u = np.pad(waves(), ((1, 1), (0, 0)), mode="wrap")[12 * comm.rank :][:14]
-        make_trainer(CONV, grid).step(u, u)
+        train(CONV, grid).step(u, u)
 
     train_quietly(run, 2)
 
@@ -193,7 +195,7 @@ def test_a_whole_field_in_place_of_a_part_is_refused(dims: tuple[int, int], ghos
     message = "This is the whole field: give this rank's part, grid.take_local(array)"
     for field in (waves(), waves()[None], np.pad(waves(), ghosts)):
         demand_refused(
-            lambda comm, u=field: make_trainer(CONV, even_grid(comm, dims, layout="yx", ghosts=ghosts)).predict(u),
+            lambda comm, u=field: train(CONV, even_grid(comm, dims, layout="yx", ghosts=ghosts)).predict(u),
             message, ranks=dims[0] * dims[1],
         )  # fmt: skip
 
@@ -201,7 +203,7 @@ def test_a_whole_field_in_place_of_a_part_is_refused(dims: tuple[int, int], ghos
 @pytest.mark.parametrize("dims", [(2, 1), (2, 2)])
 def test_a_whole_field_given_to_the_grid_by_each_rank_is_told_of(dims: tuple[int, int]) -> None:
     def run(comm: Communicator, field: np.ndarray) -> None:
-        make_trainer(CONV, fsdpx.Grid(comm, field.shape, dims=dims, layout="yx")).step(field, field)
+        train(CONV, fsdpx.Grid(comm, field.shape, dims=dims, layout="yx")).step(field, field)
 
     ranks = dims[0] * dims[1]
     with pytest.warns(RuntimeWarning, match=r"pass the same array of 24 x 32 cells, .* each rank gave the whole field"):
@@ -228,7 +230,7 @@ def load(grid: fsdpx.Grid, **options: Any) -> data.DataLoader:
 def test_loaders_that_give_the_ranks_of_a_grid_different_samples_are_refused(options: Any, change: Any) -> None:
     def run(comm: Communicator) -> None:
         grid = even_grid(comm, (2, 1))
-        trainer, loader = make_trainer(CONV, grid), load(grid, **options(comm))
+        trainer, loader = train(CONV, grid), load(grid, **options(comm))
         for _ in range(2):
             for x, y in loader:
                 with pytest.raises(DataError, match="the DataLoader of rank 1 gives other samples than that of rank 0"):
@@ -245,7 +247,7 @@ def test_different_samples_are_refused_on_ranks_of_all_pipeline_stages() -> None
     def run(comm: Communicator) -> None:
         grid = fsdpx.Grid(comm.subgroup([0, 1] if comm.rank < 2 else [2, 3]), (12, 32), dims=(2, 1), layout="yxc")
         net, mesh = nn.Sequential(CONV, nn.Conv2d(1, 1, 3, padding=1)), fsdpx.Mesh(pipe=2, domain=(2, 1))
-        trainer = make_trainer(net, grid, comm=comm, mesh=mesh)
+        trainer = train(net, grid, comm=comm, mesh=mesh)
         x, y = next(iter(load(grid, rank=0, size=1, shuffle=True, seed=comm.rank % 2)))
         x, y = (x, y) if comm.rank < 2 else (x.copy(), y.copy())
         with pytest.raises(DataError, match="the DataLoader of rank 1 gives other samples than that of rank 0"):
@@ -259,9 +261,9 @@ def test_loaders_of_members_may_give_different_samples() -> None:
 
     def run(comm: Communicator) -> None:
         grid, mesh, options = even_grid(comm, (2, 1)), fsdpx.Mesh(replica=2, domain=(2, 1)), {"rank": 0, "size": 1}
-        trainer = make_trainer(CONV, grid, comm=comm, mesh=mesh)
+        trainer = train(CONV, grid, comm=comm, mesh=mesh)
         trainer.fit(load(grid, shuffle=True, seed=trainer.data_group.rank, **options), epochs=1, progress=False)
-        trainer = make_trainer(CONV, grid, comm=comm, mesh=mesh)
+        trainer = train(CONV, grid, comm=comm, mesh=mesh)
         with pytest.raises(DataError, match="gives other samples than that of rank"):
             trainer.fit(load(grid, shuffle=True, seed=comm.rank, **options), epochs=1, progress=False)
 

@@ -28,7 +28,7 @@ def make_trainer(net: nn.Layer, grid: fsdpx.Grid | None, **more: Any) -> Trainer
 
 
 def demand_like_alone(
-    run: Callable[..., Any], shape: Sequence[int], grids: Iterable[tuple[Sequence[int], Cuts]], tolerance: float = 1e-11
+    run: Callable[..., Any], shape: Sequence[int], grids: Iterable[tuple[Sequence[int], Cuts]], tolerance: float = 1e-12
 ) -> Any:
     """`run(comm, dims, cuts)` gives on each rank of each grid what it gives on one rank. Return that."""
     one = (1,) * len(shape)
@@ -37,7 +37,7 @@ def demand_like_alone(
     return want
 
 
-def demand_like(want: Any, run: Callable[..., Any], grids: Iterable[Any], tolerance: float = 1e-11) -> None:
+def demand_like(want: Any, run: Callable[..., Any], grids: Iterable[Any], tolerance: float = 1e-12) -> None:
     """`run(comm, dims, cuts)` gives the same on each rank of each grid."""
     for dims, cuts in grids:
         for rank, found in enumerate(spawn(run, int(np.prod(dims)), dims, cuts)):
