@@ -284,6 +284,22 @@ def test_a_dynamic_loss_scale_is_refused() -> None:
         spawn(lambda comm: make(comm, "mlp", precision="float16", compression="int8"), 2)
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"compression": "int8"}, "Int8"),
+        ({"compression": fsdpx.PowerSGD(2)}, "PowerSGD"),
+        ({"compression": {"*.bias": "plain", "*": "topk"}}, "TopK"),
+        ({"compression": fsdpx.HierarchicalCompression("int8"), "strategy": "ddp"}, "Int8"),
+        ({"precision": fsdpx.Precision(reduce="bf16")}, "Cast16"),
+    ],
+)
+def test_codecs_that_round_are_refused_beside_chunks(options: dict[str, Any], name: str) -> None:
+    words = f"reproducible_chunks=4: codec {name} rounds gradients before they are sent, so results depend on"
+    with pytest.raises(ConfigError, match=words):
+        spawn(lambda comm: make(comm, "mlp", reproducible_chunks=4, **{"precision": "float32", **options}), 2)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_powersgd_of_full_rank_is_plain_and_says_so(strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
     found = [
