@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +20,7 @@ from models import STRATEGIES
 import fsdpx
 from fsdpx import EMA, Mesh, OffloadConfig, nn, optim, spawn
 from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.init import open_world
 from fsdpx.core.program import Action
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.ext.offload import disk
@@ -87,6 +89,16 @@ CASES: list[tuple[int, Any, dict[str, Any]]] = [
 def test_the_same_bits_as_in_memory(size: int, what: Any, options: dict[str, Any], tmp_path: Path) -> None:
     there = spawn(lambda comm: trained(comm, tmp_path, what, **options), size)
     assert there == spawn(lambda comm: trained(comm, None, **options), size)
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["node", "mpi"])
+def test_the_same_bits_as_in_memory_on_ranks_of_mpi(backend: str) -> None:
+    with open_world(backend) as comm, tempfile.TemporaryDirectory() as own:
+        folder = comm.all_gather_object(own)[0]
+        assert trained(comm, folder, ALL, clip_norm=1.0) == trained(comm, None, clip_norm=1.0)
+        comm.barrier().wait()
 
 
 def test_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
@@ -270,7 +282,6 @@ def test_two_jobs_in_one_folder_are_refused(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", other, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "has it\n"
         who = "in use by process 7 on elsewhere: each job, and each trainer, needs a folder of its own"
         assert refused(2, tmp_path) == [f"offload: rank 0: {tmp_path} is {who}"] * 2
@@ -317,14 +328,12 @@ def test_a_step_follows_one_that_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (
-            {"offload": "optimizer"},
-            "offload='optimizer': say where, fsdpx.OffloadConfig('/local/disk', what='optimizer')",
-        ),
+        ({"offload": "optimizer"},
+         "offload='optimizer': say where, fsdpx.OffloadConfig('/local/disk', what='optimizer')"),
         ({"optimizer": optim.SGD(lr=1.0), "offload": OffloadConfig("x")}, "SGD keeps no state; leave it out"),
         ({"elastic": True, "offload": OffloadConfig("x")}, "offload: elastic ranks keep copies of each other's state"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         nn.Linear(2, 2).as_distributed(**(OPTIONS | options))
@@ -333,18 +342,15 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"folder": ""}, "OffloadConfig(folder=''): the path of an existing folder is needed"),
-        (
-            {"folder": "x", "what": "everything"},
-            "OffloadConfig(what='everything'): choose from optimizer, parameters, activations, gradients",
-        ),
-        ({"folder": "x", "what": ()}, "OffloadConfig(what=()): choose from"),
-        ({"folder": "x", "direct": "yes"}, "OffloadConfig(direct='yes'): choose True, False or None"),
+        ({"folder": ""}, "folder=''): the path of an existing folder is needed"),
+        ({"what": "everything"}, "what='everything'): choose from optimizer, parameters, activations, gradients"),
+        ({"what": ()}, "what=()): choose from"),
+        ({"direct": "yes"}, "direct='yes'): choose True, False or None"),
     ],
 )
 def test_options_are_checked(given: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        OffloadConfig(**given)
+    with pytest.raises(ConfigError, match=re.escape(f"OffloadConfig({text}")):
+        OffloadConfig(**{"folder": "x", **given})
 
 
 # -- a limit on the memory of the process ------------------------------------------------------------------------------
