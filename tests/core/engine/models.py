@@ -1,6 +1,6 @@
 """Small models, batches and one way to train them, shared by the engine tests."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,18 +113,31 @@ def part(comm: Communicator, n: int, chunks: int | None = None) -> slice:
     return slice(mine.start * n // chunks, mine.stop * n // chunks)
 
 
-def own_part(comm: Communicator, case: str, n: int, seed: int = 0) -> tuple[Any, Any]:
+def own_parts(comm: Communicator, case: str, sizes: Iterable[int], seed: int, chunks: int | None) -> Iterator[Any]:
+    """This rank's rows of global batches, and their targets."""
+    rng = np.random.default_rng(seed)
+    for n in sizes:
+        x, y = KNOWN[case].batch(rng, n)
+        mine = part(comm, n, chunks)
+        yield x[mine], y[mine]
+
+
+def own_part(comm: Communicator, case: str, n: int, seed: int = 0, chunks: int | None = None) -> tuple[Any, Any]:
     """This rank's rows of a global batch of n, and their targets."""
-    mine = part(comm, n)
-    x, y = KNOWN[case].batch(np.random.default_rng(seed), n)
-    return x[mine], y[mine]
+    return next(own_parts(comm, case, [n], seed, chunks))
 
 
 def make(comm: Communicator, case: str, strategy: Any = "fsdp", **options: Any) -> Trainer:
     chosen = KNOWN[case]
     optimizer = options.pop("optimizer", None) or optim.AdamW(lr=1e-2, eps=1e-5)
-    options = {"precision": "float64", "group_bytes": 2048, "seed": 3, **options}
-    return chosen.model().as_distributed(loss=chosen.loss, optimizer=optimizer, strategy=strategy, comm=comm, **options)
+    options = {"loss": chosen.loss, "precision": "float64", "group_bytes": 2048, "seed": 3, **options}
+    return chosen.model().as_distributed(optimizer=optimizer, strategy=strategy, comm=comm, **options)
+
+
+def distributed(model: nn.Layer, comm: Communicator | None = None, **options: Any) -> Trainer:
+    """A model of one's own, which learns to give its targets."""
+    options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), **options}
+    return model.as_distributed(comm=comm, **options)
 
 
 def train(
@@ -132,13 +145,19 @@ def train(
 ) -> Any:
     """Losses, parameters and trainer after one step per global batch; batches are the same at any world size."""
     trainer = make(comm, case, strategy, **options)
-    rng = np.random.default_rng(5)
-    losses = []
-    for n in sizes:
-        x, y = CASES[case].batch(rng, n)
-        mine = part(comm, n, options.get("reproducible_chunks"))
-        losses.append(trainer.step(x[mine], y[mine]))
+    batches = own_parts(trainer.data_group, case, sizes, 5, options.get("reproducible_chunks"))
+    losses = [trainer.step(*batch) for batch in batches]
     return losses, trainer.parameters(), trainer
+
+
+class Same(nn.Layer):
+    """Gives its input: for layers that differ from it in forward or backward."""
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        return x, ()
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return dy, ()
 
 
 def alike(size: int, act: Callable[[Communicator], Any]) -> str:
