@@ -1,6 +1,6 @@
 """Small models, batches and one way to train them, shared by the engine tests."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,7 +113,7 @@ def part(comm: Communicator, n: int, chunks: int | None = None) -> slice:
     return slice(mine.start * n // chunks, mine.stop * n // chunks)
 
 
-def own_parts(comm: Communicator, case: str, sizes: Iterable[int], seed: int, chunks: int | None) -> Iterator[Any]:
+def own_parts(comm: Communicator, case: str, sizes: Iterable[int], seed: int = 5, chunks: int | None = None) -> Any:
     """This rank's rows of global batches, and their targets."""
     rng = np.random.default_rng(seed)
     for n in sizes:
@@ -145,7 +145,7 @@ def train(
 ) -> Any:
     """Losses, parameters and trainer after one step per global batch; batches are the same at any world size."""
     trainer = make(comm, case, strategy, **options)
-    batches = own_parts(trainer.data_group, case, sizes, 5, options.get("reproducible_chunks"))
+    batches = own_parts(trainer.data_group, case, sizes, chunks=options.get("reproducible_chunks"))
     losses = [trainer.step(*batch) for batch in batches]
     return losses, trainer.parameters(), trainer
 
