@@ -1,14 +1,17 @@
 """Every parameter counts its own updates: frozen for a while, it goes on where `torch.optim` would."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from models import part
+from bits import Bits
+from models import distributed, part
 from present import needs
 from ranks import from_rank_0
 
@@ -63,17 +66,21 @@ def model() -> nn.Layer:
 
 
 def make(comm: Communicator, name: str, **options: Any) -> fsdpx.Trainer:
-    options = {"precision": "float64", "seed": 3, **options}
-    return model().as_distributed(loss=nn.MSELoss(), optimizer=OPTIMIZERS[name], comm=comm, **options)
+    return distributed(model(), comm, **{"optimizer": OPTIMIZERS[name], "precision": "float64", "seed": 3, **options})
+
+
+def step(trainer: fsdpx.Trainer, steps: int = 1) -> None:
+    mine = part(trainer.data_group, 12)
+    for _ in range(steps):
+        trainer.step(X[mine], Y[mine])
 
 
 def train(trainer: fsdpx.Trainer, frozen: Sequence[list[str]]) -> dict[str, Any]:
-    mine = part(trainer.data_group, 12)
     for patterns in frozen:
         trainer.unfreeze("*")
         if patterns:
             trainer.freeze(*patterns)
-        trainer.step(X[mine], Y[mine])
+        step(trainer)
     return trainer.parameters()
 
 
@@ -97,8 +104,6 @@ def initial() -> dict[str, Any]:
 
 
 def matching(patterns: Sequence[str]) -> set[str]:
-    from fnmatch import fnmatchcase
-
     return {name for name in NAMES if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
@@ -121,7 +126,12 @@ def one_by_one(name: str, seed: int) -> dict[str, Any]:
     return p
 
 
-ALL = pytest.mark.parametrize("name", OPTIMIZERS)
+def compare(name: str, seed: int, ranks: int, **options: Any) -> None:
+    """On each rank the parameters are those of `one_by_one`."""
+    for found in spawn(lambda comm: train(make(comm, name, **options), schedule(seed)), ranks):
+        assert_close(found, one_by_one(name, seed), tolerance=1e-9)
+
+
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "ddp": (3, {"strategy": "ddp"}),
@@ -151,25 +161,19 @@ def updating(at: int, place: str) -> list[str]:
 )
 def test_parameters_that_were_frozen_go_on_by_their_own_count(place: str, name: str) -> None:
     ranks, options = PLACES[place]
-    seed = len(place)
-    for found in spawn(lambda comm: train(make(comm, name, **options), schedule(seed)), ranks):
-        assert_close(found, one_by_one(name, seed), tolerance=1e-9)
+    compare(name, len(place), ranks, **options)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "own"])
 def test_the_tensor_axis_does_not_change_it(name: str) -> None:
     plan = {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}
-    options = {"mesh": Mesh(tensor=2), "tensor_plan": plan}
-    for found in spawn(lambda comm: train(make(comm, name, **options), schedule(1)), 2):
-        assert_close(found, one_by_one(name, 1), tolerance=1e-9)
+    compare(name, 1, 2, mesh=Mesh(tensor=2), tensor_plan=plan)
 
 
 @needs("offload")
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
 def test_state_on_disk_does_not_change_it(name: str, tmp_path: Path) -> None:
-    options = {"offload": fsdpx.OffloadConfig(tmp_path, what="optimizer"), "group_bytes": 0}
-    for found in spawn(lambda comm: train(make(comm, name, **options), schedule(1)), 2):
-        assert_close(found, one_by_one(name, 1), tolerance=1e-9)
+    compare(name, 1, 2, offload=fsdpx.OffloadConfig(tmp_path, what="optimizer"), group_bytes=0)
 
 
 @pytest.mark.parametrize(
@@ -216,16 +220,15 @@ def test_counts_that_cannot_be_are_refused(missed: Any) -> None:
 
     good = CheckpointScalars(2, 0, 0, 1.0, 0, False, (), "SGD", missed={"0.weight": 2})
     assert CheckpointScalars.from_json(good.to_json(), "here") == good
-    text = good.to_json().replace('{"0.weight":2}', __import__("json").dumps(missed))
+    text = good.to_json().replace('{"0.weight":2}', json.dumps(missed))
     with pytest.raises(CheckpointError, match="here: this state cannot be read"):
         CheckpointScalars.from_json(text, "here")
 
 
 def test_bits_with_chunks_and_16_bit_state_do_not_depend_on_ranks() -> None:
-    options = {"precision": "bf16-true", "reproducible_chunks": 12}
-
-    def run(comm: Communicator) -> list[bytes]:
-        return [a.tobytes() for a in train(make(comm, "adamw", **options), schedule(2)).values()]
+    def run(comm: Communicator) -> Bits:
+        trainer = make(comm, "adamw", precision="bf16-true", reproducible_chunks=12)
+        return Bits(train(trainer, schedule(2)))
 
     assert spawn(run, 1)[0] == spawn(run, 3)[0]
 
@@ -236,20 +239,14 @@ def test_the_first_update_of_16_bit_state_is_a_full_one() -> None:
     def run(comm: Communicator) -> None:
         trainer = make(comm, "adam", precision="bf16-true")
         trainer.freeze("0.weight")
-        train_on(trainer, 10)
+        step(trainer, 10)
         before = trainer.parameters()["0.weight"]
         trainer.unfreeze("0.weight")
-        train_on(trainer, 1)
+        step(trainer)
         moved = np.abs(trainer.parameters()["0.weight"] - before)
         assert abs(moved.mean() / 0.02 - 1) < 0.05
 
     spawn(run, 2)
-
-
-def train_on(trainer: fsdpx.Trainer, steps: int) -> None:
-    mine = part(trainer.data_group, 12)
-    for _ in range(steps):
-        trainer.step(X[mine], Y[mine])
 
 
 @needs("asynchronous")
@@ -277,10 +274,10 @@ def test_an_outer_step_counts_rounds() -> None:
         strategy = fsdpx.LocalSGD(sync_every=2, outer_optimizer=optim.Adam(lr=0.01))
         trainer = make(comm, "sgd", strategy=strategy)
         trainer.freeze("0.weight")
-        train_on(trainer, 2 * rounds)
+        step(trainer, 2 * rounds)
         before = trainer.parameters()["0.weight"]
         trainer.unfreeze("0.weight")
-        train_on(trainer, 2)
+        step(trainer, 2)
         return np.abs(trainer.parameters()["0.weight"] - before)
 
     for rounds in (0, 2):

@@ -1,12 +1,12 @@
 """What nobody trains or reads has no backward: nothing is made, sent, kept or run for it; all else stays the same."""
 
 import itertools
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
-from models import KNOWN, make, own_part, part
+from models import Same, distributed, make, own_part, part
 from present import needs
 from threads import on_ranks
 
@@ -42,12 +42,11 @@ def gradients(comm: Communicator, case: str, frozen: list[str], later: bool = Fa
     trainer = make(comm, case, **{"group_bytes": 0, **options}, frozen=() if later else frozen)
     if later:
         trainer.freeze(*frozen)
-    x, y = KNOWN[case].batch(np.random.default_rng(0), 8)
-    mine = slice(None) if "mesh" in options else part(comm, 8)
+    batch = own_part(trainer.data_group, case, 8)
     if "reproducible_chunks" in options:  # whole steps only
-        trainer.step(x[mine], y[mine])
+        trainer.step(*batch)
         return trainer.parameters()
-    trainer.accumulate(x[mine], y[mine])
+    trainer.accumulate(*batch)
     return trainer.gradients()
 
 
@@ -85,36 +84,34 @@ def test_the_others_have_the_same_gradients(trunk: str, place: str, later: bool)
         assert len(moved) < len(want)
 
 
+def count_products(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """The calls of these products from now on, by name."""
+    calls: list[str] = []
+    for name in names:
+        run = getattr(blas, name)
+        monkeypatch.setattr(blas, name, lambda *a, name=name, run=run: (calls.append(name), run(*a))[1])
+    return calls
+
+
 @pytest.mark.parametrize("how", ["frozen", "freeze", "container"])
 @pytest.mark.parametrize("group_bytes", [0, 1 << 20])
 def test_products_of_a_frozen_trunk(monkeypatch: pytest.MonkeyPatch, how: str, group_bytes: int) -> None:
     """Four layers, of which the third one is trained: forward makes 4 products, backward one gradient of an input, of
     the last layer, and one of parameters."""
-    calls: list[str] = []
-    counted = {
-        "linear_forward": blas.linear_forward,
-        "linear_backward_params": blas.linear_backward_params,
-        "linear_backward": blas.linear_backward,
-    }
     names = ["0.*", "1.*", "3.*"]
 
-    def run(comm: Communicator) -> None:
-        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), frozen=names if how == "container" else ())
-        if group_bytes:
-            model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 6), nn.Linear(6, 7), nn.Linear(7, 6), **(
-                {"frozen": names} if how == "container" else {}
-            ))  # fmt: skip
-        trainer = model.as_distributed(
-            comm=comm, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="float64", group_bytes=group_bytes,
-            frozen=names if how == "frozen" else (),
-        )  # fmt: skip
+    def run(comm: Communicator) -> list[str]:
+        widths = itertools.pairwise((6, 7, 6, 7, 6) if group_bytes else (6,) * 5)
+        model = nn.Sequential(*(nn.Linear(*ends) for ends in widths), frozen=names if how == "container" else ())
+        frozen = names if how == "frozen" else ()
+        trainer = distributed(model, comm, precision="float64", group_bytes=group_bytes, frozen=frozen)
         if how == "freeze":
             trainer.freeze(*names)
-        for name, product in counted.items():
-            monkeypatch.setattr(blas, name, lambda *a, name=name, product=product: (calls.append(name), product(*a))[1])
+        calls = count_products(monkeypatch, "linear_forward", "linear_backward_params", "linear_backward")
         trainer.step(np.ones((4, 6)), np.ones((4, 6)))
+        return calls
 
-    spawn(run, 1)
+    (calls,) = spawn(run, 1)
     assert calls == ["linear_forward"] * 4 + ["linear_backward", "linear_backward_params"]
 
 
@@ -161,21 +158,16 @@ def test_a_model_without_anything_to_train(strategy: str) -> None:
 def test_the_gradient_of_the_inputs_passes_through_what_is_frozen() -> None:
     def run(comm: Communicator, frozen: list[str]) -> Any:
         trainer = make(comm, "mlp", "fsdp", group_bytes=0, frozen=frozen)
-        x, _ = KNOWN["mlp"].batch(np.random.default_rng(0), 8)
-        y = trainer.forward(x[part(comm, 8)])
+        y = trainer.forward(own_part(comm, "mlp", 8)[0])
         return trainer.backward(np.ones_like(y))
 
-    want, got = (spawn(lambda comm: run(comm, frozen), 2) for frozen in ([], ["*"]))  # noqa: B023
+    want, got = (spawn(run, 2, frozen) for frozen in ([], ["*"]))
     assert all(np.array_equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 MODELS = {
     "linear": (lambda first: nn.Sequential(first(4, 5), nn.GELU(), nn.Linear(5, 3)), lambda: nn.Linear, (8, 4)),
-    "conv": (
-        lambda first: nn.Sequential(first(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)),
-        lambda: nn.Conv2d,
-        (8, 1, 4, 4),
-    ),
+    "conv": (lambda conv: nn.Sequential(conv(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)), lambda: nn.Conv2d, (8, 1, 4, 4)),
 }
 
 
@@ -183,9 +175,7 @@ def train(comm: Communicator, kind: str, whole: bool = False, **options: Any) ->
     """whole: the first layer makes the gradient of its input, although nobody reads it."""
     made, first, shape = MODELS[kind]
     slow = type("Whole", (first(),), {"backward_leaf": nn.Layer.backward_leaf})
-    trainer = made(slow if whole else first()).as_distributed(
-        comm=comm, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="float64", strategy="fsdp", **options
-    )
+    trainer = distributed(made(slow if whole else first()), comm, precision="float64", **options)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=shape), rng.normal(size=(shape[0], 3))
     mine = part(comm, 8)
@@ -204,10 +194,7 @@ def test_the_same_bits(kind: str, frozen: list[str], ranks: int) -> None:
 
 def test_no_product_for_the_gradient_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer behind makes both gradients in one call, the one at the data that of its parameters only."""
-    calls: list[str] = []
-    for name in ("linear_backward_params", "linear_backward"):
-        run = getattr(blas, name)
-        monkeypatch.setattr(blas, name, lambda *a, name=name, run=run: (calls.append(name), run(*a))[1])
+    calls = count_products(monkeypatch, "linear_backward_params", "linear_backward")
     spawn(lambda comm: train(comm, "linear"), 1)
     assert calls[-4:] == ["linear_backward", "linear_backward_params"] * 2  # before them kernels were warmed up
 
@@ -229,29 +216,20 @@ def test_units_at_the_data_make_the_gradients_inside_of_them_only(kind: str, mon
         layer = made()
         if not leaf:
             monkeypatch.setattr(type(layer), "backward_leaf", nn.Layer.backward_leaf)
-        trainer = layer.as_distributed(
-            comm=comm, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="float64", frozen=frozen
-        )
+        trainer = distributed(layer, comm, precision="float64", frozen=frozen)
         x = np.random.default_rng(0).normal(size=(2, 3, 8))
-        calls: list[str] = []
-        for name in ("gemm", "linear_backward_params", "linear_backward"):
-            product, times = getattr(blas, name), 1 + (name == "linear_backward")
-            count = partial(lambda times, product, *a: (calls.extend("x" * times), product(*a))[1], times, product)
-            monkeypatch.setattr(blas, name, count)
+        calls = count_products(monkeypatch, "gemm", "linear_backward_params", "linear_backward")
         trainer.step(x, x + 1)
         monkeypatch.undo()
-        return {"products": len(calls), **trainer.parameters()}
+        return {"products": len(calls) + calls.count("linear_backward"), **trainer.parameters()}
 
-    want, got = (spawn(lambda comm: run(comm, leaf), 1)[0] for leaf in (False, True))  # noqa: B023
+    want, got = (spawn(run, 1, leaf)[0] for leaf in (False, True))
     assert got.pop("products") == products < want.pop("products")
     assert all(np.array_equal(got[name], want[name]) for name in want)
 
 
-class Stop(nn.Layer):
+class Stop(Same):
     """x, without a gradient."""
-
-    def forward(self, env: Any, p: Any, x: Any) -> Any:
-        return x, ()
 
     def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
         return None, ()
@@ -306,10 +284,8 @@ IDLE = ["side.weight", "side.bias", "end.weight", "end.bias", "z.weight", "z.bia
 
 
 def train_with_idle(comm: Communicator, idle: bool, **options: Any) -> Any:
-    options = {"precision": "float64", "group_bytes": 0, "seed": 3, **options}
-    trainer = model_with_idle(idle).as_distributed(
-        loss=nn.MSELoss(), optimizer=optim.Adam(lr=1e-2), comm=comm, **options
-    )
+    options = {"optimizer": optim.Adam(lr=1e-2), "precision": "float64", "group_bytes": 0, "seed": 3, **options}
+    trainer = distributed(model_with_idle(idle), comm, **options)
     rng, mine = np.random.default_rng(0), part(trainer.data_group, 12)
     x, y = rng.normal(size=(12, 6))[mine], rng.normal(size=(12, 4))[mine]
     begin = trainer.parameters()
@@ -350,7 +326,7 @@ def test_what_nobody_reads_changes_nothing(size: int, options: dict[str, Any]) -
 def test_one_note_names_them(unit: bool) -> None:
     def run(comm: Communicator) -> Any:
         chain = nn.Sequential({"a": nn.Linear(6, 6), "b": Idle() if unit else Stop(), "c": nn.Linear(6, 2)})
-        trainer = chain.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
+        trainer = distributed(chain, comm)
         for _ in range(3):
             trainer.step(np.ones((4, 6)), np.ones((4, 2)))
         trainer.accumulate(np.ones((4, 6)), np.ones((4, 2)))
@@ -371,6 +347,6 @@ def test_one_note_names_them(unit: bool) -> None:
 @on_ranks(2)
 def test_frozen_ones_are_not_named(comm: Communicator) -> None:
     chain = nn.Sequential({"a": nn.Linear(6, 6), "b": Stop(), "c": nn.Linear(6, 2)})
-    trainer = chain.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, frozen=["a.weight"])
+    trainer = distributed(chain, comm, frozen=["a.weight"])
     trainer.freeze("a.bias")
     trainer.step(np.ones((4, 6)), np.ones((4, 2)))

@@ -10,7 +10,7 @@ from amount import examples, few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import train
-from models import CASES, STRATEGIES, make, own_part
+from models import CASES, STRATEGIES, Same, distributed, make, own_part
 from threads import on_ranks
 
 import fsdpx
@@ -27,9 +27,7 @@ F32 = 4
 
 def held(comm: Communicator, strategy: str, steps: int) -> Any:
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())))
-    trainer = model.as_distributed(
-        loss=nn.MSELoss(), optimizer=optim.Adam(lr=1e-3), strategy=strategy, comm=comm, group_bytes=0
-    )
+    trainer = distributed(model, comm, optimizer=optim.Adam(lr=1e-3), strategy=strategy, group_bytes=0)
     x = np.ones((2, 64), np.float32)
     before = trainer.report().memory
     for _ in range(steps):
@@ -145,9 +143,8 @@ def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) ->
     """Along the axes that the program moves data over; layers' own messages over tensor are counted alone."""
 
     def one(comm: Communicator) -> Any:
-        trainer = train(
-            comm, "wide", Mesh(shard=2, pipe=2, tensor=2), "fsdp", sizes=(), sequence=sequence, microbatches=2
-        )[2]
+        mesh = Mesh(shard=2, pipe=2, tensor=2)
+        trainer = train(comm, "wide", mesh, "fsdp", sizes=(), sequence=sequence, microbatches=2)[2]
         x = np.random.default_rng(0).integers(0, 31, (3, time))
         trainer.inspect.reset_counters()
         trainer.step(x, x)
@@ -178,22 +175,18 @@ def _budgeted(model: nn.Layer, schedule: str, rank: int, budget: int) -> int | N
     """The most bytes in saved, held and kept slots; None if the budget was refused."""
     most: list[int] = []
 
-    def look(trainer: Any) -> None:
-        slots = {s: v for s, v in trainer.inspect.engine.state.store.items() if s.kind in ("saved", "held", "kept")}
-        most.append(
-            sum(dict(pair for value in slots.values() for pair in iterate_storage_ids_and_sizes(value)).values())
-        )
-
-    def one(comm: Communicator) -> None:
-        trainer = model.as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), strategy="ddp", comm=comm, device="shape", group_bytes=0,
-            mesh=Mesh(shard=1, pipe=RANKS), microbatches=8, schedule=schedule, recompute=f"{budget}B",
-        )  # fmt: skip
-        trainer.inspect.engine.add_observer(lambda action: look(trainer))
-        trainer.step(*[ShapeArray((8 * ROWS, WIDTH), np.dtype("float32"))] * 2)
+    def look(action: Any) -> None:
+        slots = trainer.inspect.engine.state.store.items()
+        values = [value for slot, value in slots if slot.kind in ("saved", "held", "kept")]
+        most.append(sum(dict(pair for value in values for pair in iterate_storage_ids_and_sizes(value)).values()))
 
     try:
-        one(FakeCommunicator(rank, RANKS))
+        trainer = distributed(
+            model, FakeCommunicator(rank, RANKS), strategy="ddp", device="shape", group_bytes=0,
+            mesh=Mesh(shard=1, pipe=RANKS), microbatches=8, schedule=schedule, recompute=f"{budget}B",
+        )  # fmt: skip
+        trainer.inspect.engine.add_observer(look)
+        trainer.step(*[ShapeArray((8 * ROWS, WIDTH), np.dtype("float32"))] * 2)
     except ConfigError as error:
         if "are not enough on rank" not in str(error):
             raise
@@ -205,10 +198,8 @@ def test_ranks_of_an_uneven_tensor_axis_recompute_the_same() -> None:
     """Three heads on two ranks: a block keeps 6,624 or 8,256 bytes."""
 
     def one(comm: Communicator) -> str:
-        trainer = nn.GPT(13, 12, 4, 3, 6).as_distributed(
-            loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm, mesh=Mesh(shard=1, tensor=2),
-            group_bytes=0, recompute="34000B",
-        )  # fmt: skip
+        options = {"mesh": Mesh(shard=1, tensor=2), "group_bytes": 0, "recompute": "34000B"}
+        trainer = distributed(nn.GPT(13, 12, 4, 3, 6), comm, loss=nn.CrossEntropyLoss(), **options)
         x = np.random.default_rng(0).integers(0, 13, (4, 6))
         trainer.step(x, x)
         return str(trainer.inspect.engine.last_program)
@@ -246,43 +237,36 @@ def data(report: Any) -> dict[tuple[str, str], Any]:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("m", [1, 3])
 def test_counted_equals_the_formulas(size: int, m: int) -> None:
-    """P: parameter bytes, own: this rank's share, saved: pages that stay from forward to backward to next forward."""
-    for strategy, expected in {
-        "ddp": lambda P, own, saved: 2 * (P - own),
-        "zero1": lambda P, own, saved: 2 * (P - own),
-        "zero2": lambda P, own, saved: (1 + m) * (P - own),
-        "fsdp": lambda P, own, saved: 3 * m * (P - own) - saved,
-    }.items():
+    for strategy, expected in (
+        ("ddp", lambda foreign, saved: 2 * foreign),
+        ("zero1", lambda foreign, saved: 2 * foreign),
+        ("zero2", lambda foreign, saved: (1 + m) * foreign),
+        ("fsdp", lambda foreign, saved: 3 * m * foreign - saved),
+        (Sharding(full_grads="step"), lambda foreign, saved: (2 * m + 1) * foreign - saved),
+    ):
         for rank, (report, pages) in enumerate(moved(size, strategy, m)):
-            total = sum(pages)
-            share = [n * (rank + 1) // size - n * rank // size for n in pages]
-            foreign = [n - o for n, o in zip(pages, share, strict=True)]
-            saved = m * sum(foreign[-2:]) + (m - 1) * sum(foreign[:2])
-            bytes_moved = sum(count.bytes for count in data(report).values())
-            assert bytes_moved == ITEM * expected(total, sum(share), saved), strategy
+            _, foreign, saved = shares(pages, rank, size, m)
+            assert sum(count.bytes for count in data(report).values()) == ITEM * expected(foreign, saved), strategy
+
+
+def shares(pages: list[int], rank: int, size: int, m: int) -> tuple[list[int], int, int]:
+    """This rank's share of each page, all that others have of them, and what of that is not moved: of pages that stay
+    from forward to backward to next forward."""
+    own = [n * (rank + 1) // size - n * rank // size for n in pages]
+    foreign = [n - o for n, o in zip(pages, own, strict=True)]
+    return own, sum(foreign), m * sum(foreign[-2:]) + (m - 1) * sum(foreign[:2])
 
 
 @pytest.mark.parametrize(("width", "m"), [(2, 1), (3, 3)])
 def test_hybrid_joins_replicas_once(width: int, m: int) -> None:
     """The FSDP bytes over the shard axis, plus 2 (P/S)(R-1)/R over the replica axis, whatever the microbatches."""
     for rank, (report, pages) in enumerate(moved(2 * width, "hybrid", m)):
-        place, replica = rank % width, rank // width
-        shards = [n * (place + 1) // width - n * place // width for n in pages]
-        foreign = [n - s for n, s in zip(pages, shards, strict=True)]
-        saved = m * sum(foreign[-2:]) + (m - 1) * sum(foreign[:2])
-        own = [s * (replica + 1) // 2 - s * replica // 2 for s in shards]
-        by_axis = {
-            axis: sum(c.bytes for (a, _), c in data(report).items() if a == axis) for axis in ("shard", "replica")
-        }
-        assert by_axis["shard"] == ITEM * (3 * m * sum(foreign) - saved)
-        assert by_axis["replica"] == ITEM * 2 * (sum(shards) - sum(own))
-
-
-def test_kept_gradients_move_two_m_plus_one() -> None:
-    for rank, (report, pages) in enumerate(moved(2, Sharding(full_grads="step"), 3)):
-        foreign = [n - (n * (rank + 1) // 2 - n * rank // 2) for n in pages]
-        saved = 3 * sum(foreign[-2:]) + 2 * sum(foreign[:2])
-        assert sum(c.bytes for c in data(report).values()) == ITEM * ((2 * 3 + 1) * sum(foreign) - saved)
+        own, foreign, saved = shares(pages, rank % width, width, m)
+        _, of_other_replica, _ = shares(own, rank // width, 2, m)
+        by_axis = {"shard": 0, "replica": 0}
+        for (axis, _), count in data(report).items():
+            by_axis[axis] += count.bytes
+        assert by_axis == {"shard": ITEM * (3 * m * foreign - saved), "replica": ITEM * 2 * of_other_replica}
 
 
 def test_ddp_moves_no_parameters() -> None:
@@ -300,7 +284,7 @@ def test_prediction_frees_the_input_of_a_layer_before_the_next_one_runs() -> Non
     """Two activations take turns in memory, which then stays in the cache."""
     alive: list[Any] = []
 
-    class Watched(nn.Layer):
+    class Watched(Same):
         acts_on = "element"
 
         def forward(self, env: Any, p: Any, x: Any) -> tuple[Any, Any]:
@@ -309,9 +293,6 @@ def test_prediction_frees_the_input_of_a_layer_before_the_next_one_runs() -> Non
             if env.xp is np:
                 alive.append(weakref.ref(y))
             return y, x
-
-        def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
-            return dy, ()
 
     trainer = nn.Sequential(nn.Linear(2, 2), *(Watched() for _ in range(4))).as_distributed(strategy="ddp")
     for _ in range(2):  # the first call runs the program, and the second only the layers
