@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.communicator import COMPLETED
 from fsdpx.core.program import Action, Slot
 
-FP16 = Precision(param="float16", loss_scale="dynamic")
+PLAN = {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}
 CHOICES: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (3, {"microbatches": 2}),
     "clipped": (3, {"microbatches": 2, "clip_norm": 0.1}),
@@ -26,14 +27,7 @@ CHOICES: dict[str, tuple[int, dict[str, Any]]] = {
     "chunks-clipped": (2, {"reproducible_chunks": 4, "clip_norm": 0.1}),
     "pipe": (2, {"mesh": Mesh(pipe=2), "microbatches": 2}),
     "pipe-clipped": (2, {"mesh": Mesh(pipe=2), "microbatches": 2, "clip_norm": 0.1}),
-    "tensor-clipped": (
-        2,
-        {
-            "mesh": Mesh(tensor=2),
-            "tensor_plan": {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel},
-            "clip_norm": 0.1,
-        },
-    ),
+    "tensor-clipped": (2, {"mesh": Mesh(tensor=2), "tensor_plan": PLAN, "clip_norm": 0.1}),
 }
 
 
@@ -45,11 +39,10 @@ def test_one_exchange_of_all_ranks_in_a_step(choice: str, strategy: str) -> None
 
     def run(comm: Communicator) -> tuple[int, dict[str, int]]:
         trainer = make(comm, "mlp", strategy, **options)
-        x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
-        mine = slice(None) if "mesh" in options else part(comm, 12)
-        trainer.step(x[mine], y[mine])
+        batch = own_part(trainer.data_group, "mlp", 12)
+        trainer.step(*batch)
         trainer.inspect.reset_counters()
-        trainer.step(x[mine], y[mine])
+        trainer.step(*batch)
         report = trainer.report()
         return report.traffic["world", "all_gather"].calls, {op: row[2] for op, row in report.times.items()}
 
@@ -88,24 +81,23 @@ def test_gradients_of_several_calls_are_weighed_together(clip_norm: float | None
         trainer = make(comm, "mlp", "fsdp", precision="float64", clip_norm=clip_norm)
         for seed in range(2):
             x, y = CASES["mlp"].batch(np.random.default_rng(seed), 12)
-            for half in (slice(0, 4), slice(4, 12)) if how != "whole" else (slice(None),):
-                last = half.stop in (12, None) and how != "update"
-                mine = part(comm, len(x[half]))
-                (trainer.step if last else trainer.accumulate)(x[half][mine], y[half][mine])
+            for rows in (range(4), range(4, 12)) if how != "whole" else (range(12),):
+                mine = rows[part(comm, len(rows))]
+                (trainer.step if 11 in rows and how != "update" else trainer.accumulate)(x[mine], y[mine])
             if how == "update":
                 trainer.update()
                 assert np.isnan(trainer.inspect.last_update.loss)
         return trainer.parameters()
 
-    whole = spawn(lambda comm: run(comm, "whole"), 1)[0]
+    whole = spawn(run, 1, "whole")[0]
     for how in ("step", "update"):
-        got = spawn(lambda comm: run(comm, how), 2)[0]  # noqa: B023
+        got = spawn(run, 2, how)[0]
         assert all(np.allclose(got[name], whole[name], rtol=1e-12) for name in whole), how
 
 
 def test_an_overflow_is_seen_in_the_same_message() -> None:
     def run(comm: Communicator) -> tuple[bool, int]:
-        trainer = make(comm, "mlp", "fsdp", precision=FP16)
+        trainer = make(comm, "mlp", "fsdp", precision=Precision(param="float16", loss_scale="dynamic"))
         batch = own_part(comm, "mlp", 12)
         trainer.step(*batch)
         trainer.inspect.reset_counters()
@@ -136,7 +128,6 @@ def test_a_rate_that_is_none_on_one_rank_is_an_error_on_all() -> None:
         assert text.startswith("ranks differ in the learning rate of step 3: rank 0: 0.125; rank 1: nan.")
 
 
-T = TypeVar("T")
 ROOT = Path(fsdpx.__file__).parent
 STEP, GATHER, DISTRIBUTE = 49, 8, 72
 """Upper bounds, which only fall, but for the files of targets of several outputs (decision 40), of dataclasses (46) and
@@ -144,12 +135,12 @@ of shapes that are inferred (33)."""
 
 
 class Walk:
-    """The files of fsdpx of which something is called; those within one action of each verb, too."""
+    """The files of fsdpx of which something is called; those within a GATHER, too."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
-        self.verbs: dict[str, set[str]] = {}
-        self._within: list[str] = []
+        self.gather: set[str] = set()
+        self._gathering = 0
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)
@@ -158,14 +149,14 @@ class Walk:
         name = str(path.relative_to(ROOT))
         operation = name == "core/engine/operations.py" and frame.f_code.co_name == "start_all_gather_page"
         if event == "call":
-            self._within += ["GATHER"] * operation
+            self._gathering += operation
             self.files.add(name)
-            for verb in self._within:
-                self.verbs.setdefault(verb, set()).add(name)
-        elif event == "return" and operation:
-            self._within.pop()
+            if self._gathering:
+                self.gather.add(name)
+        elif event == "return":
+            self._gathering -= operation
 
-    def of(self, do: Callable[[], T]) -> T:
+    def of(self, do: Callable[[], Any]) -> Any:
         sys.setprofile(self)
         try:
             return do()
@@ -177,10 +168,7 @@ def walked(comm: Communicator) -> tuple[Walk, Walk]:
     """A steady step, and `distribute` where kernels are compiled already."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
     options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(lr=1e-3), "group_bytes": 0}
-
-    def made() -> fsdpx.Trainer:
-        return fsdpx.distribute(model, comm=comm, **options)
-
+    made = partial(fsdpx.distribute, model, comm=comm, **options)
     made()
     made_again, step = Walk(), Walk()
     trainer = made_again.of(made)
@@ -196,5 +184,5 @@ def test_a_step_and_distribute_are_short_walks() -> None:
     files = step.files | other.files  # the rank that comes last adds up for both
     assert "core/comm/reduction.py" in files
     assert len(files) <= STEP, sorted(files)
-    assert 0 < len(step.verbs["GATHER"]) <= GATHER, sorted(step.verbs["GATHER"])
+    assert 0 < len(step.gather) <= GATHER, sorted(step.gather)
     assert len(made.files) <= DISTRIBUTE, sorted(made.files)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import part
+from models import distributed, part
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -72,9 +72,8 @@ def make(split: bool, results: tuple[str, ...] = ("a.0", "c")) -> nn.Layer:
 
 
 def train(comm: Communicator, split: bool, **more: Any) -> Any:
-    options: dict[str, Any] = {"loss": nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss()), "precision": "float64"}
-    model = make(split)
-    trainer = model.as_distributed(comm=comm, optimizer=optim.AdamW(lr=1e-2), **options, **more)
+    options: dict[str, Any] = {"optimizer": optim.AdamW(lr=1e-2), "precision": "float64", **more}
+    trainer = distributed(make(split), comm, loss=nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss()), **options)
     trainer.load_parameters(VALUES)
     rows = part(trainer.data_group, 8)
     losses = [trainer.step(X[rows], (Y[rows], Z[rows])) for _ in range(2)]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import part
+from models import distributed, part
 
 from fsdpx import Trainer, nn, optim, spawn
 from fsdpx.core.comm import Communicator
@@ -17,12 +17,8 @@ VOCAB, WIDTH, LAYERS, HEADS, TIME, ROWS, STEPS = 41, 24, 2, 3, 10, 6, 8
 
 
 def batches() -> list[tuple[np.ndarray, np.ndarray]]:
-    rng = np.random.default_rng(4)
-    made = []
-    for _ in range(STEPS):
-        text = rng.integers(0, VOCAB, (ROWS, TIME + 1))
-        made.append((text[:, :-1], text[:, 1:]))
-    return made
+    texts = np.random.default_rng(4).integers(0, VOCAB, (STEPS, ROWS, TIME + 1))
+    return [(text[:, :-1], text[:, 1:]) for text in texts]
 
 
 def logits(p: dict[str, Any], x: Any) -> Any:
@@ -70,15 +66,10 @@ def by_torch() -> Any:
 
 
 def trainer_of(comm: Communicator, strategy: str) -> Trainer:
-    return nn.GPT(VOCAB, WIDTH, LAYERS, HEADS, TIME).as_distributed(
-        loss=nn.CrossEntropyLoss(),
-        optimizer=optim.AdamW(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, groups=optim.no_decay),
-        strategy=strategy,
-        comm=comm,
-        precision="float64",
-        clip_norm=1.0,
-        group_bytes=4096,
-    )
+    adamw = optim.AdamW(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, groups=optim.no_decay)
+    options = {"strategy": strategy, "precision": "float64", "clip_norm": 1.0, "group_bytes": 4096}
+    model = nn.GPT(VOCAB, WIDTH, LAYERS, HEADS, TIME)
+    return distributed(model, comm, loss=nn.CrossEntropyLoss(), optimizer=adamw, **options)
 
 
 def by_us(comm: Communicator, strategy: str) -> Any:
