@@ -126,6 +126,18 @@ ADAMW_OF_PYTORCH = type("AdamW", (), {"__module__": "torch.optim.adamw"})
         ({"strategy": Sharding(replica=3, shard=1)}, "replica 3 x shard 1 = 3, but 2 ranks"),
         ({"reproducible_chunks": 0}, "reproducible_chunks=0: a positive number"),
         ({"reproducible_chunks": 4, "microbatches": 2}, "each chunk is a microbatch, give only one of them"),
+        ({"sequence": "ring"}, "sequence='ring': there is no tensor axis; say mesh=fsdpx.Mesh(tensor=2, ...)"),
+        (
+            {"tensor_plan": {"0": nn.sharding.ColumnParallel}},
+            "tensor_plan={'0': <class 'fsdpx.nn.shard_specs.ColumnParallel'>}: there is no tensor axis",
+        ),
+        ({"stages": ["0", "2"]}, "stages=['0', '2']: there is no pipe axis"),
+        (
+            {"stages": [1, 1], "costs": {"*": 1.0}, "mesh": Mesh()},
+            "stages and costs: stages sets how the model is split, but costs computes the split; give only one",
+        ),
+        ({"recompute": "some"}, "recompute='some': choose 'all', 'attention', a number k"),
+        ({"recompute": 0}, "recompute=0: choose"),
         ({"optimizer": optim.AdamW}, "an object is needed, AdamW(...)"),
         ({"optimizer": "adamw"}, "optimizer='adamw': an object is needed, optim.AdamW(lr=...)"),
         ({"optimizer": lambda p: p}, "an object is needed, one of fsdpx.nn or fsdpx.optim"),

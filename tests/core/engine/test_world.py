@@ -33,27 +33,21 @@ def _says_something(request: Any, world: Communicator) -> None:
         pytest.skip("on one rank all strategies are one")
 
 
-def alone(case: str) -> Any:
-    return spawn(lambda comm: train(comm, case, "ddp", clip_norm=0.3)[:2], 1)[0]
+def check(world: Communicator, mesh: Mesh | None, strategy: str, case: str = "wide", **options: Any) -> None:
+    *got, trainer = train_on_mesh(world, case, mesh, strategy, check=True, **options)
+    assert_close(got, from_rank_0(world, reference, case), 1e-12)
+    trainer.close()
 
 
 @EACH
 def test_equals_one_process(world: Communicator, strategy: str) -> None:
     """AdamW with clipping in float64; the last batch has 3 samples, so some ranks have none."""
-    equals_one_process(world, "gpt", strategy)
+    check(world, None, strategy, "gpt")
 
 
 def test_statistics_over_the_batch_equal_one_process(world: Communicator) -> None:
     """A layer that speaks over the data axis by itself."""
-    equals_one_process(world, "norms", "fsdp")
-
-
-def equals_one_process(world: Communicator, case: str, strategy: str) -> None:
-    losses, want = from_rank_0(world, alone, case)
-    got_losses, got, trainer = train(world, case, strategy, clip_norm=0.3, check=True)
-    np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-    assert_close(got, want, 1e-12)
-    trainer.close()
+    check(world, None, "fsdp", "norms")
 
 
 def by_themselves(comm: Communicator) -> Any:
@@ -63,37 +57,25 @@ def by_themselves(comm: Communicator) -> Any:
     return losses, parameters
 
 
-def by_themselves_on_threads(size: int) -> Any:
-    return spawn(by_themselves, size)
-
-
 @needs("asynchronous")
 def test_replicas_by_themselves(world: Communicator) -> None:
     """Local training, fragments under way from step to step, as on thread ranks."""
-
-    losses, want = from_rank_0(world, by_themselves_on_threads, world.size)[world.rank]
-    got_losses, got = by_themselves(world)
-    np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-    assert_close(got, want, 1e-12)
+    want = from_rank_0(world, spawn, by_themselves, world.size)
+    assert_close(by_themselves(world), want[world.rank], 1e-12)
 
 
 def in_chunks(comm: Communicator, how: str) -> tuple[list[float], Bits]:
-    losses, _, trainer = train(
-        comm, "gpt", how, sizes=(8,) * 2, reproducible_chunks=8, clip_norm=0.2, precision="float32"
-    )
+    options = {"reproducible_chunks": 8, "clip_norm": 0.2, "precision": "float32"}
+    losses, _, trainer = train(comm, "gpt", how, sizes=(8, 8), **options)
     digest = bits(trainer)
     trainer.close()
     return losses, digest
 
 
-def alone_in_chunks() -> tuple[list[float], Bits]:
-    return spawn(in_chunks, 1, "ddp")[0]
-
-
 @EACH
 def test_one_hash(world: Communicator, strategy: str) -> None:
     """MPI ranks end with the bits of thread ranks."""
-    assert in_chunks(world, strategy) == from_rank_0(world, alone_in_chunks)
+    assert [in_chunks(world, strategy)] == from_rank_0(world, spawn, in_chunks, 1, "ddp")
 
 
 @EACH
@@ -130,15 +112,11 @@ def test_ranks_that_call_different_things_are_named(world: Communicator) -> None
         pytest.skip("one rank cannot disagree with itself")
     trainer = make(world, "mlp", check=True)
     axis = trainer.inspect.placement.axes.data
-
-    def act() -> None:
+    with pytest.raises(DesyncError) as caught:  # noqa: PT012
         if world.rank == 0:
             axis.barrier(what="the odd one").wait()
         else:
             axis.all_reduce(np.zeros(3), what="REDUCE3 blocks.0").wait()
-
-    with pytest.raises(DesyncError) as caught:
-        act()
     assert "did not arrive" not in str(caught.value)  # as it would be said of ranks that were waited for
     for word in ("rank 0", "barrier", "the odd one", "all_reduce", "REDUCE3 blocks.0"):
         assert word in str(caught.value), str(caught.value)
@@ -151,18 +129,6 @@ MESHES = [
     Mesh(shard=2, pipe=2),
     Mesh(shard=2, tensor=2),
 ]
-
-
-def on_one_rank(case: str) -> Any:
-    return reference(case)[:2]
-
-
-def check(world: Communicator, mesh: Mesh, strategy: str, case: str = "wide", **options: Any) -> None:
-    losses, want = from_rank_0(world, on_one_rank, case)
-    got_losses, got, trainer = train_on_mesh(world, case, mesh, strategy, check=True, **options)
-    np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-    assert_close(got, want, 1e-12)
-    trainer.close()
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -197,16 +163,11 @@ def hashed(comm: Communicator, mesh: Mesh) -> Bits:
     return digest
 
 
-def hashed_alone() -> Bits:
-    return spawn(hashed, 1, Mesh(shard=1))[0]
-
-
 def test_one_hash_on_axes(world: Communicator) -> None:
     """A pipe of MPI ranks ends with the bits of one thread rank."""
     if world.size > 4:
         pytest.skip("the model has four layers")
-
-    assert hashed(world, Mesh(shard=1, pipe=world.size)) == from_rank_0(world, hashed_alone)
+    assert [hashed(world, Mesh(shard=1, pipe=world.size))] == from_rank_0(world, spawn, hashed, 1, Mesh(shard=1))
 
 
 def frozen(comm: Communicator, mesh: Mesh) -> dict[str, np.ndarray]:
@@ -219,12 +180,9 @@ def frozen(comm: Communicator, mesh: Mesh) -> dict[str, np.ndarray]:
     return found
 
 
-def frozen_alone() -> dict[str, np.ndarray]:
-    return spawn(frozen, 1, Mesh(shard=1))[0]
-
-
 def test_ranks_with_and_without_frozen_parameters_bind_alike(world: Communicator) -> None:
     """What a step leaves differs between stages; the memory that they share is made together all the same."""
     if world.size > 4:
         pytest.skip("the model has four layers")
-    assert_close(frozen(world, Mesh(shard=1, pipe=world.size)), from_rank_0(world, frozen_alone), 1e-12)
+    want = from_rank_0(world, spawn, frozen, 1, Mesh(shard=1))
+    assert_close([frozen(world, Mesh(shard=1, pipe=world.size))], want, 1e-12)

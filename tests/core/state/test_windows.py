@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from bits import Bits, bits
-from models import CASES, HYBRID, STRATEGIES, make, part, train
+from meshes import reference
+from models import HYBRID, STRATEGIES, make, own_part, train
 from ranks import OVER_GLOO, carrier, from_rank_0
 
 import fsdpx
 from fsdpx import spawn
-from fsdpx.core.comm import Communicator, Mesh
+from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.core.state.allocate import find_shared_memory_allocator
@@ -52,39 +53,29 @@ def strategy(request: Any, cluster: Communicator) -> str:
     return str(request.param)
 
 
-CHUNKS = {"sizes": (8,) * 2, "reproducible_chunks": 8, "clip_norm": 0.2, "precision": "float32"}
-
-
-def alone(case: str) -> tuple[list[float], dict[str, np.ndarray]]:
-    return spawn(lambda comm: train(comm, case, "ddp", clip_norm=0.3)[:2], 1)[0]
-
-
-def bits_alone() -> Bits:
-    return spawn(lambda comm: bits(train(comm, "mlp", "ddp", **CHUNKS)[2]), 1)[0]
-
-
 def test_several_machines_equal_one_process(cluster: Communicator, strategy: str) -> None:
-    losses, want = from_rank_0(cluster, alone, "gpt")
-    got_losses, got, trainer = train(cluster, "gpt", strategy, clip_norm=0.3, check=True)
-    np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-    assert_close(got, want, 1e-12)
+    *got, trainer = train(cluster, "gpt", strategy, clip_norm=0.3, check=True)
+    assert_close(got, from_rank_0(cluster, reference, "gpt"), 1e-12)
     trainer.close()
+
+
+def hashed(comm: Communicator, strategy: str) -> Bits:
+    options = {"reproducible_chunks": 8, "clip_norm": 0.2, "precision": "float32"}
+    with train(comm, "mlp", strategy, sizes=(8, 8), **options)[2] as trainer:
+        return bits(trainer)
 
 
 def test_one_hash_over_machines(cluster: Communicator, strategy: str) -> None:
-    want = from_rank_0(cluster, bits_alone)
-    _, _, trainer = train(cluster, "mlp", strategy, **CHUNKS)
-    assert bits(trainer) == want
-    trainer.close()
+    assert [hashed(cluster, strategy)] == from_rank_0(cluster, spawn, hashed, 1, "ddp")
 
 
 def test_hybrid_shards_inside_machines_and_joins_between_them(cluster: Communicator) -> None:
     if cluster.size != 4:
         pytest.skip("four ranks make two machines of two")
-    _, want = from_rank_0(cluster, alone, "mlp")
-    for mesh in (Mesh(replica=2, shard=2), Mesh(replica=4, shard=1), Mesh(replica=1, shard=4)):
-        _, got, trainer = train(cluster, "mlp", fsdpx.Sharding(replica=mesh.replica, shard=mesh.shard), clip_norm=0.3)
-        assert_close(got, want, 1e-12)
+    for replicas in (2, 4, 1):
+        sharding = fsdpx.Sharding(replica=replicas, shard=4 // replicas)
+        _, got, trainer = train(cluster, "mlp", sharding, clip_norm=0.3)
+        assert_close(got, from_rank_0(cluster, reference, "mlp")[1], 1e-12)
         trainer.close()
 
 
@@ -94,13 +85,12 @@ def test_ranks_out_of_step_do_not_see_half_updated_parameters(world: Communicato
     def run(delay: float) -> str:
         trainer = make(world, "mlp", "fsdp", group_bytes=0, clip_norm=None)
         for step in range(5):
-            x, y = CASES["mlp"].batch(np.random.default_rng(step), 4 * world.size)
-            mine = part(world, len(x))
+            x, y = own_part(world, "mlp", 4 * world.size, step)
             if world.rank == step % world.size:
                 time.sleep(delay)
-            trainer.step(x[mine], y[mine])
+            trainer.step(x, y)
             if step % 2:
-                trainer.predict(x[mine])
+                trainer.predict(x)
             if step == 1:
                 trainer.load_parameters(trainer.parameters())
         digest = bits(trainer)
@@ -154,18 +144,13 @@ def test_messages_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     other.close()
 
 
-def test_ranks_that_measure_differently_choose_the_same(
-    world: Communicator, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_ranks_that_measure_differently_choose_the_same(world: Communicator, monkeypatch: Any, tmp_path: Any) -> None:
     """What each rank found by itself would send some of them into a collective call and others not."""
     from fsdpx.core.state import tuning
 
     monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
-    monkeypatch.setattr(
-        tuning.blas,
-        "measure_gflops_of_each_library",
-        lambda count: dict.fromkeys(tuning.blas.list_available_blas_libraries(), 50.0 + world.rank),
-    )
+    rates = dict.fromkeys(tuning.blas.list_available_blas_libraries(), 50.0 + world.rank)
+    monkeypatch.setattr(tuning.blas, "measure_gflops_of_each_library", lambda count: rates)
     found = tuning.agree_on_tuning(world, True, np)
     assert len(set(map(str, world.all_gather_object(found)))) == 1
     world.barrier().wait()
@@ -181,12 +166,12 @@ def test_a_closed_trainer_gives_its_memory_back(world: Communicator) -> None:
         pytest.skip("one rank shares nothing")
     before = len(node.memory.windows)
     trainer = make(world, "mlp", "zero1")
-    x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
-    trainer.step(x[part(world, 8)], y[part(world, 8)])
+    batch = own_part(world, "mlp", 8)
+    trainer.step(*batch)
     assert len(node.memory.windows) > before
     trainer.close()
     trainer.close()
     assert len(node.memory.windows) == before
-    for method in (trainer.parameters, lambda: trainer.step(x, y), lambda: trainer.load_parameters({})):
+    for method in (trainer.parameters, lambda: trainer.step(*batch), lambda: trainer.load_parameters({})):
         with pytest.raises(ConfigError, match=r"this trainer is closed"):
             method()
