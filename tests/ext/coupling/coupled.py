@@ -39,17 +39,23 @@ def trainer_grid(comm: Any, seed: int = 1, layout: str = TRAINER_LAYOUT) -> fsdp
     return fsdpx.Grid(comm, (columns, SHAPE[0]), dims=(comm.size, 1), layout=layout)
 
 
+def make_side(comm: Communicator, solvers: int, seed: int = 0, **more: Any) -> tuple[fsdpx.Bridge, fsdpx.Grid, Any]:
+    """Make the bridge and this rank's grid, with the solver on the first ranks. Return the communicator of the side,
+    too."""
+    trains = comm.rank >= solvers
+    part = comm.split(int(trains))
+    grid = trainer_grid(part, seed + 1) if trains else solver_grid(part, seed)
+    return fsdpx.Bridge(comm, **{"trainer" if trains else "solver": grid}, **more), grid, part
+
+
 def couple(
     comm: Communicator, solvers: int, solve: Callable[..., Any], train: Callable[..., Any], seed: int = 0, **more: Any
 ) -> Any:
     """Run `solve(bridge, grid, part)` on the first ranks and `train(bridge, grid, part)` on the others. `part` is the
     communicator of the side."""
-    trains = comm.rank >= solvers
-    part = comm.split(int(trains))
-    assert part is not None
-    grid = trainer_grid(part, seed + 1) if trains else solver_grid(part, seed)
-    with fsdpx.Bridge(comm, **{"trainer" if trains else "solver": grid}, **more) as bridge:
-        return (train if trains else solve)(bridge, grid, part)
+    bridge, grid, part = make_side(comm, solvers, seed, **more)
+    with bridge:
+        return (train if comm.rank >= solvers else solve)(bridge, grid, part)
 
 
 def with_ghosts(grid: fsdpx.Grid, whole: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ import numpy as np
 import fsdpx
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
-from coupled import send_step, solver_grid, trainer_grid  # noqa: E402
+from coupled import make_side, send_step  # noqa: E402
 from trials import MPIEXEC, environment, none_left  # noqa: E402
 
 RANKS, PATIENCE_SECONDS = 3, 60.0
@@ -33,9 +33,7 @@ def exchange(mode: str, ending: str) -> None:
     """Exchange fields on this rank. Rank 0 prints the process IDs when all ranks have started."""
     comm = fsdpx.init()
     trains = comm.rank >= comm.size // 2
-    part = comm.split(int(trains))
-    grid = trainer_grid(part) if trains else solver_grid(part)
-    bridge = fsdpx.Bridge(comm, **{"trainer" if trains else "solver": grid}, mode=mode)
+    bridge, grid, _ = make_side(comm, comm.size // 2, mode=mode)
     pids, wait, step = comm.all_gather_object(os.getpid()), mode != "latest", 0
     while not trains and step != 40 * (ending == "unclosed") - 1:
         send_step(bridge, grid, step)

@@ -1,7 +1,6 @@
 """Jobs of solver ranks and training ranks in which one rank is killed or ends too early."""
 
 import random
-from pathlib import Path
 
 import pytest
 from kills_bridge import MODES, end_unclosed, kill_one
@@ -11,6 +10,6 @@ from trials import MPIEXEC
 @pytest.mark.jobs
 @pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec")
 @pytest.mark.parametrize("mode", MODES)
-def test_no_job_hangs_when_a_rank_is_killed_or_ends(mode: str, tmp_path: Path) -> None:
+def test_no_job_hangs_when_a_rank_is_killed_or_ends(mode, tmp_path):
     kill_one(tmp_path, mode, random.Random(mode))
     end_unclosed(tmp_path, mode)

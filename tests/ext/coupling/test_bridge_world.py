@@ -9,14 +9,13 @@ import pytest
 from coupled import check_snapshot, send_step, solver_grid, trainer_grid, whole_field
 
 import fsdpx
-from fsdpx.core.comm import Communicator
 
 # tests mpi4py communicators, with any backend of `world`
 pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world", ["mpi"], indirect=True)]
 
 
 @pytest.mark.parametrize("mode", ["lockstep", "queue", "latest"])
-def test_ranks_of_mpi_exchange_fields_and_weights(world: Communicator, mode: str) -> None:
+def test_ranks_of_mpi_exchange_fields_and_weights(world, mode):
     MPI = pytest.importorskip("mpi4py.MPI")
     if world.size == 1:
         pytest.skip("both sides need a rank")
@@ -51,7 +50,7 @@ def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, mode: str) -> float:
 
 
 def train(bridge: fsdpx.Bridge, grid: fsdpx.Grid, mode: str) -> Any:
-    numbers: list[int] = []
+    numbers = []
     for snapshot in bridge:
         check_snapshot(grid, snapshot)
         numbers.append(snapshot.number)

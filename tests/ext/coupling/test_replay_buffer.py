@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from coupled import SHAPE, cut
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import data, spawn
@@ -32,8 +32,8 @@ def columns(comm: Communicator) -> fsdpx.Grid:
     return fsdpx.Grid(comm, (SHAPE[0], cut(SHAPE[1], comm.size, 1)[comm.rank]), dims=(1, comm.size), layout="yxc")
 
 
-def filled(grid: fsdpx.Grid, policy: Any, count: int, capacity: int = 6) -> data.ReplayBuffer:
-    buffer = data.ReplayBuffer(capacity, grid, policy, seed=4)
+def filled(grid: fsdpx.Grid, policy: Any, count: int) -> data.ReplayBuffer:
+    buffer = data.ReplayBuffer(6, grid, policy, seed=4)
     for u, v in zip(U[:count], V[:count], strict=True):
         buffer.add(grid.take_local(u), grid.take_local(v))
     return buffer
@@ -48,7 +48,7 @@ def check_batch(grid: fsdpx.Grid, batch: Any) -> None:
 
 
 def draw(buffer: data.ReplayBuffer, grid: fsdpx.Grid, times: int = 3) -> list[int]:
-    numbers: list[int] = []
+    numbers = []
     for _ in range(times):
         batch = buffer.sample(8)
         check_batch(grid, batch)
@@ -57,8 +57,8 @@ def draw(buffer: data.ReplayBuffer, grid: fsdpx.Grid, times: int = 3) -> list[in
 
 
 @pytest.mark.parametrize("policy", ["fifo", "reservoir", "priority"])
-def test_a_buffer_that_is_saved_goes_on_at_another_number_of_ranks(policy: str, tmp_path: Path) -> None:
-    def save(comm: Communicator) -> Any:
+def test_a_buffer_that_is_saved_goes_on_at_another_number_of_ranks(policy, tmp_path):
+    def save(comm):
         grid = rows(comm)
         for count in (3, 20):  # the second one replaces the first one
             buffer = filled(grid, policy, count)
@@ -68,13 +68,13 @@ def test_a_buffer_that_is_saved_goes_on_at_another_number_of_ranks(policy: str, 
             buffer.save(tmp_path / "buffer")
         return go_on(buffer, grid)
 
-    def load(comm: Communicator) -> Any:
+    def load(comm):
         grid = columns(comm)
-        buffer = data.ReplayBuffer(6, grid, policy, seed=99)  # type: ignore[arg-type]
+        buffer = data.ReplayBuffer(6, grid, policy, seed=99)
         buffer.load(tmp_path / "buffer")
         return go_on(buffer, grid)
 
-    def go_on(buffer: data.ReplayBuffer, grid: fsdpx.Grid) -> Any:
+    def go_on(buffer, grid):
         assert len(buffer) == 6
         seen, before = draw(buffer, grid), buffer.gather_statistics()
         for u, v in zip(U[20:30], V[20:30], strict=True):
@@ -96,7 +96,7 @@ def test_a_buffer_that_is_saved_goes_on_at_another_number_of_ranks(policy: str, 
     assert len(list((tmp_path / "buffer").iterdir())) == 2 * 3 + 1
 
 
-def test_a_reservoir_keeps_each_sample_with_the_same_chance() -> None:
+def test_a_reservoir_keeps_each_sample_with_the_same_chance():
     found = np.zeros(12)
     for seed in range(600):
         buffer = data.ReplayBuffer(4, ALONE, "reservoir", seed=seed)
@@ -106,7 +106,7 @@ def test_a_reservoir_keeps_each_sample_with_the_same_chance() -> None:
     np.testing.assert_allclose(found / 600, 1 / 3, atol=0.07)
 
 
-def test_priorities_say_how_often_a_sample_is_drawn_and_what_it_weighs() -> None:
+def test_priorities_say_how_often_a_sample_is_drawn_and_what_it_weighs():
     buffer = data.ReplayBuffer(3, ALONE, "priority")
     for k in range(4):
         buffer.add(np.full(3, k))  # 3 replaces 0
@@ -120,52 +120,51 @@ def test_priorities_say_how_often_a_sample_is_drawn_and_what_it_weighs() -> None
     assert buffer._priorities[buffer._ids.tolist().index(4)] == 4.0
 
 
-def test_wrong_samples_and_folders_are_refused(tmp_path: Path) -> None:
-    def run(comm: Communicator) -> None:
-        grid = rows(comm)
-        for match, given in {
-            "capacity=0": (0, grid), "policy='lifo'": (3, grid, "lifo"), "grid=3": (3, 3),
-            "without ghost cells": (3, fsdpx.Grid(comm, (2,), ghosts=1)),
-        }.items():  # fmt: skip
-            with pytest.raises(ConfigError, match=match):
-                data.ReplayBuffer(*given)
-        for seed in (None, -1, "a"):
-            with pytest.raises(ConfigError, match=f"seed={seed!r}"):
-                data.ReplayBuffer(3, grid, seed=seed)
-        buffer = data.ReplayBuffer(3, grid)
-        with pytest.raises(DataError, match="buffer is empty"):
-            buffer.sample(1)
-        with pytest.raises(DataError, match="no sample was added"):
-            buffer.gather_statistics()
-        with pytest.raises(DataError, match="field 0 has shape"):
-            buffer.add(np.zeros((99, *SHAPE)))
-        with pytest.raises(DataError, match="give at least one field"):
-            buffer.add()
-        with pytest.raises(ConfigError, match="policy='fifo' has none"):
-            buffer.update_priorities([0], [1.0])
-        buffer.add(grid.take_local(U[0]))
-        with pytest.raises(DataError, match=r"sample has fields \[\('float32', .* earlier samples have \[\('float64'"):
-            buffer.add(grid.take_local(V[0]))
-        ranked = data.ReplayBuffer(3, grid, "priority")
-        with pytest.raises(DataError, match="1 priorities for 2 samples"):
-            ranked.update_priorities([0, 1], [1.0])
-        with pytest.raises(CheckpointError, match="No such file"):
-            buffer.load(tmp_path / "nothing")
-        (tmp_path / "file").write_text("")
-        with pytest.raises(CheckpointError, match=r"ReplayBuffer\.save.*file"):
-            buffer.save(tmp_path / "file")
-        buffer.save(tmp_path / "good")
-        with pytest.raises(CheckpointError, match=r"\[3, 'fifo', 'yxc', \[9, 7\]\], but this buffer has \[3, 'prio"):
-            ranked.load(tmp_path / "good")
-        data.ReplayBuffer(3, grid).save(tmp_path / "empty")
-        buffer.load(tmp_path / "empty")
-        assert len(buffer) == 0
+@on_ranks(3)
+def test_wrong_samples_and_folders_are_refused(comm, tmp_path):
+    grid = rows(comm)
+    for match, given in {
+        "capacity=0": (0, grid), "policy='lifo'": (3, grid, "lifo"), "grid=3": (3, 3),
+        "without ghost cells": (3, fsdpx.Grid(comm, (2,), ghosts=1)),
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=match):
+            data.ReplayBuffer(*given)
+    for seed in (None, -1, "a"):
+        with pytest.raises(ConfigError, match=f"seed={seed!r}"):
+            data.ReplayBuffer(3, grid, seed=seed)
+    buffer, ranked = data.ReplayBuffer(3, grid), data.ReplayBuffer(3, grid, "priority")
+    (tmp_path / "file").write_text("")
 
-    spawn(run, 3)
+    def refuse(*cases):
+        for error, match, call, *given in cases:
+            with pytest.raises(error, match=match):
+                call(*given)
+
+    refuse(
+        (DataError, "buffer is empty", buffer.sample, 1),
+        (DataError, "no sample was added", buffer.gather_statistics),
+        (DataError, "field 0 has shape", buffer.add, np.zeros((99, *SHAPE))),
+        (DataError, "give at least one field", buffer.add),
+        (ConfigError, "policy='fifo' has none", buffer.update_priorities, [0], [1.0]),
+        (DataError, "1 priorities for 2 samples", ranked.update_priorities, [0, 1], [1.0]),
+        (CheckpointError, "No such file", buffer.load, tmp_path / "nothing"),
+    )
+    buffer.add(grid.take_local(U[0]))
+    buffer.save(tmp_path / "good")
+    other_fields = r"sample has fields \[\('float32', .* earlier samples have \[\('float64'"
+    other_buffer = r"\[3, 'fifo', 'yxc', \[9, 7\]\], but this buffer has \[3, 'prio"
+    refuse(
+        (DataError, other_fields, buffer.add, grid.take_local(V[0])),
+        (CheckpointError, r"ReplayBuffer\.save.*file", buffer.save, tmp_path / "file"),
+        (CheckpointError, other_buffer, ranked.load, tmp_path / "good"),
+    )
+    data.ReplayBuffer(3, grid).save(tmp_path / "empty")
+    buffer.load(tmp_path / "empty")
+    assert len(buffer) == 0
 
 
-def test_a_sample_that_one_rank_cannot_take_is_left_out_on_all() -> None:
-    def run(comm: Communicator) -> Any:
+def test_a_sample_that_one_rank_cannot_take_is_left_out_on_all():
+    def run(comm):
         buffer = data.ReplayBuffer(2, fsdpx.Grid(comm, (3,), layout="x"), "reservoir", seed=1)
         u, wrong = np.ones(3), [np.full(3, np.nan), np.full(3, "a"), np.full(3, 1j), np.ones(2), np.ones(3, np.float32)]
         for k in range(6):
@@ -182,18 +181,18 @@ def test_a_sample_that_one_rank_cannot_take_is_left_out_on_all() -> None:
     assert first == second
 
 
-def test_a_first_sample_that_is_refused_leaves_no_trace() -> None:
+def test_a_first_sample_that_is_refused_leaves_no_trace():
     buffer = data.ReplayBuffer(2, ALONE)
     with pytest.raises(DataError, match="not finite"):
         buffer.add(np.ones(3), np.full(3, np.inf))
     buffer.add(np.ones(3))
     for size in (0, -1, 2.5, True, None):
         with pytest.raises(DataError, match="at least 1"):
-            buffer.sample(size)  # type: ignore[arg-type]
+            buffer.sample(size)
 
 
 @pytest.mark.parametrize("dtype", [">f8", ">i2", "bfloat16", "bool"])
-def test_values_keep_their_dtype_and_lose_the_byte_order_of_other_machines(dtype: str, tmp_path: Path) -> None:
+def test_values_keep_their_dtype_and_lose_the_byte_order_of_other_machines(dtype, tmp_path):
     values = np.array([1, 0, 1]).astype(parse_number_dtype(dtype))
     buffer, other = (data.ReplayBuffer(2, ALONE) for _ in range(2))
     buffer.add(values)
@@ -215,9 +214,7 @@ def test_values_keep_their_dtype_and_lose_the_byte_order_of_other_machines(dtype
         ("moments", [None, None], "differ in length"), ("token", "../x", "No such"),
     ],
 )  # fmt: skip
-def test_a_damaged_buffer_is_refused_before_anything_is_replaced(
-    name: str, value: Any, match: str, tmp_path: Path
-) -> None:
+def test_a_damaged_buffer_is_refused_before_anything_is_replaced(name, value, match, tmp_path):
     buffer, other = (data.ReplayBuffer(2, ALONE) for _ in range(2))
     for k in range(2):
         buffer.add(np.full(3, k))
