@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from trials import TRAINER, environment, none_left
 
 from fsdpx import nn, optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.testing.chaos import Fault, StepLog, draw_faults, inject_faults, parse_faults, run_until_survived
 
@@ -67,7 +65,7 @@ def train(folder: Path, ranks: int, planned: tuple[Fault, ...], strategy: str = 
     seed=st.integers(0, 2**32), ranks=st.integers(2, 3), starts=st.integers(1, 3),
     strategy=st.sampled_from(["ddp", "zero2", "fsdp"]),
 )  # fmt: skip
-def test_whatever_dies_the_bits_are_the_same(seed: int, ranks: int, starts: int, strategy: str) -> None:
+def test_whatever_dies_the_bits_are_the_same(seed, ranks, starts, strategy):
     wanted, actions, _ = train_undisturbed(ranks, strategy)
     planned = draw_faults(seed, ranks, actions, starts=starts, per_start=2)
     with tempfile.TemporaryDirectory() as folder:
@@ -76,14 +74,14 @@ def test_whatever_dies_the_bits_are_the_same(seed: int, ranks: int, starts: int,
         assert last <= starts
 
 
-def test_a_kill_costs_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_costs_the_steps_since_the_checkpoint(tmp_path):
     each = train_undisturbed(2)[1] // STEPS
     train(tmp_path, 2, (Fault("kill", 1, 3 * each + 2),))
     assert StepLog(tmp_path / "ledger").check_and_get_last_start_of_each_step(STEPS) == [0, 0, 1, 1]
 
 
 @given(st.integers(0, 2**64), st.integers(1, 9), st.integers(1, 99), st.integers(1, 3), st.integers(0, 4))
-def test_a_seed_says_it_all(seed: int, ranks: int, actions: int, starts: int, each: int) -> None:
+def test_a_seed_says_it_all(seed, ranks, actions, starts, each):
     planned = draw_faults(seed, ranks, actions, starts=starts, per_start=each)
     assert planned == draw_faults(seed, ranks, actions, starts=starts, per_start=each)
     assert parse_faults(", ".join(map(str, planned))) == planned
@@ -92,7 +90,7 @@ def test_a_seed_says_it_all(seed: int, ranks: int, actions: int, starts: int, ea
 
 
 @pytest.mark.parametrize("text", ["kill 1", "burn 1@2", "delay x@2"])
-def test_text_that_is_no_fault(text: str) -> None:
+def test_text_that_is_no_fault(text):
     with pytest.raises(ConfigError, match=f"'{text}' is no fault: use 'kill RANK@ACTION'"):
         parse_faults(text)
 
@@ -108,7 +106,7 @@ def test_text_that_is_no_fault(text: str) -> None:
         ({(0, 0): [0, 1, 2, 3], (1, 0): [2, -3, 4, 5]}, "start 1, rank 0: step 3 gave "),
     ],
 )  # fmt: skip
-def test_a_history_that_is_wrong(tmp_path: Path, lines: dict[tuple[int, int], list[int]], wrong: str) -> None:
+def test_a_history_that_is_wrong(tmp_path, lines, wrong):
     ledger = StepLog(tmp_path)
     for (start, rank), steps in lines.items():
         for step in steps:
@@ -135,11 +133,11 @@ print("fingerprint", trainer.inspect.compute_fingerprint(), flush=True)
 
 
 @pytest.mark.jobs
-def test_processes_that_are_killed_and_stopped(tmp_path: Path) -> None:
+def test_processes_that_are_killed_and_stopped(tmp_path):
     """The bits are those of threads that nobody disturbs: the sum of two ranks has one order."""
 
-    def calm(comm: Communicator) -> str:
-        names: dict[str, Any] = {}
+    def calm(comm):
+        names = {}
         exec(f"{TRAINER}for x, y in batches[:6]: trainer.step(x[mine], y[mine])", names)
         return names["trainer"].inspect.compute_fingerprint()
 

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,12 +33,19 @@ SECONDS = 40.0
 """Generous: it takes 2 to 6, the default deadline is half an hour."""
 
 
-def ended(folder: Path, how: str, ranks: int = 2, before: str = ""):
-    done = job(folder, before + TRAINER + ENDS.format(how=how) + STEPS, ranks=ranks)
+def ended(folder: Path, status: int, program: str, ranks: int = 2) -> str:
+    """The errors of a job that ends before its time, of which nothing is left."""
+    done = job(folder, program, ranks=ranks)
     assert none_left(folder)
+    assert done.status == status, done.err
     assert "ended well" not in done.out
     assert done.seconds < SECONDS, done.err
-    return done
+    return done.err
+
+
+def steps_until(how: str) -> str:
+    """A job whose last rank does something else than its fourth step."""
+    return TRAINER + ENDS.format(how=how) + STEPS
 
 
 @pytest.mark.jobs
@@ -48,10 +57,9 @@ def ended(folder: Path, how: str, ranks: int = 2, before: str = ""):
     ],
 )
 def test_a_script_that_comes_to_its_end_in_the_middle(tmp_path, how, status, said):
-    done = ended(tmp_path, how)
-    assert done.status == status, done.err
-    assert "os._exit" not in done.err  # the end that the watchdog makes is not told as the script's
-    (line,) = re.findall(r"^fsdpx watchdog: .*$", done.err, re.MULTILINE)
+    err = ended(tmp_path, status, steps_until(how))
+    assert "os._exit" not in err  # the end that the watchdog makes is not told as the script's
+    (line,) = re.findall(r"^fsdpx watchdog: .*$", err, re.MULTILINE)
     assert re.fullmatch(
         rf"fsdpx watchdog: rank 1 {said}, after its call 4, step, and rank 0 waits for it in call 5 for all_gather "
         rf"of the batch on rank 0 of 2: the job ends with status {status}",
@@ -71,11 +79,8 @@ def test_what_sys_exit_is_given_is_a_status(monkeypatch, given, status):
 @pytest.mark.jobs
 def test_a_loop_that_ends_early(tmp_path):
     steps = STEPS.replace("    outside(step)\n", "    if step == 3 and comm.rank == 0: break\n").partition("if comm")[0]
-    done = job(tmp_path, TRAINER + steps, ranks=2)
-    assert none_left(tmp_path)
-    assert done.status == 1, done.err
-    assert "rank 0 has come to the end of its script, after its call 4, step, and rank " in done.err
-    assert done.seconds < SECONDS
+    err = ended(tmp_path, 1, TRAINER + steps)
+    assert "rank 0 has come to the end of its script, after its call 4, step, and rank " in err
 
 
 @pytest.mark.jobs
@@ -90,12 +95,8 @@ def test_a_rank_that_cannot_write_ends_the_others_too(tmp_path, streams, end):
         "closed": "sys.stdout.close()\nsys.stderr.close()\n",
         "gone": "sys.stdout = sys.stderr = None\n",
     }
-    script = f"import os, sys\n{broken[streams]}{TRAINER}{ENDS.format(how=end)}{STEPS}"
-    done = job(tmp_path, script, ranks=2)
-    assert none_left(tmp_path)
-    assert done.status == 1, done.err
-    assert streams == "closed" or ("Error: my own bug" if "raise" in end else "calls os._exit(0) while") in done.err
-    assert done.seconds < SECONDS
+    err = ended(tmp_path, 1, f"import os, sys\n{broken[streams]}{steps_until(end)}")
+    assert streams == "closed" or ("Error: my own bug" if "raise" in end else "calls os._exit(0) while") in err
 
 
 BEHIND = """
@@ -114,39 +115,32 @@ if (os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]) != "1": Wa
 def test_before_distribute_and_outside_of_calls(tmp_path):
     """What others wait for is no call of a trainer: nobody can help them when all of them wait."""
     program = "comm = fsdpx.init()\nif comm.rank == 1: sys.exit(6)\nfsdpx.barrier()\n"
-    done = job(tmp_path, SOON + BEHIND + program, ranks=2)
-    assert none_left(tmp_path)
-    assert done.status == 6, done.err
-    assert "rank 1 has ended with status 6, before its first call, and rank " in done.err
-    assert done.seconds < SECONDS
+    err = ended(tmp_path, 6, SOON + BEHIND + program)
+    assert "rank 1 has ended with status 6, before its first call, and rank " in err
 
 
 @pytest.mark.jobs
 def test_a_process_that_ends_at_once(tmp_path):
     """With status 0, all end with 1: above."""
-    done = ended(tmp_path, "os._exit(4)")
-    assert done.status == 4, done.err
-    assert "fsdpx: rank 1 calls os._exit(4) while others may wait for it: all end with 4\n" in done.err
+    err = ended(tmp_path, 4, steps_until("os._exit(4)"))
+    assert "fsdpx: rank 1 calls os._exit(4) while others may wait for it: all end with 4\n" in err
 
 
 @pytest.mark.jobs
 def test_a_rank_that_calls_something_else(tmp_path):
     """Every pair of calls: tests/core/trainer/test_calls.py."""
-    done = ended(tmp_path, "trainer.save('here')", ranks=3)
-    assert done.status == 1, done.err
-    assert "DesyncError: ranks called different methods: ranks 0, 1: step; rank 2: save. All ranks" in done.err
+    err = ended(tmp_path, 1, steps_until("trainer.save('here')"), ranks=3)
+    assert "DesyncError: ranks called different methods: ranks 0, 1: step; rank 2: save. All ranks" in err
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("call", ["barrier()", "broadcast(np.ones(300000), 2)"])
 def test_a_rank_that_calls_a_function_while_the_others_step(tmp_path, call):
-    done = ended(tmp_path, f"fsdpx.{call}", ranks=3, before=SOON)
-    assert done.status == 124, done.err
     name = call.partition("(")[0]
     assert (
         f"fsdpx watchdog: ranks wait for each other in different calls: ranks 0, 1: step; rank 2: {name}. All ranks "
         "make the same calls, in the same order: the job ends with status 124\n"
-    ) in done.err
+    ) in ended(tmp_path, 124, SOON + steps_until(f"fsdpx.{call}"), ranks=3)
 
 
 SPLIT = """
@@ -170,32 +164,27 @@ def test_ranks_that_end_together_at_different_times_end_well(tmp_path):
 # -- what is seen in the records ---------------------------------------------------------------------------------------
 
 
-def dead() -> int:
-    """The number of a process that has ended."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    return process.pid
-
-
 @pytest.fixture
 def records(tmp_path):
     made = [FlightRecorder(tmp_path / f"rank-{rank:05}.flight", rank, 3, "here") for rank in range(3)]
-    paths = sorted(tmp_path.glob("*.flight"))
-    return made, paths
+    return made, sorted(tmp_path.glob("*.flight"))
+
+
+def missed_by_rank_0(records: Any, seconds: float, all_ranks_local: bool = False) -> Any:
+    """Whose end rank 0 sees that has waited so long."""
+    made, paths = records
+    return find_awaited_ended_rank(made[0], seconds, paths[1:], all_ranks_local=all_ranks_local)
 
 
 def test_who_ends_before_a_call_is_missed_in_it(records):
-    made, paths = records
+    made, _ = records
     for record in made:
         record.on_collective_call("step")
     made[2].record_end(3)
-    assert (
-        find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=False) is None
-    )  # it may have done its part of the first call
+    assert missed_by_rank_0(records, 60.0) is None  # it may have done its part of the first call
     made[0].on_collective_call("save")
-    assert find_awaited_ended_rank(made[0], 0.5, paths[1:], all_ranks_local=False) is None
-    found = find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=False)
-    assert found is not None
+    assert missed_by_rank_0(records, 0.5) is None
+    found = missed_by_rank_0(records, 2.0)
     assert (found.rank, found.exit_status, found.calls, found.call) == (2, 3, 1, "step")
 
 
@@ -204,33 +193,29 @@ def test_who_dies_in_an_action_is_missed(records, monkeypatch):
     for record in made:
         record.on_collective_call("step")
         record.on_action_begin("F0.0", 1.0)
-    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=False) is None
-    gone = dead()
-    monkeypatch.setattr(os, "getpid", lambda: gone)
+    assert missed_by_rank_0(records, 2.0) is None
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    monkeypatch.setattr(os, "getpid", lambda: gone.pid)
     again = FlightRecorder(paths[1], 1, 3, "here")
     again.on_collective_call("step")
     again.on_action_begin("F0.0", 1.0)
-    found = find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=False)
-    assert found is not None
+    found = missed_by_rank_0(records, 2.0)
     assert (found.rank, found.exit_status) == (1, None)
     again.on_action_end(None, 0.0, 0.0, 2.0, 0, ())
-    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=False) is None
+    assert missed_by_rank_0(records, 2.0) is None
 
 
 def test_what_all_wait_for_together_will_not_come(records):
-    made, paths = records
+    made, _ = records
     made[2].record_end(0)
-    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=True) is None  # rank 1 does something
+    assert missed_by_rank_0(records, 60.0, True) is None  # rank 1 does something
     made[1].record_current_wait(time.perf_counter(), "barrier")
-    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=True) is None  # it has just begun to wait
+    assert missed_by_rank_0(records, 60.0, True) is None  # it has just begun to wait
     made[1].record_current_wait(time.perf_counter() - 60, "barrier")
-    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=True) is None
-    found = find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=True)
-    assert found is not None
-    assert found.rank == 2
-    assert (
-        find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=False) is None
-    )  # ranks of another host may come
+    assert missed_by_rank_0(records, 2.0, True) is None
+    assert missed_by_rank_0(records, 60.0, True).rank == 2
+    assert missed_by_rank_0(records, 60.0) is None  # ranks of another host may come
 
 
 def test_the_last_one_sees_that_all_have_left(records):
@@ -238,9 +223,7 @@ def test_the_last_one_sees_that_all_have_left(records):
     for record, path in zip(made, paths, strict=True):
         assert not have_all_scripts_ended(paths)
         record.record_end(0)
-        flight = read_record(path)
-        assert flight is not None
-        assert flight.exit_status == 0
+        assert read_record(path).exit_status == 0
     assert have_all_scripts_ended(paths)
     paths[0].unlink()  # it had closed before
     assert have_all_scripts_ended(paths)
@@ -274,6 +257,14 @@ def trainer(comm=None):
     return nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
 
 
+def batches_with(act: Callable[[], Any], at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Nine batches; something is done before one of them is given."""
+    for i in range(9):
+        if i == at:
+            act()
+        yield X, Y
+
+
 @pytest.mark.parametrize("asked", [[0], [2], [1, 2]])
 def test_all_ranks_end_after_the_step_in_which_some_were_asked(asked):
     saved = []
@@ -281,42 +272,27 @@ def test_all_ranks_end_after_the_step_in_which_some_were_asked(asked):
     def body(comm):
         t = trainer(comm)
         preempt = Preemption(save=lambda: saved.append((comm.rank, t.global_step)))
-
-        def batches():
-            for i in range(9):
-                if i == 4 and comm.rank in asked:
-                    preempt.request_stop()
-                yield X, Y
-
+        batches = batches_with(preempt.request_stop, 4 if comm.rank in asked else -1)
         with pytest.raises(JobPreempted) as caught:
-            t.fit(batches(), preempt=preempt, progress=False)
+            t.fit(batches, preempt=preempt, progress=False)
         return caught.value.code, caught.value.rank, caught.value.step
 
     assert spawn(body, 3) == [(PREEMPTED_STATUS, asked[0], 5)] * 3
     assert sorted(saved) == [(rank, 5) for rank in range(3)]
 
 
-def test_handlers_are_set_during_fit_and_put_back(tmp_path):
-    before = signal.getsignal(signal.SIGUSR1)
-    saved = []
-
-    def batches():
-        for i in range(9):
-            if i == 2:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            yield X, Y
-
-    t = trainer()
-    with pytest.raises(
-        JobPreempted, match="rank 0 was asked to stop by SIGUSR1; all ranks ended together after step 3"
-    ):
-        t.fit(batches(), preempt=Preemption(save=lambda: saved.append(t.global_step)), progress=False)
+def test_handlers_are_set_during_fit_and_put_back():
+    before, saved, t = signal.getsignal(signal.SIGUSR1), [], trainer()
+    batches = batches_with(lambda: os.kill(os.getpid(), signal.SIGUSR1), 2)
+    said = "rank 0 was asked to stop by SIGUSR1; all ranks ended together after step 3"
+    with pytest.raises(JobPreempted, match=said):
+        t.fit(batches, preempt=Preemption(save=lambda: saved.append(t.global_step)), progress=False)
     assert saved == [3]
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_a_handler_of_the_program_is_called_too_and_put_back(number: signal.Signals) -> None:
+def test_a_handler_of_the_program_is_called_too_and_put_back(number):
     heard = []
     own, before = (lambda number, frame: heard.append(number)), signal.getsignal(number)
     try:
@@ -355,7 +331,7 @@ assert said() == before
 @pytest.mark.jobs
 @pytest.mark.parametrize("dumps", [["dumps"], []])
 @pytest.mark.parametrize("ignored", ["", "trap '' INT QUIT; "])  # as a shell does for what it starts with &
-def test_nohup_and_stacks_at_quit_stay_what_they_are(dumps: list[str], ignored: str) -> None:
+def test_nohup_and_stacks_at_quit_stay_what_they_are(dumps, ignored):
     words = ["sh", "-c", f'{ignored}exec "$@"', "sh", sys.executable, "-c", QUITS, *dumps]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -408,7 +384,7 @@ for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
 
 
 @pytest.mark.jobs
-def test_a_signal_to_one_rank(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank(tmp_path):
     """To the launcher, and to all: tests/launch/test_checkpoint_command_line.py."""
     done = job(tmp_path, TRAINER + SIGNALED, ranks=2)
     assert done.status == 0, done.err

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,9 +33,7 @@ ENDINGS = st.builds(
 
 
 @given(st.lists(ENDINGS, max_size=12), st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
-def test_restarts_are_counted_and_ranks_stay_within_bounds(
-    endings: list[JobEnding], ranks: int, least: int, most: int
-) -> None:
+def test_restarts_are_counted_and_ranks_stay_within_bounds(endings, ranks, least, most):
     least = min(least, ranks)
     plan = RestartPlan(ranks, least, most, 0.5)
     for restarts, ending in enumerate(endings, 1):
@@ -51,12 +50,12 @@ def died(rank: int, step: int) -> JobEnding:
     return JobEnding("died", 9, (rank, "n1"), step)
 
 
-def test_done_and_preempted_are_ends() -> None:
+def test_done_and_preempted_are_ends():
     assert record_and_decide_restart(RestartPlan(2, 1, 3), JobEnding("done", 0)) == ("done", None)
     assert record_and_decide_restart(RestartPlan(2, 1, 3), JobEnding("preempted", 85)) == ("preempted", None)
 
 
-def test_ranks_that_join_are_no_restart() -> None:
+def test_ranks_that_join_are_no_restart():
     plan = RestartPlan(4, 2, 1)
     assert record_and_decide_restart(plan, JobEnding("joined", 85)) == ("4 ranks", 0.0)
     assert record_and_decide_restart(plan, died(1, 4)) == ("4 ranks", 1.0)
@@ -64,7 +63,7 @@ def test_ranks_that_join_are_no_restart() -> None:
     assert record_and_decide_restart(plan, died(1, 4)) == ("1 of 1 restarts are used up", None)
 
 
-def test_the_same_rank_twice_makes_one_rank_fewer() -> None:
+def test_the_same_rank_twice_makes_one_rank_fewer():
     plan = RestartPlan(3, 2, 9)
     assert record_and_decide_restart(plan, died(1, 4)) == ("3 ranks", 1.0)
     assert record_and_decide_restart(plan, died(1, 8)) == ("rank 1 on n1 died twice: one rank fewer, 2 ranks", 1.0)
@@ -74,13 +73,13 @@ def test_the_same_rank_twice_makes_one_rank_fewer() -> None:
     assert record_and_decide_restart(RestartPlan(1, 1, 9), JobEnding("joined", 85)) == ("1 rank", 0.0)
 
 
-def test_seconds_double_while_nothing_is_gained() -> None:
+def test_seconds_double_while_nothing_is_gained():
     plan = RestartPlan(3, 3, 9)
     assert [record_and_decide_restart(plan, died(i % 2, 4))[1] for i in range(4)] == [1, 2, 4, 8]
     assert record_and_decide_restart(plan, died(0, 5))[1] == 1
 
 
-def test_an_error_that_comes_again_is_the_last() -> None:
+def test_an_error_that_comes_again_is_the_last():
     plan, error = RestartPlan(3, 3, 9), JobEnding("error", 1, (1, "n1"), 4)
     assert record_and_decide_restart(plan, error) == ("3 ranks", 1.0)
     assert record_and_decide_restart(plan, JobEnding("error", 1, (0, "n1"), 5)) == ("3 ranks", 1.0)
@@ -90,7 +89,7 @@ def test_an_error_that_comes_again_is_the_last() -> None:
 
 
 @pytest.mark.parametrize("words", ["--min-ranks 4", "--min-ranks 0"])
-def test_ranks_that_cannot_be(words: str) -> None:
+def test_ranks_that_cannot_be(words):
     assert "1 <= min_ranks <= ranks is needed" in refused(f"run -n 3 {words} x.py")
 
 
@@ -108,24 +107,33 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 KILLED = "9|137"  # as MPICH and Open MPI say it
 
 
+def executable(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 def command(folder: Path, program: str, *options: str) -> list[str]:
     (folder / "job.py").write_text(TRAINER + program)
     (folder / "tmp").mkdir()
     return [*RUN, "-n", "2", *options, "job.py", "--own", "1"]
 
 
-def start(folder: Path, what: str, starts: str, *options: str) -> subprocess.CompletedProcess[str]:
-    program = AT.format(what=what, starts=starts) + STEPS
-    done = subprocess.run(
-        command(folder, program, *options), cwd=folder, capture_output=True, text=True, timeout=120,
-        env=environment(TMPDIR=str(folder / "tmp"), FSDPX_TIMEOUT="2"),
-    )  # fmt: skip
+def ended(folder: Path, words: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """A job that has come to its end, of which nothing is left."""
+    env = environment(**variables)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, env=env)
     assert none_left(folder)
     return done
 
 
+def start(folder: Path, what: str, starts: str, *options: str) -> subprocess.CompletedProcess[str]:
+    words = command(folder, AT.format(what=what, starts=starts) + STEPS, *options)
+    return ended(folder, words, TMPDIR=str(folder / "tmp"), FSDPX_TIMEOUT="2")
+
+
 @pytest.mark.jobs
-def test_a_rank_that_dies_twice_is_left_out(tmp_path: Path) -> None:
+def test_a_rank_that_dies_twice_is_left_out(tmp_path):
     done = start(tmp_path, KILL, "01", "--min-ranks", "1")
     assert done.returncode == 0, done.stderr
     assert "fsdpx run: rank 1 on " in done.stderr
@@ -138,7 +146,7 @@ def test_a_rank_that_dies_twice_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.jobs
-def test_an_error_is_tried_twice(tmp_path: Path) -> None:
+def test_an_error_is_tried_twice(tmp_path):
     done = start(tmp_path, "sys.exit(3)", "0123", "--folder", "kept")
     assert done.returncode == 3
     assert done.stderr.count("ended with exit status 3 in step 2; ") == 2
@@ -147,7 +155,7 @@ def test_an_error_is_tried_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.jobs
-def test_a_job_that_hangs_is_started_again(tmp_path: Path) -> None:
+def test_a_job_that_hangs_is_started_again(tmp_path):
     done = start(tmp_path, "time.sleep(60)", "0")
     assert done.returncode == 0, done.stderr
     assert "fsdpx run: the job hung, see the report above; restart 1 of 3" in done.stderr
@@ -157,7 +165,7 @@ def test_a_job_that_hangs_is_started_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(  # USR1: of a batch script, below
     "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
 )
-def test_a_signal_saves_and_is_no_reason_to_start_again(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_is_no_reason_to_start_again(tmp_path, number):
     status, err = asked_to_stop(tmp_path, command(tmp_path, ENDLESS), number, ranks=2, TMPDIR=str(tmp_path / "tmp"))
     assert status == PREEMPTED_STATUS, err
     assert "fsdpx run: the job was asked to stop and has saved" in err
@@ -175,7 +183,7 @@ while True: time.sleep(1)
 
 
 @pytest.mark.jobs
-def test_a_script_that_saves_nothing_ends_at_once(tmp_path: Path) -> None:
+def test_a_script_that_saves_nothing_ends_at_once(tmp_path):
     """MPI libraries catch USR1, too: that alone is nobody who would save."""
     job = subprocess.Popen(
         command(tmp_path, DEAF, "--grace", "1000"), cwd=tmp_path, env=environment(TMPDIR=str(tmp_path / "tmp")),
@@ -193,7 +201,7 @@ def test_a_script_that_saves_nothing_ends_at_once(tmp_path: Path) -> None:
     assert none_left(tmp_path)
 
 
-def test_a_note_says_whether_the_script_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_says_whether_the_script_listens(tmp_path, monkeypatch):
     begun, before = RankStatus(0, os.getpid(), platform.node()), signal.getsignal(signal.SIGUSR1)
     monkeypatch.setattr(signal, "signal", signal.signal)  # put back at the end
     _patch_signal_to_record_handlers(RankStatusWriter(begun, tmp_path))
@@ -204,14 +212,12 @@ def test_a_note_says_whether_the_script_listens(tmp_path: Path, monkeypatch: pyt
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_an_error_of_a_thread_is_the_last_word_of_a_rank_whose_script_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_thread_is_the_last_word_of_a_rank_whose_script_ends(tmp_path, monkeypatch):
     begun, write = RankStatus(0, os.getpid(), platform.node()), RankStatus.write_to_folder
     note = RankStatusWriter(begun, tmp_path)
     thread = threading.Thread(target=note.record_final_status, args=(1, "ZeroDivisionError"))
 
-    def meet(self: RankStatus, folder: Path) -> None:
+    def meet(self, folder):
         if self.status == 0:  # the script has ended well, and is about to say so
             thread.start()
             thread.join(0.2)  # as long as the thread waits for us, this is in vain
@@ -252,24 +258,21 @@ if sys.argv[1] == str(start): raise StateLost("too many")
 
 def lone(folder: Path, statuses: str, lost_in: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Two ranks without MPI, of which rank 1 dies, under a launcher that ends its starts with these statuses."""
-    (folder / "mpiexec").write_text(LAUNCHER.replace("status=", f"STATUS=({statuses}); status="))
-    (folder / "mpiexec").chmod(0o755)
+    executable(folder / "mpiexec", LAUNCHER.replace("status=", f"STATUS=({statuses}); status="))
     (folder / "job.py").write_text(LONE)
-    return subprocess.run(
-        [*RUN, "-n", "2", "--mpiexec", "./mpiexec --fast", *options, "job.py", lost_in],
-        cwd=folder, capture_output=True, text=True, timeout=60, env=environment(MPI4PY_LIBMPI="none"),
-    )  # fmt: skip
+    words = [*RUN, "-n", "2", "--mpiexec", "./mpiexec --fast", *options, "job.py", lost_in]
+    return ended(folder, words, MPI4PY_LIBMPI="none")
 
 
 @pytest.mark.jobs
-def test_a_death_that_is_survived_is_no_reason_to_start_again(tmp_path: Path) -> None:
+def test_a_death_that_is_survived_is_no_reason_to_start_again(tmp_path):
     done = lone(tmp_path, "137", "never", "--elastic")
     assert done.returncode == 0, done.stderr
     assert "fsdpx run" not in done.stderr
     assert (tmp_path / "asked").read_text().startswith("--fast --with-ft ulfm -n 2 ")
 
 
-def test_what_counts_is_how_the_others_ended() -> None:
+def test_what_counts_is_how_the_others_ended():
     notes = {0: RankStatus(0, 1, "n1", 0), 1: RankStatus(1, 2, "n1")}
     said = "rank 1 on n1 died (status 137)"
     assert Evidence(137, notes, order=[1]).decide_ending() == JobEnding("died", 137, (1, "n1"), None, said)
@@ -283,7 +286,7 @@ def test_what_counts_is_how_the_others_ended() -> None:
     assert Evidence(0, elastic=True).decide_ending().kind == "done"  # no folder that the launcher sees
 
 
-def test_a_rank_that_leaves_with_status_0_in_the_middle_is_no_good_end() -> None:
+def test_a_rank_that_leaves_with_status_0_in_the_middle_is_no_good_end():
     notes = {0: RankStatus(0, 1, "n1"), 1: RankStatus(1, 2, "n1", 0)}
     said = "rank 1 on n1 ended with status 0 while others waited for it"
     assert Evidence(1, notes, order=[1, 0]).decide_ending() == JobEnding("error", 1, (1, "n1"), None, said)
@@ -296,7 +299,7 @@ def test_a_rank_that_leaves_with_status_0_in_the_middle_is_no_good_end() -> None
 
 
 @pytest.mark.jobs
-def test_restarts_end_and_a_launcher_that_is_killed_is_told_as_such(tmp_path: Path) -> None:
+def test_restarts_end_and_a_launcher_that_is_killed_is_told_as_such(tmp_path):
     done = lone(tmp_path, "136 killed", "never", "--max-restarts", "1")
     assert done.returncode == 137, done.stderr
     assert "fsdpx run: rank 1 on " in done.stderr
@@ -307,7 +310,7 @@ def test_restarts_end_and_a_launcher_that_is_killed_is_told_as_such(tmp_path: Pa
 
 
 @pytest.mark.jobs
-def test_a_job_that_lost_its_state_is_started_again(tmp_path: Path) -> None:
+def test_a_job_that_lost_its_state_is_started_again(tmp_path):
     done = lone(tmp_path, "0 0", "0", "--elastic")
     assert done.returncode == 0, done.stderr
     assert "died (status 1); with it and others parts of the state; restart 1 of 3 in 0.1 s: 2 ranks" in done.stderr
@@ -316,10 +319,8 @@ def test_a_job_that_lost_its_state_is_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", ["HYDRA build details:", "mpiexec (Open MPI) 4.1.6", "slurm 23.11.4", ""])
-def test_elastic_needs_open_mpi_5(tmp_path: Path, said: str) -> None:
-    launcher = tmp_path / "launcher"
-    launcher.write_text(f"#!/bin/bash\n{f'echo; echo {said!r}' if said else ''}\n")
-    launcher.chmod(0o755)
+def test_elastic_needs_open_mpi_5(tmp_path, said):
+    launcher = executable(tmp_path / "launcher", f"#!/bin/bash\n{f'echo; echo {said!r}' if said else ''}\n")
     err = refused(f"run -n 2 --elastic --mpiexec '{launcher} --quick' x.py")
     assert f"fsdpx run: --elastic: {launcher} --quick is not of Open MPI 5 or later" in err
     assert f"it says of itself: {said or 'nothing'}. To survive deaths, take Open MPI 5" in err
@@ -358,19 +359,16 @@ trainer.close()
 
 
 @pytest.mark.jobs
-def test_a_real_job_whose_state_is_lost_first_and_saved_by_a_copy_then(tmp_path: Path) -> None:
+def test_a_real_job_whose_state_is_lost_first_and_saved_by_a_copy_then(tmp_path):
     """Rank 1 dies in the first start, where there are no copies; rank 0 in the second one, which rank 1 ends."""
     said = subprocess.run([str(MPIEXEC), "--version"], capture_output=True, text=True, env=environment()).stdout
     if "(Open MPI) 5" not in said:
         pytest.skip("mpiexec is not of Open MPI 5")
     (tmp_path / "tmp").mkdir()
     (tmp_path / "job.py").write_text(SURVIVING)
-    variables, run = environment(TMPDIR=str(tmp_path / "tmp")), ["-m", "fsdpx", "run", "-n", "2", "--elastic"]
     ends = []
-    for words in ([], [*run, "--backoff", "0.1"]):
-        done = subprocess.run(
-            [sys.executable, *words, "job.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, env=variables
-        )
+    for words in ([sys.executable], [*RUN, "-n", "2", "--elastic"]):
+        done = ended(tmp_path, [*words, "job.py"], TMPDIR=str(tmp_path / "tmp"))
         assert done.returncode == 0, done.stderr
         ends += [line.split("] ") for line in done.stdout.splitlines() if line.startswith("ended ")]
     assert [begin for begin, _ in ends] == ["ended 1 0 10 [", "ended 2 4 10 [(0,)"]
@@ -379,32 +377,21 @@ def test_a_real_job_whose_state_is_lost_first_and_saved_by_a_copy_then(tmp_path:
     assert "with it and others parts of the state; restart 1 of 3 in 0.1 s: 2 ranks" in done.stderr
     assert "fsdpx: lost rank 0; 1 rank trains on from step 8" in done.stderr
     assert done.stderr.count("restart") == 1
-    assert none_left(tmp_path)
     assert list((tmp_path / "tmp").glob("fsdpx-*")) == []
 
 
-def script() -> str:
-    (block,) = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "resilience.md").read_text(), re.S | re.M)
-    return block
-
-
-def command_of_batch(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
-
-
 @pytest.mark.jobs
-def test_the_time_limit_comes_near(tmp_path: Path) -> None:
-    bin_ = tmp_path / "bin"
-    bin_.mkdir()
-    command_of_batch(bin_, "srun", f'shift 2; exec {MPIEXEC} "$@"')
-    command_of_batch(bin_, "scontrol", f'echo "$@" > {tmp_path}/said')
-    command_of_batch(bin_, "python", f'exec {sys.executable} "$@"')
-    (tmp_path / "tmp").mkdir()
+def test_the_time_limit_comes_near(tmp_path):
+    (script,) = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "resilience.md").read_text(), re.S | re.M)
+    for folder in ("bin", "tmp"):
+        (tmp_path / folder).mkdir()
+    executable(tmp_path / "bin/srun", f'#!/bin/sh\nshift 2; exec {MPIEXEC} "$@"\n')
+    executable(tmp_path / "bin/scontrol", f'#!/bin/sh\necho "$@" > {tmp_path}/said\n')
+    executable(tmp_path / "bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "train.py").write_text(TRAINER + ENDLESS)
-    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "17", "PATH": f"{bin_}:{os.environ['PATH']}"}
-    command = ["bash", "-c", script()]
-    status, err = asked_to_stop(tmp_path, command, signal.SIGUSR1, ranks=2, TMPDIR=str(tmp_path / "tmp"), **slurm)
+    variables = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "17", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    variables |= {"TMPDIR": str(tmp_path / "tmp")}
+    status, err = asked_to_stop(tmp_path, ["bash", "-c", script], signal.SIGUSR1, ranks=2, **variables)
     assert status == 85, err
     assert (tmp_path / "said").read_text() == "requeue 17\n"
     assert len(list(tmp_path.glob("saved-*"))) == 2
