@@ -2,9 +2,7 @@
 
 import math
 import os
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,45 +10,33 @@ from metric_rows import rows_of
 from models import CASES, make
 
 from fsdpx import data, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe import log as logs
-
-
-def ranks(size: int, body: Any, *given: Any, **options: Any) -> list[Any]:
-    return spawn(lambda comm: body(comm, *given, **options), size)
-
-
-def batch(rows: int, seed: int = 0) -> Any:
-    return CASES["mlp"].batch(np.random.default_rng(seed), rows)
-
-
-def loader(trainer: Any, rows: int = 24, size: int = 8) -> data.DataLoader:
-    return data.DataLoader(data.ArrayDataset(*batch(rows)), size, comm=trainer.data_group, shuffle=True)
-
 
 RANK_0 = SimpleNamespace(call_runner=SimpleNamespace(rank=0))
 """As much of a trainer as a log looks at."""
 
 
-def test_two_jobs_do_not_write_one_log(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> str:
+def test_two_jobs_do_not_write_one_log(tmp_path):
+    def body(comm):
         trainer, log = make(comm, "mlp"), logs.TrainingLog(tmp_path, ())
+        samples = data.ArrayDataset(*CASES["mlp"].batch(np.random.default_rng(0), 24))
+        loader = data.DataLoader(samples, 8, comm=trainer.data_group, shuffle=True)
         log.on_train_begin(trainer, FitHistory())
         with pytest.raises(ConfigError) as caught:
-            trainer.fit(loader(trainer), progress=False, log=tmp_path)
+            trainer.fit(loader, progress=False, log=tmp_path)
         log.on_train_end(trainer, FitHistory())
-        trainer.fit(loader(trainer), progress=False, log=tmp_path)
+        trainer.fit(loader, progress=False, log=tmp_path)
         return str(caught.value)
 
-    for text in ranks(2, body):
+    for text in spawn(body, 2):
         assert f"{tmp_path}: another job is writing its log there: " in text
     assert not (tmp_path / ".lock").exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX")
-def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path: Path) -> None:
+def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path):
     (tmp_path / "log").mkdir()
     (tmp_path / "other").write_text("another file")
     for name in ("metrics.csv", "log.txt"):
@@ -65,7 +51,7 @@ def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path: Path) ->
     assert all(path.is_file() and not path.is_symlink() for path in (tmp_path / "log").iterdir())
 
 
-def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
+def test_numbers_that_are_none_are_left_out(tmp_path):
     log = logs.TrainingLog(tmp_path, ())
     log._lock_and_truncate(0)
     log._write_row(RANK_0, FitHistory([1.0]), {"loss": 1.0, "gradient_norm": math.nan})

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import refused, shown
 from models import CASES, make
 
 from fsdpx import Mesh, data, spawn
-from fsdpx.__main__ import main
 from fsdpx.core.base import messages
-from fsdpx.core.comm import Communicator
 from fsdpx.core.program.schedules import make_schedule
 from fsdpx.core.program.simulator import ActionEvent, StageCosts, simulate
 from fsdpx.core.program.verbs import parse_actions
@@ -30,14 +29,16 @@ from fsdpx.ext.observe.measure import ClockReading
 from fsdpx.ext.observe.plots import DARKER, THEMES, StepLanes, draw_steps, make_step_figure
 
 
-def trained(path: Path, size: int = 2, **options: Any) -> RunFolder:
-    folder = RunFolder(path)
+@pytest.fixture(scope="module")
+def of_a_mesh(tmp_path_factory):
+    """A pipe of two stages on two ranks each; tests only write its page again."""
+    folder = RunFolder(tmp_path_factory.mktemp("page") / "r")
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         if comm.rank == 0:
-            folder.write_config({"lr": 0.01, "name": "<b>"}, size)
+            folder.write_config({"lr": 0.01, "name": "<b>"}, 4)
         comm.barrier().wait()
-        trainer = make(comm, "gpt", trace=folder.trace_folder, **options)
+        trainer = make(comm, "gpt", trace=folder.trace_folder, mesh=Mesh(pipe=2, shard=2), microbatches=2)
         x, y = CASES["gpt"].batch(np.random.default_rng(0), 24)
         loader = data.DataLoader(data.ArrayDataset(x, y), 8, comm=trainer.data_group)
         trainer.fit(loader, validation=[(x[:4], y[:4])], log=folder.path, progress=False)
@@ -45,14 +46,8 @@ def trained(path: Path, size: int = 2, **options: Any) -> RunFolder:
         if comm.rank == 0:
             folder.write_report(str(summary), summary.to_json())
 
-    spawn(run, size)
+    spawn(run, 4)
     return folder
-
-
-@pytest.fixture(scope="module")
-def of_a_mesh(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A pipe of two stages on two ranks each; tests only write its page again."""
-    return trained(tmp_path_factory.mktemp("page") / "r", 4, mesh=Mesh(pipe=2, shard=2), microbatches=2)
 
 
 class Checked(HTMLParser):
@@ -60,8 +55,8 @@ class Checked(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
+        self.open = []
+        self.seen = []
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.seen.append(tag)
@@ -83,25 +78,14 @@ def seen(folder: RunFolder) -> list[str]:
     return checked.seen
 
 
-WORDS = (
-    "measured",
-    "simulated",
-    "idle",
-    "reduce-scatter, shard",
-    "for 3",
-    "mean s",
-    "in addition to",
-    "rank 3  ",
-)
+WORDS = "measured", "simulated", "idle", "reduce-scatter, shard", "for 3", "mean s", "in addition to", "rank 3  "
 
 
-def test_the_page_of_a_run_is_whole_by_itself(of_a_mesh: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_run_is_whole_by_itself(of_a_mesh):
     pytest.importorskip("matplotlib")
-    folder = of_a_mesh
-    assert main(["report", str(folder.path)]) == 0
-    said, text = capsys.readouterr().out, folder.page_path.read_text()
-    assert said.endswith(f"\n{folder.page_path}\n")
-    assert seen(folder).count("img") == 2
+    said, text = shown(["report", str(of_a_mesh.path)]), of_a_mesh.page_path.read_text()
+    assert said.endswith(f"\n{of_a_mesh.page_path}\n")
+    assert seen(of_a_mesh).count("img") == 2
     assert "&lt;b&gt;" in text
     assert "<b>" not in text
     for words in WORDS:
@@ -109,43 +93,35 @@ def test_the_page_of_a_run_is_whole_by_itself(of_a_mesh: RunFolder, capsys: pyte
         assert words in said, words
 
 
-def test_without_matplotlib_there_is_text_and_what_to_install(
-    of_a_mesh: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = of_a_mesh
+def test_without_matplotlib_there_is_text_and_what_to_install(of_a_mesh, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["report", str(folder.path)]) == 0
-    said = capsys.readouterr().out
+    said = shown(["report", str(of_a_mesh.path)])
     assert f"\nit has no pictures: matplotlib is not installed: {install_hint('plot')}\n" in said
     assert all(words in said for words in WORDS)
-    assert "img" not in seen(folder)
-    assert not folder.draw_curve()
+    assert "img" not in seen(of_a_mesh)
+    assert not of_a_mesh.draw_curve()
 
 
-def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path) -> None:
+def test_a_run_without_a_trace_says_how_to_get_one(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_config({}, 1)
-    assert main(["report", str(tmp_path)]) == 0
+    shown(["report", str(tmp_path)])
     assert folder.page_path.read_text().count("no trace was recorded: --trace of the main job") == 1
 
 
-def test_a_folder_of_traces_alone_has_a_page(
-    of_a_mesh: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_traces_alone_has_a_page(of_a_mesh, tmp_path):
     traces = Path(shutil.copytree(of_a_mesh.trace_folder, tmp_path / "trace"))
-    assert main(["report", str(traces)]) == 0
-    assert f"\n{traces / 'report.html'}\n" in capsys.readouterr().out
+    assert f"\n{traces / 'report.html'}\n" in shown(["report", str(traces)])
     text = (traces / "report.html").read_text()
     for words in ("ranks  4", "measured", "for 1", "MiB, in addition"):
         assert words in text
     for words in ("no trace was recorded", "the run has not ended", "not yet, or with an error", "Bytes sent"):
         assert words not in text
     (traces / "rank-00001.json.gz").unlink()
-    assert main(["report", str(traces)]) == 2
-    assert "of 4 ranks the files of 1 are missing" in capsys.readouterr().err
+    assert "of 4 ranks the files of 1 are missing" in refused(["report", str(traces)])
 
 
-def test_a_resumed_run_keeps_when_it_began_and_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_when_it_began_and_its_jobs(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     for hour, job in ((8, "7"), (9, "8")):
         monkeypatch.setattr(time, "strftime", lambda form, hour=hour: f"2026-03-01 0{hour}:00:00+0000")
@@ -155,42 +131,32 @@ def test_a_resumed_run_keeps_when_it_began_and_its_jobs(tmp_path: Path, monkeypa
     assert folder.is_begun_or_resumed_by_any_job(["Slurm job 7"])
     assert folder.is_begun_or_resumed_by_any_job(["Slurm job 8"])
     assert folder.read_arguments() == {"lr": 9}
-    assert main(["report", str(folder.path)]) == 0
+    shown(["report", str(folder.path)])
     assert re.search(r"begun +2026-03-01 08:.*\nresumed +2026-03-01 09:", folder.page_path.read_text())
 
 
-def test_runs_are_listed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_listed_and_compared(tmp_path):
     for name, rate, loss in (("a", 0.1, 2.0), ("b", 0.2, 1.5)):
         folder = RunFolder(tmp_path / name)
         folder.write_config({"lr": rate, "size": "tiny"}, 2)
         rows = [{"step": step, "loss": loss, "rate": 100.0} for step in (1, 2)] + [{"step": 2, "validation_loss": loss}]
         (folder.path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 3, "lo')
     folder.write_report("text", [])
-    assert main(["runs", "--in", str(tmp_path)]) == 0
-    head, _, *lines = capsys.readouterr().out.splitlines()
+    head, _, *lines = shown(["runs", "--in", str(tmp_path)]).splitlines()
     assert head.split() == ["run", "begun", "ranks", "steps", "loss", "validation", "rate", "ended"]
-    assert [line.split()[-5:] for line in lines] == [
-        ["2", "2.0000", "2.0000", "100", "no"],
-        ["2", "1.5000", "1.5000", "100", "yes"],
-    ]
-    assert main(["runs", "--in", str(tmp_path), "a", "b"]) == 0
-    assert "lr         0.1  0.2" in capsys.readouterr().out.splitlines()
-    assert main(["runs", "--in", str(tmp_path), "c"]) == 2
-    assert (
-        f"{tmp_path / 'c'} holds no run: there is no config.json; `fsdpx runs` lists those in"
-        in capsys.readouterr().err
-    )
-    assert main(["runs", "--in", str(tmp_path / "none")]) == 2
-    assert "none/ holds no run: train one, or name the folder with --in" in capsys.readouterr().err
-    assert main(["report", str(tmp_path)]) == 2
-    assert (
-        f"{tmp_path} holds no run and no traces: there is no config.json, and no rank-*.json.gz"
-        in capsys.readouterr().err
-    )
+    wanted = ["2 2.0000 2.0000 100 no", "2 1.5000 1.5000 100 yes"]
+    assert [line.split()[-5:] for line in lines] == [line.split() for line in wanted]
+    assert "lr         0.1  0.2" in shown(["runs", "--in", str(tmp_path), "a", "b"]).splitlines()
+    says = f"{tmp_path}/c holds no run: there is no config.json; `fsdpx runs` lists those in"
+    assert says in refused(["runs", "--in", str(tmp_path), "c"])
+    says = "none/ holds no run: train one, or name the folder with --in"
+    assert says in refused(["runs", "--in", str(tmp_path / "none")])
+    says = f"{tmp_path} holds no run and no traces: there is no config.json, and no rank-*.json.gz"
+    assert says in refused(["report", str(tmp_path)])
 
 
-def test_the_summary_has_the_numbers_of_the_reports() -> None:
-    def run(comm: Communicator) -> Any:
+def test_the_summary_has_the_numbers_of_the_reports():
+    def run(comm):
         trainer = make(comm, "mlp", group_bytes=0)
         trainer.inspect.reset_counters()
         for _ in range(2):
@@ -212,10 +178,10 @@ def test_the_summary_has_the_numbers_of_the_reports() -> None:
     assert "peak memory of a rank  " in text
 
 
-def test_gradients_beyond_the_plan_are_seen() -> None:
+def test_gradients_beyond_the_plan_are_seen():
     """`no_sync` keeps whole gradients that the placement does not lay out."""
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         trainer = make(comm, "mlp")
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
         with trainer.no_sync():
@@ -242,7 +208,7 @@ def rank_of(n: int, begins: float, ends: float, ahead: float = 0.0) -> RankTrace
     return RankTrace(told, [step, computing, meeting])
 
 
-def test_who_comes_last_is_waited_for() -> None:
+def test_who_comes_last_is_waited_for():
     found = compute_wait_matrix([rank_of(0, 1, 7), rank_of(1, 6, 7, ahead=5.0), rank_of(2, 2, 7, ahead=-3.0)])
     np.testing.assert_allclose(found.matrix, [[0, 5e-3, 0], [0, 0, 0], [0, 4e-3, 0]], atol=1e-9)
     np.testing.assert_allclose([span.transferring for span in found.spans], [1e-3] * 3, atol=1e-9)
@@ -253,7 +219,7 @@ def test_who_comes_last_is_waited_for() -> None:
 # -- logging -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_said_goes_through_logging(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said_goes_through_logging(tmp_path, capsys):
     handler = logging.FileHandler(tmp_path / "own.txt")
     messages.LOGGER.addHandler(handler)
     try:
@@ -265,7 +231,7 @@ def test_what_is_said_goes_through_logging(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == "100 % done\n"
 
 
-def test_tensorboard_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tensorboard_that_is_asked_for_and_missing_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"tensorboard=True\): .* pip install '\.\[tensorboard\]'"):
         spawn(lambda comm: make(comm, "mlp").fit([], log=tmp_path, tensorboard=True), 1)
@@ -280,7 +246,7 @@ STEP = [
 ]  # fmt: skip
 
 
-def test_what_ranks_do_and_microbatches_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_do_and_microbatches_are_named(tmp_path, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     drawn = draw_steps(STEP, tmp_path / "step.svg", title="one step").read_text()
@@ -295,7 +261,7 @@ def test_what_ranks_do_and_microbatches_are_named(tmp_path: Path, monkeypatch: p
     assert draw_steps(schedule, tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_has_both_themes_memory_by_kind_and_arrows(tmp_path: Path) -> None:
+def test_a_picture_has_both_themes_memory_by_kind_and_arrows(tmp_path):
     pytest.importorskip("matplotlib")
     held = [{"activations": [(0.0, 3 << 20), (6.0, 1 << 20)], "parameters": [(0.0, 4 << 20)], "odd": [(5.0, 1 << 20)]}]
     panel = StepLanes("name: about", STEP, ["rank 0"], held, "unit", second=2.0)
@@ -308,7 +274,7 @@ def test_a_picture_has_both_themes_memory_by_kind_and_arrows(tmp_path: Path) -> 
     assert ends == [(1, 1)]  # F waits for GATHER0; what other ranks are late with comes from no box
 
 
-def test_an_arrow_comes_from_the_message_of_the_same_line() -> None:
+def test_an_arrow_comes_from_the_message_of_the_same_line():
     """Two lines of a pipe send messages of one name."""
     pytest.importorskip("matplotlib")
     times = {"F0.0": (0, 2), "SEND0.0": (2, 3), "RECV0.0": (0, 3), "F1.0": (3, 4)}
@@ -324,12 +290,12 @@ def test_an_arrow_comes_from_the_message_of_the_same_line() -> None:
     assert [(arrow.xyann[0], arrow.xy[0]) for arrow in arrows] == [(2, 3), (3, 4)]  # from SEND to F, of each line
 
 
-def test_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_matplotlib_is_said(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"draw: matplotlib is not installed: pip install '\.\[plot\]'"):
         draw_steps(STEP, tmp_path / "step.png")
 
 
-def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
+def test_nothing_to_draw_is_said(tmp_path):
     with pytest.raises(ConfigError, match="there is no event that takes time"):
         draw_steps([ActionEvent(0, parse_actions("SETTLE0")[0], 1, 1)], tmp_path / "step.png")

@@ -17,29 +17,19 @@ from typing import Any
 import numpy as np
 import pytest
 from bits import bits
-from models import CASES, make, part
+from commands import refused, shown
+from models import CASES, make, own_part
 from threads import on_ranks
 from trials import ROOT
 
 import fsdpx
 from fsdpx import ElasticConfig, Mesh, TraceConfig, nn, spawn
-from fsdpx.__main__ import main
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import VERBS, Action
 from fsdpx.errors import ConfigError
 from fsdpx.examples import models
-from fsdpx.ext.observe.chrome import (
-    MERGED,
-    SIMULATED,
-    RankTrace,
-    TraceGroups,
-    TraceHeader,
-    convert_program_record_to_events,
-    get_trace_file_name,
-    list_wait_events,
-    merge_traces,
-    read_traces,
-)  # fmt: skip
+from fsdpx.ext.observe import chrome
+from fsdpx.ext.observe.chrome import RankTrace, TraceGroups, get_trace_file_name, merge_traces, read_traces
 from fsdpx.ext.observe.measure import ClockReading, interpolate_offset, measure_clock_offset
 from fsdpx.ext.observe.recording import ActionSpan, ProgramRecord, TransferSpan, find_timeline_recorder
 from fsdpx.plan import predict
@@ -48,27 +38,25 @@ from fsdpx.plan import predict
 def trained(comm: Communicator, folder: Any, steps: int = 3, case: str = "gpt", **options: Any) -> Any:
     trainer = make(comm, case, trace=folder, **options)
     for _ in range(steps):
-        x, y = CASES[case].batch(np.random.default_rng(0), 8)
-        mine = part(trainer.data_group, 8)
-        trainer.step(x[mine], y[mine])
+        trainer.step(*own_part(trainer.data_group, case, 8))
     return trainer
 
 
-def written(folder: Path, size: int = 4, **options: Any) -> list[RankTrace]:
-    spawn(lambda comm: trained(comm, folder, **options).close(), size)
-    return read_traces(folder)
+def unpacked(path: Path) -> dict[str, Any]:
+    return json.loads(gzip.decompress(path.read_bytes()))
 
 
 @pytest.fixture(scope="module")
-def of_a_mesh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_a_mesh(tmp_path_factory):
     """Traces of a pipe of two stages on two ranks each, which no test changes."""
     folder = tmp_path_factory.mktemp("mesh")
-    written(folder, mesh=Mesh(pipe=2, shard=2), microbatches=3)
+    options = {"mesh": Mesh(pipe=2, shard=2), "microbatches": 3}
+    spawn(lambda comm: trained(comm, folder, **options).close(), 4)
     return folder
 
 
 @pytest.fixture
-def traces(of_a_mesh: Path, tmp_path: Path) -> Path:
+def traces(of_a_mesh, tmp_path):
     """A copy of them."""
     return Path(shutil.copytree(of_a_mesh, tmp_path / "traces"))
 
@@ -81,17 +69,18 @@ class Twice(nn.Linear):
         return super().forward(env, params, x)
 
 
-def test_layers_inside_of_a_unit(tmp_path: Path) -> None:
+def test_layers_inside_of_a_unit(tmp_path):
     """Twelve layers in one unit, a line of equal ones among them: bits as without a trace, each layer's time in the
     report, ten in its text, and slices inside of those of actions."""
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(11)], Twice(8, 8))
+    batch = np.ones((4, 8), "float32"), np.ones((4, 8), "float32")
 
-    def run(comm: Communicator, trace: Any) -> tuple[str, Any, str]:
+    def run(comm, trace):
         options = {"group_bytes": "1MiB", "comm": comm, "trace": trace, "tune": False, "recompute": "all"}
         trainer = fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=fsdpx.optim.SGD(lr=0.1), **options)
         for _ in range(3):
-            trainer.step(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))
-        trainer.evaluate(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))
+            trainer.step(*batch)
+        trainer.evaluate(*batch)
         found = bits(trainer), trainer.report(), str(trainer.inspect.gather_summary())
         trainer.inspect.reset_counters()
         assert trainer.report().layers == {}
@@ -122,11 +111,11 @@ class Imported:
 
     def __init__(self, events: list[dict[str, Any]], cut: bool) -> None:
         """cut: whether nanoseconds of a duration are cut off, as some versions do, and not rounded."""
-        self.kept: list[dict[str, Any]] = []
-        self.flows: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.lost: list[dict[str, Any]] = []
-        self._open: dict[tuple[int, int], list[tuple[int, dict[str, Any]]]] = defaultdict(list)
-        self._begun: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.kept = []
+        self.flows = []
+        self.lost = []
+        self._open = defaultdict(list)
+        self._begun = {}
         self._cut = cut
         for event in sorted((e for e in events if "ts" in e), key=lambda e: round(e["ts"] * 1000)):
             if event["ph"] == "X":
@@ -157,10 +146,9 @@ class Imported:
             self.flows.append((self._begun[key], stack[-1][1]))
 
 
-def test_a_trace_keeps_the_rules_of_its_format(traces: Path) -> None:
+def test_a_trace_keeps_the_rules_of_its_format(traces):
     path, error, messages = merge_traces(traces)
-    with gzip.open(path, "rt") as file:
-        found = json.load(file)
+    found = unpacked(path)
     events = found["traceEvents"]
     assert messages > 0
     assert error == pytest.approx(found["fsdpx"]["clock_error_between_ranks_us"] / 1e6, abs=1e-9)
@@ -180,45 +168,44 @@ def test_a_trace_keeps_the_rules_of_its_format(traces: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_no_message_arrives_before_it_is_sent(traces: Path, late: int) -> None:
+def test_no_message_arrives_before_it_is_sent(traces, late):
     """The clock of a rank is wrong by more than a message takes, as on a busy machine."""
     path = traces / get_trace_file_name(late)
-    found = json.loads(gzip.decompress(path.read_bytes()))
+    found = unpacked(path)
     found["fsdpx"]["clock"] = [(at, offset + 0.05, 0.05) for at, offset, _ in found["fsdpx"]["clock"]]
     path.write_bytes(gzip.compress(json.dumps(found).encode()))
     messages = merge_traces(traces)[2]
-    imported = Imported(json.loads(gzip.decompress((traces / MERGED).read_bytes()))["traceEvents"], False)
+    imported = Imported(unpacked(traces / chrome.MERGED)["traceEvents"], False)
     assert not imported.lost
     assert len(imported.flows) == messages > 0
     assert 0 < max(one.delay for one in read_traces(traces)) <= 0.1
 
 
-def test_a_simulated_step_lies_beside_a_measured_one(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = traces / SIMULATED
+def test_a_simulated_step_lies_beside_a_measured_one(traces):
+    path = traces / chrome.SIMULATED
     line = ["gpt-tiny", "--mesh", "pipe=2,shard=2", "--microbatches", "3", "--batch", "6", "--trace", str(path)]
     alone, messages = merge_traces(traces)[1:]
-    assert main(["show", *line]) == 0
-    assert f"traced: {path}, 2 of 4 ranks of epyc-100g, simulated" in capsys.readouterr().out
+    assert f"traced: {path}, 2 of 4 ranks of epyc-100g, simulated" in shown(["show", *line])
     assert merge_traces(traces)[1:] == (alone, messages)
-    events = json.loads(gzip.decompress((traces / MERGED).read_bytes()))["traceEvents"]
+    events = unpacked(traces / chrome.MERGED)["traceEvents"]
     imported = Imported(events, False)
     assert not imported.lost
     assert len(imported.flows) == messages + 2 * 3  # forward and back
     simulated = [event for event in events if event["pid"] >= 1_000_000]
     names = {e["args"]["name"] for e in simulated if e["name"] == "process_name"}
     assert names == {f"rank {2 * n + 1} (pipe {n} replica 0 shard 1 tensor 0) on epyc-100g, simulated" for n in (0, 1)}
-    shown = read_traces(traces)[0].header.shown
-    begun = [e["ts"] for e in events if e["pid"] == 0 and e.get("cat") == "step" and e["args"]["run"] == shown]
+    run = read_traces(traces)[0].header.shown
+    begun = [e["ts"] for e in events if e["pid"] == 0 and e.get("cat") == "step" and e["args"]["run"] == run]
     assert min(e["ts"] for e in simulated if "ts" in e) == begun[0]
     assert all(e["args"]["bytes"] > 0 for e in simulated if e["ph"] == "C")
     path.write_bytes(b"damaged")
-    with pytest.raises(ConfigError, match=f"{SIMULATED}: no trace of fsdpx can be read there"):
+    with pytest.raises(ConfigError, match=f"{chrome.SIMULATED}: no trace of fsdpx can be read there"):
         merge_traces(traces)
 
 
-def test_a_simulated_trace_has_what_the_prediction_has(tmp_path: Path) -> None:
+def test_a_simulated_trace_has_what_the_prediction_has(tmp_path):
     path = tmp_path / "step.json"  # as text
-    assert main(["show", "mlp", "--ranks", "2", "--machine", "laptop", "--trace", str(path)]) == 0
+    shown(["show", "mlp", "--ranks", "2", "--machine", "laptop", "--trace", str(path)])
     events = json.loads(path.read_text())["traceEvents"]
     batch = ((256, 1024), "float32")
     found = predict(models.make_mlp(24, 1024, True), (batch, batch), ranks=2, machine="laptop", strategy="fsdp")
@@ -242,7 +229,7 @@ def counted(imported: Imported) -> int:
 
 
 @on_ranks(3)
-def test_events_are_the_program_and_their_bytes_all_that_moved(comm: Communicator, tmp_path: Path) -> None:
+def test_events_are_the_program_and_their_bytes_all_that_moved(comm, tmp_path):
     trainer = trained(comm, tmp_path, steps=2, clip_norm=1.0)
     turns = list(find_timeline_recorder(trainer.inspect.engine).records)
     assert [record.number for record in turns] == [0, 1]
@@ -250,7 +237,7 @@ def test_events_are_the_program_and_their_bytes_all_that_moved(comm: Communicato
     place = TraceGroups.from_axes(trainer.inspect.placement.axes)
     moved = 0
     for record in turns:
-        events = convert_program_record_to_events(record, place)
+        events = chrome.convert_program_record_to_events(record, place)
         assert [event.action for event in events] == list(record.program.actions)
         computing = [event for event in events if VERBS[event.action.op].lane == "compute"]
         assert all(before.end <= after.start for before, after in pairwise(computing))
@@ -262,16 +249,16 @@ def test_events_are_the_program_and_their_bytes_all_that_moved(comm: Communicato
     assert all(other == keys[0] for other in keys)
 
 
-def test_a_message_is_not_sent_after_it_came() -> None:
+def test_a_message_is_not_sent_after_it_came():
     """Its call may return late: the other side has it by then."""
     send = Action("SEND", 0, 0)
-    record = ProgramRecord(0, 0, None, [], [ActionSpan(send, 0.5, 1.0, 3.0, 8, 0)], [TransferSpan(send, 2.9, 3.5)])  # type: ignore[arg-type]
-    (event,) = convert_program_record_to_events(record, TraceGroups(0, {}))
+    record = ProgramRecord(0, 0, None, [], [ActionSpan(send, 0.5, 1.0, 3.0, 8, 0)], [TransferSpan(send, 2.9, 3.5)])
+    (event,) = chrome.convert_program_record_to_events(record, TraceGroups(0, {}))
     assert (event.start, event.end) == (1.0, 3.5)
 
 
-def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> None:
-    def run(comm: Communicator) -> None:
+def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path):
+    def run(comm):
         trainer = trained(comm, TraceConfig(tmp_path, steps=2), steps=3, case="mlp")
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
         trainer.evaluate(x, y)
@@ -285,11 +272,11 @@ def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> N
         assert len(one.header.simulated) == len(one.header.alive)
 
 
-def test_without_a_trace_nothing_is_kept() -> None:
+def test_without_a_trace_nothing_is_kept():
     assert spawn(lambda comm: find_timeline_recorder(make(comm, "mlp").inspect.engine), 1) == [None]
 
 
-def test_the_variable_asks_for_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_asks_for_a_trace(tmp_path, monkeypatch):
     monkeypatch.setenv("FSDPX_TRACE", str(tmp_path / "traced"))
     spawn(lambda comm: trained(comm, None, 1, "mlp").close(), 1)
     assert (tmp_path / "traced" / get_trace_file_name(0)).exists()
@@ -312,7 +299,7 @@ made["later"].step(*batch)
 """
 
 
-def test_a_trace_that_nobody_wrote_is_told(tmp_path: Path) -> None:
+def test_a_trace_that_nobody_wrote_is_told(tmp_path):
     """The end of a script cannot write it, since that takes all ranks; but it is not lost in silence."""
     done = subprocess.run([sys.executable, "-c", LOST, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -322,44 +309,42 @@ def test_a_trace_that_nobody_wrote_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pipe", [1, 2])
-def test_activations_are_those_of_the_dry_run(tmp_path: Path, pipe: int) -> None:
+def test_activations_are_those_of_the_dry_run(tmp_path, pipe):
     """Followed from what actions take and give; counted from what is there, also in messages under way."""
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
-    mesh = Mesh(pipe=pipe)
+    options = {"microbatches": 2, "mesh": Mesh(pipe=pipe), "optimizer": fsdpx.optim.AdamW()}
 
-    def run(comm: Communicator) -> Any:
-        trainer = make(comm, "mlp", trace=tmp_path, microbatches=2, mesh=mesh)
+    def run(comm):
+        trainer = make(comm, "mlp", trace=tmp_path, **options)
         trainer.step(x, y)
         trainer.step(x, y)
         return trainer.report().high_water["activations"][1]
 
-    case = CASES["mlp"]
-    optimizer = fsdpx.optim.AdamW(lr=1e-2, eps=1e-5)
-    options = {"precision": "float64", "group_bytes": 2048, "microbatches": 2, "mesh": mesh, "loss": case.loss}
-    dry = [fsdpx.dry_run(case.model(), x, y, ranks=2, rank=r, optimizer=optimizer, **options) for r in range(2)]
+    case, options = CASES["mlp"], options | {"precision": "float64", "group_bytes": 2048}
+    dry = [fsdpx.dry_run(case.model(), x, y, ranks=2, rank=r, loss=case.loss, **options) for r in range(2)]
     assert spawn(run, 2) == [one.activations for one in dry]
 
 
 # -- clocks ------------------------------------------------------------------------------------------------------------
 
 
-def test_clocks_are_within_the_bound_that_is_said() -> None:
+def test_clocks_are_within_the_bound_that_is_said():
     """Threads share one clock: what is found between them is error, and no more than was said."""
     for reading in spawn(measure_clock_offset, 3):
         assert abs(reading.offset) <= reading.error < 1.0
 
 
 @pytest.mark.world
-def test_clocks_of_processes_are_within_the_bound(world: Communicator) -> None:
+def test_clocks_of_processes_are_within_the_bound(world):
     """Processes of one host share one as well."""
     reading = measure_clock_offset(world)
     assert abs(reading.offset) <= reading.error < 1.0
 
 
-def test_other_clocks_are_put_onto_that_of_rank_0() -> None:
+def test_other_clocks_are_put_onto_that_of_rank_0():
     """A clock that is 100 s ahead and goes 1 % fast."""
     clock = [ClockReading(0.0 + 100, 100.0, 1e-6), ClockReading(10.1 + 100, 100.1, 3e-6)]
-    one = RankTrace(TraceHeader(1, 2, "", {}, "", 100.0, clock), [])
+    one = RankTrace(chrome.TraceHeader(1, 2, "", {}, "", 100.0, clock), [])
     assert one.to_rank0_clock(0.0) == pytest.approx(0.0)
     assert one.to_rank0_clock(5.05) == pytest.approx(5.0)
     assert one.clock_error == 3e-6
@@ -380,8 +365,8 @@ class Slow(nn.Layer):
         return dy, ()
 
 
-def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> None:
-    def run(comm: Communicator) -> Any:
+def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path):
+    def run(comm):
         model = nn.Sequential(nn.Linear(8, 8), Slow(), nn.Linear(8, 4))
         trainer = model.as_distributed(
             loss=nn.MSELoss(), optimizer=fsdpx.optim.SGD(lr=0.1), comm=comm, group_bytes=0, trace=tmp_path
@@ -390,9 +375,9 @@ def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> N
         for _ in range(2):
             trainer.step(x, np.ones((2, 4), np.float32))
         record = find_timeline_recorder(trainer.inspect.engine).records[-1]
-        events = convert_program_record_to_events(record, TraceGroups.from_axes(trainer.inspect.placement.axes))
+        events = chrome.convert_program_record_to_events(record, TraceGroups.from_axes(trainer.inspect.placement.axes))
         meeting = [e for e in events if VERBS[e.action.op].moves and e.end - e.start > 0.3]
-        waits = [wait for wait in list_wait_events(record, events) if wait.end - wait.start > 0.3]
+        waits = [wait for wait in chrome.list_wait_events(record, events) if wait.end - wait.start > 0.3]
         return {str(wait.action) for wait in waits}, {str(e.action) for e in meeting}, [w.key for w in waits]
 
     (waits, meeting, keys), (others, _, _) = spawn(run, 2)
@@ -405,23 +390,19 @@ def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> N
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-def test_missing_and_damaged_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", "merge", str(tmp_path)]) == 2
-    assert (
-        "there is no rank-*.json.gz; run with --trace, FSDPX_TRACE or distribute(trace=...)" in capsys.readouterr().err
-    )
-    written(tmp_path, 3, steps=1, case="mlp")
-    assert main(["trace", "merge", str(tmp_path)]) == 0
-    assert str(tmp_path / MERGED) in capsys.readouterr().out
-    (tmp_path / get_trace_file_name(1)).unlink()
-    assert main(["trace", "merge", str(tmp_path)]) == 2
-    assert "of 3 ranks the files of 1 are missing" in capsys.readouterr().err
-    (tmp_path / get_trace_file_name(1)).write_bytes(b"damaged")
-    assert main(["trace", "merge", str(tmp_path)]) == 2
-    assert f"{tmp_path / get_trace_file_name(1)}: no trace of fsdpx can be read there" in capsys.readouterr().err
+def test_missing_and_damaged_files_are_named(tmp_path):
+    words, one = ["trace", "merge", str(tmp_path)], tmp_path / get_trace_file_name(1)
+    says = "there is no rank-*.json.gz; run with --trace, FSDPX_TRACE or distribute(trace=...)"
+    assert says in refused(words)
+    spawn(lambda comm: trained(comm, tmp_path, 1, "mlp").close(), 3)
+    assert str(tmp_path / chrome.MERGED) in shown(words)
+    one.unlink()
+    assert "of 3 ranks the files of 1 are missing" in refused(words)
+    one.write_bytes(b"damaged")
+    assert f"{one}: no trace of fsdpx can be read there" in refused(words)
 
 
-def test_choices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_choices_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"trace='.*file/x': .*ENOTDIR"):
         spawn(lambda comm: make(comm, "mlp", trace=tmp_path / "file" / "x"), 2)
@@ -435,16 +416,16 @@ def test_choices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         spawn(lambda comm: make(comm, "mlp", trace=tmp_path if comm.rank else None), 2)
 
 
-def test_saving_and_loading_are_slices_of_a_trace(tmp_path: Path) -> None:
+def test_saving_and_loading_are_slices_of_a_trace(tmp_path):
     """Before, between and behind the steps, with the bytes written, and the bytes read: each rank's share of what is
     verified, and its part."""
     moved = [0, 0]
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         trainer = trained(comm, tmp_path / "trace", steps=1, case="mlp")
         trainer.save(tmp_path / "one")
         trainer.predict(CASES["mlp"].batch(np.random.default_rng(0), 2)[0])  # a program that leaves no record
-        trainer.step(*(a[part(trainer.data_group, 8)] for a in CASES["mlp"].batch(np.random.default_rng(0), 8)))
+        trainer.step(*own_part(trainer.data_group, "mlp", 8))
         trainer.load(tmp_path / "one")
         trainer.close()
 
