@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from caches import set_own_cache
+from commands import shown
+from models import alike
 
 import fsdpx
 from fsdpx import data, nn, optim, spawn
-from fsdpx.__main__ import main
 from fsdpx.core.base.messages import format_count
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Machine, measuring
 from fsdpx.plan.auto import MACHINE_FILE
@@ -28,16 +28,23 @@ TOKENS = np.arange(128).reshape(16, 8) % 64
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def elsewhere(tmp_path, monkeypatch):
     """Where no machine was measured."""
     monkeypatch.chdir(tmp_path)
 
 
+def gpt(blocks: int = 2) -> nn.Layer:
+    return nn.GPT(64, 32, blocks, 2, 8)
+
+
 def auto(comm: Any, blocks: int = 2, **options: Any) -> fsdpx.Trainer:
-    chosen = {"strategy": "auto", "batch": (X, X), "memory": "1GiB"} | options
-    return nn.GPT(64, 32, blocks, 2, 8).as_distributed(
-        loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, tune=False, **chosen
-    )
+    chosen = {"strategy": "auto", "batch": (X, X), "memory": "1GiB", "tune": False} | options
+    return gpt(blocks).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, **chosen)
+
+
+def planned(size: int, **options: Any) -> list[str]:
+    """What each rank says of its plan."""
+    return spawn(lambda comm: auto(comm, **NARROW, **options).report().planned, size)
 
 
 def stepped(trainer: fsdpx.Trainer) -> list[float]:
@@ -46,27 +53,12 @@ def stepped(trainer: fsdpx.Trainer) -> list[float]:
     return [trainer.step(TOKENS[mine], TOKENS[mine]) for _ in range(2)]
 
 
-def errors(size: int, **options: Any) -> set[str]:
-    def body(comm: Communicator) -> str:
-        try:
-            auto(comm, **options)
-        except ConfigError as error:
-            return str(error)
-        return "no error"
-
-    return set(spawn(body, size))
-
-
-def test_ranks_take_what_the_plan_finds_and_train(capsys: pytest.CaptureFixture[str]) -> None:
-    found = fsdpx.plan(
-        nn.GPT(64, 32, 2, 2, 8), batch=(X, X), ranks=3, machine="ethernet-10g", memory="1GiB", precision=None,
-        recompute="all",
-    )  # fmt: skip
-
+def test_ranks_take_what_the_plan_finds_and_train(capsys):
+    options = {"machine": "ethernet-10g", "recompute": "all"}
+    found = fsdpx.plan(gpt(), batch=(X, X), ranks=3, memory="1GiB", precision=None, **options)
     best = found.best_candidate
 
-    def body(comm: Communicator) -> Any:
-        options = {"machine": "ethernet-10g", "recompute": "all"}
+    def body(comm):
         with auto(comm, **options) as trainer, auto(comm, **PLAIN, **best.options) as same:
             placed, asked = trainer.inspect.placement, same.inspect.placement
             assert (placed.sharding, placed.axes.mesh) == (asked.sharding, asked.axes.mesh)
@@ -82,9 +74,9 @@ def test_ranks_take_what_the_plan_finds_and_train(capsys: pytest.CaptureFixture[
     np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
 
 
-def test_what_fits_is_chosen_and_what_is_fixed_stays() -> None:
-    def body(comm: Communicator) -> Any:
-        options: dict[str, Any] = {"recompute": "all", "blocks": 4}
+def test_what_fits_is_chosen_and_what_is_fixed_stays():
+    def body(comm):
+        options = {"recompute": "all", "blocks": 4}
         wide = auto(comm, **options).inspect.placement
         tight = auto(comm, **options, memory="600KiB").inspect.placement
         mesh = fsdpx.Mesh(pipe=2)
@@ -100,24 +92,17 @@ def test_what_fits_is_chosen_and_what_is_fixed_stays() -> None:
     assert (fixed.options.schedule, fixed.options.recompute.every, fixed.formats.master) == ("gpipe", 1, np.float64)
 
 
-def test_a_measured_machine_is_taken_from_where_the_job_is_started() -> None:
+def test_a_measured_machine_is_taken_from_where_the_job_is_started():
     slow = Machine.load("ethernet-10g")
     MACHINE_FILE.write_text(format_machine_file(slow).replace('"ethernet-10g"', '"ours"'))
 
-    def body(comm: Communicator) -> str:
-        return auto(comm, **NARROW).report().planned
-
-    assert all("on 2 ranks of ours (machine.toml)" in words for words in spawn(body, 2))
+    assert all("on 2 ranks of ours (machine.toml)" in words for words in planned(2))
     MACHINE_FILE.unlink()
-    assert all(
-        "on 2 ranks of laptops (there is no machine.toml, which python -m fsdpx measure-machine writes)" in words
-        for words in spawn(body, 2)
-    )
+    laptops = "on 2 ranks of laptops (there is no machine.toml, which python -m fsdpx measure-machine writes)"
+    assert all(laptops in words for words in planned(2))
 
 
-def test_measure_machine_writes_where_plans_look(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measure_machine_writes_where_plans_look(monkeypatch, tmp_path):
     quick = {"ROUNDS": 1, "ROUND_SECONDS": 0.001, "SHORT_ROUND_SECONDS": 1e-6, "LAYER_COUNTS": (1, 3)}
     for name, value in (quick | {"SHORT": 1 << 14, "LONG": 1 << 16}).items():
         monkeypatch.setattr(measuring, name, value)
@@ -125,43 +110,43 @@ def test_measure_machine_writes_where_plans_look(
     monkeypatch.setattr(measuring.Processors, "block", 1 << 18)
     monkeypatch.setenv("FSDPX_TUNE", "1")
     set_own_cache(monkeypatch, tmp_path / "cache")
-    assert main(["measure-machine", "--name", "ours"]) == 0
+    said = shown("measure-machine --name ours")
     found = Machine.load(MACHINE_FILE)
     assert found.name == "ours"
     assert found.disk is not None
-    assert capsys.readouterr().out.startswith("written: machine.toml; it begins with\n\n# Measured on ")
-    (planned,) = spawn(lambda comm: auto(comm, **NARROW).report().planned, 1)
-    assert planned.count("on 1 rank of ours (machine.toml)") == 1
+    assert said.startswith("written: machine.toml; it begins with\n\n# Measured on ")
+    (words,) = planned(1)
+    assert words.count("on 1 rank of ours (machine.toml)") == 1
 
 
-def test_without_a_limit_the_free_memory_of_the_host_is_it() -> None:
-    def body(comm: Communicator) -> str:
-        return auto(comm, memory=None, **NARROW).report().planned
-
-    assert all("GiB per rank" in words.partition("; the fastest of")[2] for words in spawn(body, 2))
+def test_without_a_limit_the_free_memory_of_the_host_is_it():
+    assert all("GiB per rank" in words.partition("; the fastest of")[2] for words in planned(2, memory=None))
 
 
-def test_the_same_error_on_all_ranks_where_nothing_fits() -> None:
-    (only,) = errors(2, memory="64KiB")
-    assert only.startswith("nothing fits into 64.00 KiB per rank: on 2 the least is ")
-    assert "parameters" in only
-    (only,) = errors(2, machine="nowhere")
-    assert only.startswith("machine='nowhere' is none of")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"memory": "64KiB"}, r"nothing fits into 64\.00 KiB per rank: on 2 the least is .*parameters"),
+        ({"machine": "nowhere"}, "machine='nowhere' is none of"),
+        ({"batch": None},
+         r"strategy='auto' plans a step of a batch that it must know: say batch=\(\(\(64, 1024\), 'int64'"),
+        ({"batch": (X, ((8, 8), "int64"))},
+         r"batch=\(\(\(16, 8\), 'int64'\), \(\(8, 8\), 'int64'\)\): the shape and dtype of inputs and targets"),
+        ({"strategy": "fsdp", "batch": None},
+         "memory='1GiB': a plan needs it, and nothing is planned; say strategy='auto'$"),
+    ],
+)  # fmt: skip
+def test_the_same_error_on_all_ranks(options, says):
+    assert re.match(f"ConfigError: {says}", alike(2, lambda comm: auto(comm, **options)), re.DOTALL)
 
 
-def test_a_batch_is_needed_and_options_of_a_plan_need_one() -> None:
-    (only,) = errors(2, batch=None)
-    assert only.startswith("strategy='auto' plans a step of a batch that it must know: say batch=(((64, 1024), 'int64'")
-    (only,) = errors(2, batch=(X, ((8, 8), "int64")))
-    assert only.startswith("batch=(((16, 8), 'int64'), ((8, 8), 'int64')): the shape and dtype of inputs and targets")
-    (only,) = errors(2, strategy="fsdp", batch=None)
-    assert only == "memory='1GiB': a plan needs it, and nothing is planned; say strategy='auto'"
+def test_a_trainer_without_optimizer_has_no_plan():
     with pytest.raises(ConfigError, match=r"^strategy='auto': this trainer was made without optimizer, for prediction"):
         nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), strategy="auto", batch=(X, X))
 
 
-def test_ranks_that_ask_for_different_plans() -> None:
-    def body(comm: Communicator) -> str:
+def test_ranks_that_ask_for_different_plans():
+    def body(comm):
         with pytest.raises(ConfigError) as caught:
             auto(comm, memory="1GiB" if comm.rank else "2GiB")
         with pytest.raises(ConfigError) as mixed:
@@ -173,9 +158,9 @@ def test_ranks_that_ask_for_different_plans() -> None:
     assert second.startswith("ranks differ in strategy='auto' (")
 
 
-def test_arrays_are_a_batch_and_run_files_can_say_all_of_it() -> None:
+def test_arrays_are_a_batch_and_run_files_can_say_all_of_it():
     plan = {
-        "model": nn.GPT(64, 32, 2, 2, 8), "loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(),
+        "model": gpt(), "loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(),
         "distribute": {"strategy": "auto", "memory": "1GiB", "batch": [[[16, 8], "int64"]] * 2, **NARROW},
     }  # fmt: skip
     loaded = {
@@ -183,7 +168,7 @@ def test_arrays_are_a_batch_and_run_files_can_say_all_of_it() -> None:
         "distribute": {"strategy": "auto", "memory": "1GiB", **NARROW},
     }  # fmt: skip
 
-    def body(comm: Communicator) -> set[str]:
+    def body(comm):
         made = [fsdpx.ModelBuilder(each).build_trainer(comm) for each in (plan, loaded)]
         made.append(auto(comm, batch=(TOKENS, TOKENS), **NARROW))
         return {trainer.report().planned for trainer in made}
@@ -193,8 +178,8 @@ def test_arrays_are_a_batch_and_run_files_can_say_all_of_it() -> None:
         fsdpx.ModelBuilder({**loaded, "loader": {}}).build_trainer()
 
 
-def test_elastic_ranks_begin_by_the_plan() -> None:
-    def body(comm: Communicator) -> tuple[str, float]:
+def test_elastic_ranks_begin_by_the_plan():
+    def body(comm):
         made = auto(comm, elastic=True, **NARROW)
         return made.report().planned, made.step(TOKENS, TOKENS)
 
@@ -205,11 +190,10 @@ def test_elastic_ranks_begin_by_the_plan() -> None:
     assert loss == pytest.approx(plain[0], rel=1e-5)
 
 
-def test_reports_and_dry_runs_state_the_choice() -> None:
-    run = fsdpx.dry_run(
-        nn.GPT(64, 32, 2, 2, 8), ((8, 8), "int64"), ((8, 8), "int64"), ranks=2, rank=1, loss=nn.CrossEntropyLoss(),
-        optimizer=optim.AdamW(), strategy="auto", memory="1GiB", batch=(X, X), **NARROW,
-    )  # fmt: skip
+def test_reports_and_dry_runs_state_the_choice():
+    part, options = ((8, 8), "int64"), {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(), **NARROW}
+    options |= {"strategy": "auto", "memory": "1GiB", "batch": (X, X)}
+    run = fsdpx.dry_run(gpt(), part, part, ranks=2, rank=1, **options)
     assert f"\nplanned: {run.report.planned}\n" in str(run.report)
     assert "on 2 ranks of laptops" in run.report.planned
     (summary,) = spawn(lambda comm: auto(comm, **NARROW).inspect.gather_summary(), 1)
@@ -219,7 +203,7 @@ def test_reports_and_dry_runs_state_the_choice() -> None:
 
 @pytest.mark.world
 @pytest.mark.mpi
-def test_processes_train_by_the_plan_of_rank_0(world: Communicator) -> None:
+def test_processes_train_by_the_plan_of_rank_0(world):
     if world.size > 3:
         pytest.skip("each rank searches: two and three ranks show that they use one plan")
     with auto(world, **NARROW) as trainer, auto(world, strategy="ddp", **PLAIN) as plain:
