@@ -8,7 +8,7 @@ from typing import Any
 from fsdpx import Mesh, nn
 from fsdpx.plan import Prediction, predict
 
-__all__ = ["demand_equal", "observed", "steps_of_a100s"]
+__all__ = ["demand_equal", "demand_equal_on_parts", "observed", "place_on_data_axis", "steps_of_a100s"]
 
 
 def observed(made: Any, x: Any, y: Any) -> Any:
@@ -31,6 +31,21 @@ def demand_equal(found: Prediction, real: Any) -> None:
         memory["gradients"] -= absent[one.peak.action]  # those that have no memory yet when most is held
         there = {kind: n for kind, n in memory.items() if n}
         assert {kind: n for kind, n in one.memory.items() if kind != "activations"} == there
+
+
+def demand_equal_on_parts(found: Prediction, real: Any) -> None:
+    """As `demand_equal`, of ranks that hold a part of a field or mesh: also the most that one sends to the others."""
+    demand_equal(found, real)
+    sent = [{call: n for (axis, call), (_, n) in traffic.items() if axis == "domain"} for traffic, *_ in real]
+    assert found.bytes_sent["domain"] == max(sum(n for call, n in one.items() if call != "recv") for one in sent)
+
+
+def place_on_data_axis(found: Prediction, rank: int, parts: int, samples: int) -> tuple[list[int], int, int]:
+    """The ranks that share the samples of a rank, one for each part; which part it has, and how many of the samples."""
+    data = found.mesh.ranks_along(found.mesh.coordinates_of(rank), ("replica", "shard"))
+    group, part = divmod(data.index(rank), parts)
+    groups = found.mesh.width_of("data") // parts
+    return data[group * parts :][:parts], part, samples * (group + 1) // groups - samples * group // groups
 
 
 def steps_of_a100s(each: int) -> Iterator[tuple[float, float]]:

@@ -1,19 +1,13 @@
 """The memory of processes as dry runs count it."""
 
-from pathlib import Path
-
 import pytest
 
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.state.footprint import ProcessBytes
 from fsdpx.errors import ConfigError
+from fsdpx.plan import dry_run as module
 from fsdpx.plan.dry_run import ProcessBaseline
-
-
-def model() -> nn.Layer:
-    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm(10), nn.ReLU(), nn.Linear(10, 3))
-
 
 MIB = 1 << 20
 
@@ -22,12 +16,18 @@ WIDTH, LAYERS = 256, 8
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
 
 
-def dry(ranks: int, here: int, strategy: str, **options):
-    batch = ((16, WIDTH), "float32")
-    return fsdpx.dry_run(
-        nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), batch, batch, ranks=ranks,
-        ranks_per_host=here, loss=nn.MSELoss(), optimizer=optim.AdamW(), strategy=strategy, group_bytes=0, **options,
-    )  # fmt: skip
+def dry(ranks: int, here: int, strategy: str):
+    batch, model = ((16, WIDTH), "float32"), nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    options = {"loss": nn.MSELoss(), "optimizer": optim.AdamW(), "strategy": strategy, "group_bytes": 0}
+    return fsdpx.dry_run(model, batch, batch, ranks=ranks, ranks_per_host=here, **options)
+
+
+@pytest.fixture
+def forgotten():
+    """What was measured before is not known, and what the test measures is not known after it."""
+    module.measure_or_load_baseline_memory.cache_clear()
+    yield
+    module.measure_or_load_baseline_memory.cache_clear()
 
 
 def test_without_neighbors_nothing_is_shared():
@@ -43,8 +43,7 @@ def test_full_parameters_are_on_a_host_once_and_gradients_are_read_by_all():
     assert windows.pss == pytest.approx(PARAMETERS / 4 + slab, rel=0.01)
     assert windows.rss == pytest.approx(PARAMETERS + slab * 1.75, rel=0.01)
     assert run.report.shared_parameters == (PARAMETERS, 4)
-    told = "4 ranks of this host share the full parameters, 2.01 MiB; each counts 1/4"
-    assert told in str(run.report)
+    assert "4 ranks of this host share the full parameters, 2.01 MiB; each counts 1/4" in str(run.report)
     assert "ranks of this host share" not in str(dry(4, 1, "fsdp").report)
     ddp = dry(4, 4, "ddp").footprint.parts["shared windows"]
     assert ddp.pss == pytest.approx(PARAMETERS, rel=0.01)
@@ -87,47 +86,32 @@ def test_a_model_that_takes_minutes_of_random_numbers_is_counted_without_any(mon
     assert run.report.memory["parameters"] > 10_000_000_000
 
 
-def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatch):
-    from fsdpx.plan import dry_run as module
-
-    asked = []
-    answer = module.ProcessBaseline(1, 2, 3, 4)
+def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatch, forgotten):
+    asked, answer = [], ProcessBaseline(1, 2, 3, 4)
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_measure_baseline_memory_in_child", lambda *how: asked.append(how) or answer)
     for _ in range(2):
         module.measure_or_load_baseline_memory.cache_clear()
         assert module.measure_or_load_baseline_memory(True, "openblas", 2) == answer
     assert asked == [(True, "openblas", 2)] * 2, "once to compile, once to measure"
-    assert [file.name.startswith("measured-process-") for file in Path(tmp_path).iterdir()] == [True]
-    module.measure_or_load_baseline_memory.cache_clear()
+    assert [file.name.startswith("measured-process-") for file in tmp_path.iterdir()] == [True]
 
 
 @pytest.mark.parametrize(("width", "found"), [(64, 2 * 64 * 64 * 4), (2048, 3 * MIB)])
 def test_a_product_takes_what_was_measured_and_no_more_than_its_operands(width, found, monkeypatch):
-    from fsdpx.plan import dry_run as module
-
-    monkeypatch.setattr(
-        module, "measure_or_load_baseline_memory", lambda *_: ProcessBaseline(MIB, MIB, workspace=3 * MIB)
-    )
-    batch = ((32, width), "float32")
-    run = fsdpx.dry_run(
-        nn.Sequential(nn.Linear(width, width)), batch, batch, ranks=1, loss=nn.MSELoss(), optimizer=optim.SGD()
-    )
-    parts = run.footprint.parts
+    base, batch = ProcessBaseline(MIB, MIB, workspace=3 * MIB), ((32, width), "float32")
+    monkeypatch.setattr(module, "measure_or_load_baseline_memory", lambda *_: base)
+    options = {"ranks": 1, "loss": nn.MSELoss(), "optimizer": optim.SGD()}
+    parts = fsdpx.dry_run(nn.Sequential(nn.Linear(width, width)), batch, batch, **options).footprint.parts
     assert parts["matrix products"] == ProcessBytes(found, found)
     assert parts["between activations"].rss == parts["activations"].rss // 16
 
 
-def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch):
-    from fsdpx.plan import dry_run as module
-
+def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch, forgotten):
+    answer = ProcessBaseline(1, 2)
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        module, "_measure_baseline_memory_in_child", lambda mpi, *_: "no MPI" if mpi else module.ProcessBaseline(1, 2)
-    )
-    module.measure_or_load_baseline_memory.cache_clear()
-    assert module.measure_or_load_baseline_memory(True, "openblas", 2) == module.ProcessBaseline(1, 2)
+    monkeypatch.setattr(module, "_measure_baseline_memory_in_child", lambda mpi, *_: "no MPI" if mpi else answer)
+    assert module.measure_or_load_baseline_memory(True, "openblas", 2) == answer
     monkeypatch.setattr(module, "_measure_baseline_memory_in_child", lambda *_: "SyntaxError: wrong")
     with pytest.raises(ConfigError, match="the memory of a process cannot be measured here: SyntaxError: wrong"):
         module.measure_or_load_baseline_memory(False, "mkl", 3)
-    module.measure_or_load_baseline_memory.cache_clear()

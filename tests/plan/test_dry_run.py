@@ -7,10 +7,8 @@ import pytest
 from amount import few, pairs
 from models import CASES, make, part
 
-import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
 from fsdpx.core.array.arena import ALIGN
-from fsdpx.core.comm import Communicator
 from fsdpx.core.program import parse_actions
 from fsdpx.errors import ConfigError
 from fsdpx.plan.dry_run import DryRun, dry_run
@@ -18,22 +16,22 @@ from fsdpx.plan.dry_run import DryRun, dry_run
 F32 = 4
 
 
-def test_ahead_is_paid_in_pages() -> None:
-    def run(comm: Communicator, ahead: int) -> int:
+def dry(model: nn.Layer, x: Any, y: Any = None, **options: Any) -> DryRun:
+    """A dry run of training with plain SGD; y: as x, if it isn't given."""
+    given = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), **options}
+    return dry_run(model, x, x if y is None else y, **given)
+
+
+def test_ahead_is_paid_in_pages():
+    def run(comm, ahead):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-        trainer = model.as_distributed(
-            loss=nn.MSELoss(),
-            optimizer=optim.SGD(lr=0.1),
-            comm=comm,
-            group_bytes=0,
-            prefetch=ahead,
-            precision="float64",
-        )
+        options = {"comm": comm, "group_bytes": 0, "prefetch": ahead, "precision": "float64"}
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **options)
         trainer.step(np.ones((2, 64)), np.ones((2, 64)))
         return trainer.report().memory["working set"]
 
     page = 8 * (64 * 64 + 64)
-    assert [spawn(lambda comm, a=a: run(comm, a), 2)[0] for a in (0, 1, 3)] == [2 * page, 4 * page, 8 * page]
+    assert [spawn(run, 2, ahead)[0] for ahead in (0, 1, 3)] == [2 * page, 4 * page, 8 * page]
 
 
 HALF = Precision(param="bf16", reduce="bf16")
@@ -43,91 +41,70 @@ HALF = Precision(param="bf16", reduce="bf16")
     ("strategy", "options"),
     [("ddp", {"precision": HALF}), ("zero1", {"precision": HALF}), ("fsdp", {"reproducible_chunks": 4})],
 )
-def test_reduces_in_flight_are_bounded(strategy: str, options: dict[str, Any]) -> None:
+def test_reduces_in_flight_are_bounded(strategy, options):
     """Wire memory is that of a few pages, not of the model."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
-    batch = ((4, 256), "float32")
-    run = dry_run(
-        model,
-        batch,
-        batch,
-        ranks=4,
-        loss=nn.MSELoss(),
-        optimizer=optim.SGD(lr=0.1),
-        strategy=strategy,
-        group_bytes=0,
-        **options,
-    )
+    run = dry(model, ((4, 256), "float32"), ranks=4, strategy=strategy, group_bytes=0, **options)
     assert run.report.memory["working set"] <= 0.55 * 12 * 256 * 256 * F32
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_host"), [(2, 1), (2, 2), (4, 4)])
-def test_sums_in_16_bits_take_no_more_memory_than_in_float32(ranks: int, ranks_per_host: int) -> None:
+def test_sums_in_16_bits_take_no_more_memory_than_in_float32(ranks, ranks_per_host):
     """What is sent and what arrives lies where the gradient was."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-    batch = ((4, 256), "float32")
-    options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0, "ranks_per_host": ranks_per_host}
-    found = [
-        dry_run(model, batch, batch, ranks=ranks, precision=Precision("bf16", reduce=sums), **options)
+    options = {"ranks": ranks, "ranks_per_host": ranks_per_host, "group_bytes": 0}
+    wide, half = (
+        dry(model, ((4, 256), "float32"), precision=Precision("bf16", reduce=sums), **options)
         for sums in ("float32", "bf16")
-    ]
-    assert found[0].report.memory == found[1].report.memory
-    assert found[0].peak_heap_bytes == found[1].peak_heap_bytes
+    )
+    assert (wide.report.memory, wide.peak_heap_bytes) == (half.report.memory, half.peak_heap_bytes)
 
 
-def test_dry_run_takes_arrays() -> None:
+def test_dry_run_takes_arrays():
     """Of which shape and dtype count."""
-    model, options = nn.Linear(4, 2), {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
-    arrays = dry_run(model, np.ones((8, 4), np.float32), np.ones((8, 2), np.float32), **options)
+    model = nn.Linear(4, 2)
+    arrays = dry(model, np.ones((8, 4), np.float32), np.ones((8, 2), np.float32), ranks=2)
     for dtype in ("float32", np.float32, np.dtype("f4")):
-        pairs = dry_run(model, ((8, 4), dtype), ((8, 2), dtype), **options)
+        pairs = dry(model, ((8, 4), dtype), ((8, 2), dtype), ranks=2)
         assert (arrays.report.memory, arrays.report.traffic) == (pairs.report.memory, pairs.report.traffic)
     with pytest.raises(ConfigError, match=r"a batch is an array or a pair \(\(8, 4\), 'float32'\), not 5"):
-        dry_run(model, 5, 5, **options)
+        dry(model, 5, ranks=2)
 
 
-def test_dry_run_equals_the_real_run() -> None:
-    for options in (
+@pytest.mark.parametrize(
+    "options",
+    [
         {"strategy": "fsdp"},
         {"strategy": "zero2", "microbatches": 2},
         {"strategy": "fsdp", "reproducible_chunks": 8},
-    ):
+    ],
+)
+def test_dry_run_equals_the_real_run(options):
+    def real(comm):
+        trainer = make(comm, "mlp", **options)
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 24)
+        mine = part(comm, 24, options.get("reproducible_chunks"))
+        trainer.step(x[mine], y[mine])
+        return trainer.report(), len(x[mine])
 
-        def real(comm: Communicator, options: dict[str, Any] = options) -> Any:
-            trainer = make(comm, "mlp", **options)
-            x, y = CASES["mlp"].batch(np.random.default_rng(0), 24)
-            mine = part(comm, 24, options.get("reproducible_chunks"))
-            trainer.step(x[mine], y[mine])
-            return trainer.report(), len(x[mine])
-
-        for rank, (report, rows) in enumerate(spawn(real, 3)):
-            dry = dry_run(
-                CASES["mlp"].model(),
-                ((rows, 12), "float64"),
-                ((rows, 5), "float64"),
-                ranks=3,
-                rank=rank,
-                loss=nn.MSELoss(),
-                optimizer=optim.AdamW(lr=1e-2),
-                precision="float64",
-                group_bytes=2048,
-                **options,
-            )
-            assert dry.report.memory == report.memory
-            assert {k: c for k, c in dry.report.traffic.items() if k[0] != "world"} == report.predicted
+    given = {"ranks": 3, "optimizer": optim.AdamW(lr=1e-2), "precision": "float64", "group_bytes": 2048, **options}
+    for rank, (report, rows) in enumerate(spawn(real, 3)):
+        found = dry(CASES["mlp"].model(), ((rows, 12), "float64"), ((rows, 5), "float64"), rank=rank, **given)
+        assert found.report.memory == report.memory
+        assert {k: c for k, c in found.report.traffic.items() if k[0] != "world"} == report.predicted
 
 
-def test_what_several_units_use_has_a_page_of_its_own() -> None:
+def test_what_several_units_use_has_a_page_of_its_own():
     """The gradient of a tied embedding is there from the head on; that of the block beside it need not be."""
     model = nn.GPT(64, 64, 4, 4, 16)
-    batch, options = ((2, 16), "int64"), {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
-    run = dry_run(model, batch, batch, group_bytes=100_000, ranks_per_host=2, **options)
-    pages = [[field.name for field in shard.page.fields] for shard in run.trainer.inspect.placement.pages.values()]
-    assert [next(name for name in run.trainer.inspect.placement.layout.specs if "embed" in name)] in pages
-    sizes = sorted(shard.size * F32 for shard in run.trainer.inspect.placement.pages.values())
-    assert run.report.memory["working set"] <= sizes[-1] + sizes[-2] + sizes[0] + 3 * ALIGN, (
-        "two blocks and the tied one"
-    )
+    options = {"ranks": 2, "ranks_per_host": 2, "group_bytes": 100_000, "loss": nn.CrossEntropyLoss()}
+    run = dry(model, ((2, 16), "int64"), **options)
+    placement = run.trainer.inspect.placement
+    pages = [[field.name for field in shard.page.fields] for shard in placement.pages.values()]
+    assert [next(name for name in placement.layout.specs if "embed" in name)] in pages
+    sizes = sorted(shard.size * F32 for shard in placement.pages.values())
+    most = sizes[-1] + sizes[-2] + sizes[0]  # two blocks and the tied one
+    assert run.report.memory["working set"] <= most + 3 * ALIGN
 
 
 WIDTH, ROWS, RANKS = 64, 4, 4
@@ -138,15 +115,12 @@ VALUE = ROWS * WIDTH * 4
 
 def run(rank: int = 0, microbatches: int = 8, **options: Any) -> DryRun:
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * RANKS)])
-    batch = ((ROWS * microbatches, WIDTH), "float32")
-    return dry_run(
-        model, batch, batch, ranks=RANKS, rank=rank, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), strategy="ddp",
-        mesh=Mesh(shard=1, pipe=RANKS), microbatches=microbatches, group_bytes=0, **options,
-    )  # fmt: skip
+    options |= {"strategy": "ddp", "mesh": Mesh(shard=1, pipe=RANKS), "microbatches": microbatches, "group_bytes": 0}
+    return dry(model, ((ROWS * microbatches, WIDTH), "float32"), ranks=RANKS, rank=rank, **options)
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_activations_of_1f1b_are_bounded_by_the_depth(rank: int) -> None:
+def test_activations_of_1f1b_are_bounded_by_the_depth(rank):
     """Narayanan et al. 2021: at most P - r microbatches in flight on rank r, whatever their number."""
     found = {m: run(rank, m, schedule="1f1b").activations for m in (8, 16, 32)}
     assert len(set(found.values())) == 1
@@ -155,12 +129,12 @@ def test_activations_of_1f1b_are_bounded_by_the_depth(rank: int) -> None:
     assert found[8] == (2 * in_flight + 2) * VALUE
 
 
-def test_activations_of_gpipe_grow_with_the_microbatches() -> None:
+def test_activations_of_gpipe_grow_with_the_microbatches():
     found = [run(1, m, schedule="gpipe").activations for m in (8, 16)]
     assert found[1] - found[0] == 2 * 8 * VALUE  # two layers' inputs of eight more
 
 
-def test_the_pipe_moves_what_crosses_a_cut() -> None:
+def test_the_pipe_moves_what_crosses_a_cut():
     """An activation forward and its gradient back per microbatch and cut; the ends have one neighbor."""
     for rank in range(RANKS):
         report = run(rank, 8).report
@@ -174,22 +148,19 @@ def test_the_pipe_moves_what_crosses_a_cut() -> None:
 BLOCKS = 6
 
 
-def blocks(recompute: Any, **options: Any) -> DryRun:
+def blocks(recompute: Any) -> DryRun:
     model = nn.Sequential(*[nn.TransformerBlock(32, 4) for _ in range(BLOCKS)])
-    return dry_run(
-        model, ((2, 16, 32), "float32"), ((2, 16, 32), "float32"), ranks=1, loss=nn.MSELoss(),
-        optimizer=optim.SGD(lr=0.1), strategy="ddp", group_bytes=0, recompute=recompute, **options,
-    )  # fmt: skip
+    return dry(model, ((2, 16, 32), "float32"), ranks=1, strategy="ddp", group_bytes=0, recompute=recompute)
 
 
-def test_recompute_keeps_the_inputs_of_blocks_and_one_block() -> None:
+def test_recompute_keeps_the_inputs_of_blocks_and_one_block():
     """Chen et al. 2016: with every block recomputed, one input per block and the inside of one block."""
     value, inside = 2 * 16 * 32 * 4, 41_984  # bytes of one input, and of what one block keeps for backward, it included
     assert blocks(None).activations == BLOCKS * inside + value
     assert blocks("all").activations == (BLOCKS - 1) * value + inside + value
 
 
-def test_recompute_costs_one_more_forward() -> None:
+def test_recompute_costs_one_more_forward():
     ops = [a.op for a in parse_actions(str(blocks("all").program))]
     assert ops.count("R") == ops.count("C") == ops.count("B") == BLOCKS
     assert ops.count("F") == 0
@@ -197,7 +168,7 @@ def test_recompute_costs_one_more_forward() -> None:
     assert (ops.count("R"), ops.count("F")) == (BLOCKS // 3, BLOCKS - BLOCKS // 3)
 
 
-def test_a_budget_recomputes_as_little_as_it_takes() -> None:
+def test_a_budget_recomputes_as_little_as_it_takes():
     counts = []
     for budget in ("1GiB", "150KiB", "61KiB"):
         found = blocks(budget)
@@ -210,24 +181,23 @@ def test_a_budget_recomputes_as_little_as_it_takes() -> None:
 @pytest.mark.parametrize(
     ("sequence", "uneven"), few(pairs(["ring", "ulysses", "parallel"], [(11, "31KB"), (12, "31KB"), (2, "6300B")]), 3)
 )
-def test_dry_runs_of_uneven_sequences_are_the_runs(sequence: str, uneven: tuple[int, str]) -> None:
+def test_dry_runs_of_uneven_sequences_are_the_runs(sequence, uneven):
     """What each rank moves between ranks, and keeps, is known without data; `recompute` chooses alike on all."""
     time, budget = uneven
-    options: dict[str, Any] = {
-        "loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "strategy": "ddp", "sequence": sequence,
-        "mesh": Mesh(shard=1, tensor=3), "group_bytes": 0, "recompute": budget,
+    options = {
+        "loss": nn.CrossEntropyLoss(), "strategy": "ddp", "sequence": sequence, "mesh": Mesh(shard=1, tensor=3),
+        "group_bytes": 0, "recompute": budget,
     }  # fmt: skip
 
-    def one(comm: Communicator) -> Any:
-        trainer = nn.GPT(13, 12, 4, 3, 12).as_distributed(comm=comm, **options)
+    def one(comm):
+        trainer = nn.GPT(13, 12, 4, 3, 12).as_distributed(comm=comm, optimizer=optim.SGD(lr=0.1), **options)
         x = np.random.default_rng(0).integers(0, 13, (4, time))
         trainer.step(x, x)
         return trainer.report(), str(trainer.inspect.engine.last_program)
 
-    programs: set[str] = set()
-    for rank, (report, program) in enumerate(fsdpx.spawn(one, 3)):
-        batch = ((4, time), "int64")
-        found = dry_run(nn.GPT(13, 12, 4, 3, 12), batch, batch, ranks=3, rank=rank, **options)
+    programs = set()
+    for rank, (report, program) in enumerate(spawn(one, 3)):
+        found = dry(nn.GPT(13, 12, 4, 3, 12), ((4, time), "int64"), ranks=3, rank=rank, **options)
         for key in {*report.traffic, *found.report.traffic}:
             assert key[0] != "tensor" or report.traffic[key] == found.report.traffic[key], key
         assert report.memory == found.report.memory
@@ -238,24 +208,21 @@ def test_dry_runs_of_uneven_sequences_are_the_runs(sequence: str, uneven: tuple[
 
 
 @pytest.mark.parametrize("sequence", ["ulysses", "ring"])
-def test_long_sequences_take_their_share_of_activations(sequence: str) -> None:
+def test_long_sequences_take_their_share_of_activations(sequence):
     """1/N of the activation memory of one process on each of N ranks, up to a block of keys and values under way."""
 
-    def of(ranks: int) -> int:
+    def of(ranks):
         more = {"sequence": sequence} if ranks > 1 else {}
-        model = nn.GPT(64, 32, 4, 4, 512)
-        return dry_run(
-            model, ((1, 512), "int64"), ((1, 512), "int64"), ranks=ranks, loss=nn.CrossEntropyLoss(),
-            optimizer=optim.SGD(lr=0.1), strategy="ddp", mesh=Mesh(shard=1, tensor=ranks), **more,
-        ).activations  # fmt: skip
+        more |= {"loss": nn.CrossEntropyLoss(), "strategy": "ddp", "mesh": Mesh(shard=1, tensor=ranks)}
+        return dry(nn.GPT(64, 32, 4, 4, 512), ((1, 512), "int64"), ranks=ranks, **more).activations
 
     one = of(1)
     for ranks in (2, 4):
         assert of(ranks) < 1.15 * one / ranks
 
 
-def test_many_small_layers_become_few_collectives() -> None:
-    def run(comm: Communicator) -> Any:
+def test_many_small_layers_become_few_collectives():
+    def run(comm):
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(1000)))
         trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1e-3), strategy="fsdp", comm=comm)
         words = str(trainer.program).split()

@@ -7,7 +7,7 @@ from statistics import median
 from fsdpx import nn, plan
 
 
-def test_steps_of_one_gpu() -> None:
+def test_steps_of_one_gpu():
     """Smaller models, whose dry runs are quick: what a step takes, in the median, and its memory."""
     lines = Path(__file__).with_name("h200-gpt.csv").read_text().splitlines()
     found = []

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ def machine(**compute: Any) -> Machine:
         ("relu", "float16", LONG, 1e9),
     ],
 )  # fmt: skip
-def test_a_pass_goes_between_what_was_measured_short_and_long(kernel: str, name: str, nbytes: int, rate: float) -> None:
+def test_a_pass_goes_between_what_was_measured_short_and_long(kernel, name, nbytes, rate):
     assert RATES.get_bytes_per_second(KernelPass(kernel, 4, nbytes), name) == pytest.approx(rate, rel=1e-3)
 
 
@@ -54,7 +53,7 @@ def test_a_pass_goes_between_what_was_measured_short_and_long(kernel: str, name:
     ("point", "rate"),
     [((1, 1, 64), 1e9), ((16, 16, 4096), 512e9), ((4, 1, 64), 4e9), ((64, 1, 64), 16e9), ((1, 1, 512), 2**0.5 * 1e9)],
 )
-def test_a_kernel_of_products_goes_between_the_points_of_its_grid(point: tuple[int, int, int], rate: float) -> None:
+def test_a_kernel_of_products_goes_between_the_points_of_its_grid(point, rate):
     inner, rows, windows = point
     one = ProductCount(rows, inner, 640, 2, 4, "correlate", 3, windows)
     assert RATES.get_flops_per_second(one, "float32") == pytest.approx(rate)
@@ -65,7 +64,7 @@ def test_a_kernel_of_products_goes_between_the_points_of_its_grid(point: tuple[i
     assert RATES.get_flops_per_second(one._replace(itemsize=2), "bf16") == pytest.approx(rate)
 
 
-def test_the_pass_of_a_kernel_is_a_part_of_its_products() -> None:
+def test_the_pass_of_a_kernel_is_a_part_of_its_products():
     compute = machine(kernels=RATES).compute
     one = ProductCount(16, 16, 4096, 1, 4, "correlate", 3, 4096.0)
     work = WorkCount(Counter({one: 2}), Counter({KernelPass("correlate", 4, SHORT): 1, KernelPass("relu", 4, LONG): 3}))
@@ -74,7 +73,7 @@ def test_the_pass_of_a_kernel_is_a_part_of_its_products() -> None:
     assert compute_work_seconds(work, plain, "bf16") == pytest.approx(2 * one.flops / 1e9 + (SHORT + 3 * LONG) / 1e9)
 
 
-def test_products_beyond_the_caches_take_as_much_longer_as_a_copy() -> None:
+def test_products_beyond_the_caches_take_as_much_longer_as_a_copy():
     """In 16 bits of twice the bytes, and with the casts to float32 and back."""
     times = {
         n: RATES.compute_memory_seconds_beyond_products(KernelPass("correlate", 4, n), "float32")
@@ -87,7 +86,7 @@ def test_products_beyond_the_caches_take_as_much_longer_as_a_copy() -> None:
     assert RATES.compute_memory_seconds_beyond_products(KernelPass("relu", 2, LONG), "bf16") is None
 
 
-def test_weights_that_meet_few_cells_count() -> None:
+def test_weights_that_meet_few_cells_count():
     own = KernelRates({"float32": {"weights of correlate": [1e6, 1e6]}}, RATES.products)
     for cells in (1, 4096):
         one = ProductCount(16, 8, cells, 1, 4, "correlate", 3, 64.0)
@@ -96,7 +95,7 @@ def test_weights_that_meet_few_cells_count() -> None:
         assert own.compute_product_seconds(one, "float32") == pytest.approx(one.flops / 128e9 + 4 * 16 * 8 / 1e6)
 
 
-def test_windows_of_short_rows_are_told_from_those_of_long_ones() -> None:
+def test_windows_of_short_rows_are_told_from_those_of_long_ones():
     """Beyond the ends of a row a window has fewer places: of rows of 8 and 64 the rate is another."""
     found = set[float]()
     for cells, window in (((64, 8), 3), ((8, 64), 3), ((8, 64), 7)):
@@ -116,7 +115,7 @@ FEW = {"batch_norm_scales_and_running_stats", "batch_norm_backward_factors"}
 def models() -> list[tuple[nn.Layer, Any]]:
     """Models, and batches, whose kernels must have been measured."""
     cells = {1: (64,), 2: (16, 16), 3: (8, 8, 8)}
-    found: list[tuple[nn.Layer, Any]] = []
+    found = []
     for dims, size in cells.items():
         batch = ((2, 3, *size), "float32"), ((2, 2, *size), "float32")
         for norm, activation in (("batch", "relu"), ("group", "gelu"), (None, "silu")):
@@ -129,7 +128,7 @@ def models() -> list[tuple[nn.Layer, Any]]:
 
 
 @pytest.mark.parametrize("name", ["float32", "bf16"])
-def test_each_kernel_that_models_use_is_measured(name: str) -> None:
+def test_each_kernel_that_models_use_is_measured(name):
     known = set[str]()
     probed = (
         probes.make_calls_of_all_memory_bound_kernels(shapes, name, 1 << 12),
@@ -147,7 +146,7 @@ def test_each_kernel_that_models_use_is_measured(name: str) -> None:
         assert used - {""} - FEW <= known | {"update"}, model  # the update is of float32
 
 
-def test_probes_are_calls_of_arrays_that_count_what_they_say() -> None:
+def test_probes_are_calls_of_arrays_that_count_what_they_say():
     """The same calls, in the same order, of arrays as of shapes."""
     for real, dry in zip(
         probes.make_calls_of_all_memory_bound_kernels(np, "float32", 1 << 12),
@@ -162,7 +161,7 @@ def test_probes_are_calls_of_arrays_that_count_what_they_say() -> None:
         assert not nothing.passes
 
 
-def test_a_machine_with_rates_of_kernels_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_machine_with_rates_of_kernels_is_read_as_it_was_written(tmp_path):
     made = Machine(
         "m", (NetworkLevel("host", 1e-6, 1e9),), machine(kernels=RATES).compute, measured=("compute", "links")
     )
@@ -174,7 +173,7 @@ def test_a_machine_with_rates_of_kernels_is_read_as_it_was_written(tmp_path: Pat
     assert found.compute.kernels.passes == RATES.passes
 
 
-def test_rates_of_kernels_that_were_renamed_are_reported(tmp_path: Path) -> None:
+def test_rates_of_kernels_that_were_renamed_are_reported(tmp_path):
     path = tmp_path / "machine.toml"
     own = KernelRates({"float32": {**RATES.passes["float32"], "weights of correlate": [1e9, 1e9]}}, RATES.products)
     path.write_text(format_machine_file(machine(kernels=own)))
@@ -203,7 +202,7 @@ def test_rates_of_kernels_that_were_renamed_are_reported(tmp_path: Path) -> None
         ("measured = ['disk']", "a list of compute and links is needed"),
     ],
 )
-def test_rates_that_are_none_are_named(text: str, says: str, tmp_path: Path) -> None:
+def test_rates_that_are_none_are_named(text, says, tmp_path):
     path = tmp_path / "machine.toml"
     path.write_text(f"{text}\n[compute]\nflops = {{float32 = 1}}\nmemory = 1\n[[levels]]\nname = 'a'\nlatency = 0\n"
                     "bandwidth = 1\n")  # fmt: skip
@@ -211,7 +210,7 @@ def test_rates_that_are_none_are_named(text: str, says: str, tmp_path: Path) -> 
         Machine.load(path)
 
 
-def test_convolutions_in_16_bits_are_not_priced_as_products_in_16_bits() -> None:
+def test_convolutions_in_16_bits_are_not_priced_as_products_in_16_bits():
     """Processors compute them in float32, whatever the instructions for products are."""
     quick = machine(flops={"float32": 1e9, "bf16": 1e12}, memory=1e15)
     model = nn.Conv2d(3, 2, 3, padding=1)
@@ -219,11 +218,11 @@ def test_convolutions_in_16_bits_are_not_priced_as_products_in_16_bits() -> None
         assert step.seconds == pytest.approx(predict(model, FIELD, ranks=1, machine=quick).seconds, rel=1e-3)
 
 
-def test_published_processors_price_16_bits_without_a_library_that_may_not_be_there() -> None:
+def test_published_processors_price_16_bits_without_a_library_that_may_not_be_there():
     """Nothing says that oneDNN is installed on them; without it 16-bit operands are widened."""
     for name in ("xeon-200g", "epyc-100g", "ethernet-10g", "laptop"):
-        batch: Any = (((4096, 2048), "float32"),) * 2
-        options: Any = {"ranks": 1, "machine": name}
+        batch = (((4096, 2048), "float32"),) * 2
+        options = {"ranks": 1, "machine": name}
         plain, half = (predict(nn.Linear(2048, 2048), batch, precision=p, **options) for p in (None, "bf16"))
         assert half.seconds > 0.8 * plain.seconds, name
 
@@ -231,7 +230,7 @@ def test_published_processors_price_16_bits_without_a_library_that_may_not_be_th
 WEIGHED = "correlate", "_input", "_params", "winograd"
 
 
-def test_kernels_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_measured_one_by_one(monkeypatch):
     """Of calls that take a second, as long as nothing at all, a quarter is the kernel's own."""
     monkeypatch.setattr(
         measuring, "_measure_mean_call_seconds_over_ranks", lambda comm, call, of, long=0.0: call() is None or 1.0

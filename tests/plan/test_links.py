@@ -141,7 +141,7 @@ class Late:
     handle: Handle
     sends: bool
 
-    def test(self) -> bool:
+    def test(self):
         return self.handle.test()
 
     def wait(self) -> None:
@@ -158,7 +158,7 @@ def model() -> nn.Layer:
 def run(every: Sequence[Links], options: dict[str, Any]) -> list[float]:
     """Seconds of a step of ranks that run, over each kind of links."""
 
-    def body(comm: Communicator) -> list[list[float]]:
+    def body(comm):
         slow = Slow(comm, every, comm.rank, Counter())
         trainer = model().as_distributed(
             loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=slow, tune=False, microbatches=2, **options
@@ -186,7 +186,7 @@ def in_order(rows: Sequence[tuple[float, float]], apart: float) -> bool:
     return all(one[1] < other[1] for one in rows for other in rows if one[0] * apart < other[0])
 
 
-def test_strategies_are_ranked_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_are_ranked_as_they_run(monkeypatch):
     """Over links of each speed, by clocks that links alone move: fast links leave the latency, and the calls inside of
     hosts. `make thorough`: also by clocks that count the processor time of each rank."""
     monkeypatch.setattr(measuring, "perf_counter", time.thread_time)

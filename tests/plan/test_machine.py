@@ -3,14 +3,12 @@
 import re
 import threading
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fsdpx import nn
 from fsdpx.core.array.shapes.flop_counter import ProductCount, WorkCount
-from fsdpx.core.comm import COMPLETED, Communicator, CommunicatorWrapper, Handle, spawn
+from fsdpx.core.comm import COMPLETED, CommunicatorWrapper, spawn
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Compute, Machine, measuring, predict
 from fsdpx.plan.time_model import compute_work_seconds
@@ -35,7 +33,7 @@ bandwidth = 1e9
 """
 
 
-def test_those_that_come_with_fsdpx() -> None:
+def test_those_that_come_with_fsdpx():
     names = Machine.list_names()
     others = {"epyc-100g", "xeon-200g", "ethernet-10g", "ethernet-25g", "laptop"}
     assert {"a100-dgx-200g", "h100-dgx-400g", "h200", *others} == {*names}
@@ -46,7 +44,7 @@ def test_those_that_come_with_fsdpx() -> None:
         assert machine.compute.flops["float32"] > 0
 
 
-def test_a_file(tmp_path: Path) -> None:
+def test_a_file(tmp_path):
     path = tmp_path / "machine.toml"
     path.write_text(GOOD)
     machine = Machine.load(path)
@@ -66,11 +64,7 @@ def test_a_file(tmp_path: Path) -> None:
         ("{float32 = 1e12}", "1e12", "[compute]: flops = 1000000000000.0; a table by format is needed"),
         ("{float32 = 1e12}", "{int8 = 1e12}", "[compute]: flops = {'int8': 1000000000000.0}; a table by"),
         ("{float32 = 1e12}", "{float32 = 0}", "[compute]: flops = {'float32': 0}; a number above 0 is needed"),
-        (
-            "memory = 1e11",
-            "memory = 1e11\nefficiency = 1.5",
-            "[compute]: efficiency = 1.5; at most 1 is needed",
-        ),
+        ("memory = 1e11", "memory = 1e11\nefficiency = 1.5", "[compute]: efficiency = 1.5; at most 1 is needed"),
         ("memory = 1e11", "memory = 1\nmemory_efficiency = 0", "[compute]: memory_efficiency = 0; a num"),
         ("[compute]", "[ compute ] # all\nspill = -1", "[compute]: spill = -1; a number of at least 0"),
         ('"mine"', "true", "the machine: name = True; a str is needed"),
@@ -85,47 +79,58 @@ def test_a_file(tmp_path: Path) -> None:
         ('"host"', "3", "[[levels]] 1: name = 3; a str is needed"),
     ],
 )
-def test_mistakes_are_named_with_section_and_key(old: str, new: str, says: str, tmp_path: Path) -> None:
+def test_mistakes_are_named_with_section_and_key(old, new, says, tmp_path):
     path = tmp_path / "machine.toml"
     path.write_text(GOOD.replace(old, new, 1))
     with pytest.raises(ConfigError, match=re.escape(f"machine file {path}, {says}")):
         Machine.load(path)
 
 
-def test_no_machine(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^machine='a10' is none of a100-dgx-200g, .*, and no file of that name exists"
-    ):
-        Machine.load("a10")
-    with pytest.raises(ConfigError, match=r"gone\.toml: there is no such file; write .* or name one of a100-dgx-200g,"):
-        Machine.load("gone.toml")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("a10", "^machine='a10' is none of a100-dgx-200g, .*, and no file of that name exists"),
+        ("gone.toml", r"gone\.toml: there is no such file; write .* or name one of a100-dgx-200g,"),
+        ("x" * 5000, "and no file of that name exists"),
+    ],
+    ids=["name", "file", "longer than names of files"],
+)
+def test_no_machine(name, says):
+    with pytest.raises(ConfigError, match=says):
+        Machine.load(name)
+
+
+COMPUTE = "[compute]\nflops = {float32 = 1}\nmemory = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x = = 1", r"machine file .*odd\.toml: Invalid value \(at line 1"),
+        (f"levels = [3]\n{COMPUTE}", r"odd\.toml, \[\[levels\]\] 1: 3 is no table; one with name and"),
+        (COMPUTE, r"odd\.toml, \[\[levels\]\]: no level; say at least one"),
+    ],
+)
+def test_a_file_that_is_none(text, says, tmp_path):
     path = tmp_path / "odd.toml"
-    path.write_text("x = = 1")
-    with pytest.raises(ConfigError, match=r"machine file .*odd\.toml: Invalid value \(at line 1"):
-        Machine.load(path)
-    path.write_text("levels = [3]\n[compute]\nflops = {float32 = 1}\nmemory = 1\n")
-    with pytest.raises(ConfigError, match=r"odd\.toml, \[\[levels\]\] 1: 3 is no table; one with name and"):
-        Machine.load(path)
-    with pytest.raises(ConfigError, match="and no file of that name exists"):
-        Machine.load("x" * 5000)
-    path.write_text("[compute]\nflops = {float32 = 1}\nmemory = 1\n")
-    with pytest.raises(ConfigError, match=r"odd\.toml, \[\[levels\]\]: no level; say at least one"):
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
         Machine.load(path)
 
 
-def test_a_call_takes_as_long_as_on_the_slowest_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_takes_as_long_as_on_the_slowest_of_the_ranks(monkeypatch):
     now = threading.local()  # the clock of a rank
     monkeypatch.setattr(measuring, "perf_counter", lambda: now.seconds)
 
     class Meeting(CommunicatorWrapper):
-        def barrier(self, *, what: str = "") -> Handle:
+        def barrier(self, *, what = ""):
             now.seconds = max(self.comm.all_gather_value(now.seconds))
             return COMPLETED
 
-    def body(comm: Communicator) -> float:
+    def body(comm):
         now.seconds = 0.0
 
-        def call() -> None:
+        def call():
             now.seconds += 0.01 if comm.rank else 0.02  # as if rank 0 had half a core
 
         return measuring._measure_mean_call_seconds_over_ranks(Meeting(comm), call, measuring.Processors())
@@ -136,12 +141,10 @@ def test_a_call_takes_as_long_as_on_the_slowest_of_the_ranks(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("cores", "ranks", "times"), [(0.5, 4, 1), (0.5, 3, 1), (0.5, 2, 2), (0.6667, 2, 2), (1, 2, 1)]
 )
-def test_ranks_with_a_core_of_their_own_are_as_much_quicker(
-    cores: float, ranks: int, times: int, tmp_path: Path
-) -> None:
+def test_ranks_with_a_core_of_their_own_are_as_much_quicker(cores, ranks, times, tmp_path):
     path, here = tmp_path / "machine.toml", 3 if cores == 0.6667 else 4
     text = GOOD.replace("ranks = 4", f"ranks = {here}").replace("memory = 1e11", "memory = 1e11\nlaunch = 1e-5")
-    batch: Any = (((12, 64), "float32"),) * 2
+    batch = (((12, 64), "float32"),) * 2
     whole = []
     for line in ("", f"cores = {cores}\n"):
         path.write_text(text.replace("[compute]\n", f"[compute]\n{line}"))
@@ -150,7 +153,7 @@ def test_ranks_with_a_core_of_their_own_are_as_much_quicker(
 
 
 @pytest.mark.parametrize(("gpu", "seconds"), [(False, 0.75), (True, 0.5)])
-def test_a_processor_reads_what_it_multiplies_first_and_a_gpu_meanwhile(gpu: bool, seconds: float) -> None:
+def test_a_processor_reads_what_it_multiplies_first_and_a_gpu_meanwhile(gpu, seconds):
     """1,000 products of 32 x 32 x 32 in float32: 65,536,000 FLOP and 12,288,000 bytes."""
     compute = Compute({"float32": 65_536_000 / 0.25}, 12_288_000 / 0.5, gpu=gpu)
     work = WorkCount(Counter({ProductCount(32, 32, 32, 1000, 4): 1}))

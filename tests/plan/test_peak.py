@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import shown
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.__main__ import main
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.base.messages import format_bytes
-from fsdpx.core.comm import Communicator, FakeCommunicator
+from fsdpx.core.comm import FakeCommunicator
 from fsdpx.core.state.step_inputs import StepInputs
+from fsdpx.ext.observe.recording import TimelineRecorder
 from fsdpx.plan import predict
 from fsdpx.plan.dry_run import DryRun
 from fsdpx.plan.peak import Holding, MemoryPeak, OptionChange, format_option_changes, list_memory_lowering_changes
@@ -27,17 +28,19 @@ def chain(layers: int = 4) -> nn.Layer:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
 
 
+GIVEN = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "group_bytes": 0, "tune": False}
+
+
 def dry(**options: Any) -> DryRun:
     x = ((ROWS, WIDTH), "float32")
-    chosen = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "group_bytes": 0, "tune": False} | options
-    return fsdpx.dry_run(chain(), x, x, ranks=2, **chosen)
+    return fsdpx.dry_run(chain(), x, x, ranks=2, **GIVEN | options)
 
 
 def held(peak: MemoryPeak) -> dict[str, int]:
     return {one.what: one.nbytes for one in peak.holdings}
 
 
-def test_what_is_held_is_known() -> None:
+def test_what_is_held_is_known():
     """DDP: parameters and gradients in full; a linear layer keeps its input."""
     peak, value = dry(strategy="ddp").peak, 4 * ROWS * WIDTH
     assert held(peak) == {
@@ -54,7 +57,7 @@ def test_what_is_held_is_known() -> None:
     assert peak.memory == {"parameters": 4 * PAGE, "gradients": 4 * PAGE, "activations": 7 * value}
 
 
-def test_gathered_parameters_are_those_of_units_and_the_sum_is_all() -> None:
+def test_gathered_parameters_are_those_of_units_and_the_sum_is_all():
     run = dry(strategy="fsdp")
     peak = run.peak
     assert held(peak)["that the optimizer updates, float32"] == 2 * PAGE
@@ -65,17 +68,13 @@ def test_gathered_parameters_are_those_of_units_and_the_sum_is_all() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "ddp", "recompute": "all"}, {"microbatches": 4}])
-def test_a_real_rank_holds_the_same_activations(options: dict[str, Any]) -> None:
+def test_a_real_rank_holds_the_same_activations(options):
     """By slot, when the action that holds most begins."""
     x = np.zeros((ROWS, WIDTH), "float32")
     peak = dry(**options).peak
 
-    def run(comm: Communicator) -> int:
-        trainer = chain().as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(), group_bytes=0, tune=False, comm=comm, **options
-        )
-        from fsdpx.ext.observe.recording import TimelineRecorder
-
+    def run(comm):
+        trainer = chain().as_distributed(comm=comm, **GIVEN | options)
         recording = trainer.inspect.engine.add_observer(TimelineRecorder(1))
         trainer.step(x, x)
         acted = recording.records[-1].actions
@@ -87,7 +86,7 @@ def test_a_real_rank_holds_the_same_activations(options: dict[str, Any]) -> None
         assert there <= alive <= there + held(peak)["the batch"]  # a slot may hold a view of the batch
 
 
-def test_units_one_after_another_that_hold_as_much_are_one() -> None:
+def test_units_one_after_another_that_hold_as_much_are_one():
     units = tuple((f"blocks.{n}", 10 if n < 3 else 2048) for n in range(4))
     peak = MemoryPeak("B3.0", "unit 'blocks.3'", 8, 20, (Holding("activations", "kept for backward", 2078, units),))
     first, head, _, *row = str(peak).splitlines()
@@ -96,7 +95,7 @@ def test_units_one_after_another_that_hold_as_much_are_one() -> None:
     assert " ".join(row).endswith("blocks.3 2.00 KiB, 3 units, blocks.0 to blocks.2, 10 B each")
 
 
-def test_changes_lower_the_peak_to_what_they_then_hold() -> None:
+def test_changes_lower_the_peak_to_what_they_then_hold():
     now = {"strategy": "ddp", "microbatches": 1, "schedule": "1f1b", "recompute": None, "group_bytes": 0}
     found = list_memory_lowering_changes(now, ROWS, lambda changes: (dry(**{**now, **changes}).peak.nbytes, None))
     words = [one.python_text for one in found]
@@ -107,21 +106,17 @@ def test_changes_lower_the_peak_to_what_they_then_hold() -> None:
     assert "microbatches=4" not in words  # once more is another change
 
 
-def test_changes_of_a_mesh_leave_its_other_axes() -> None:
+def test_changes_of_a_mesh_leave_its_other_axes():
     now = {"strategy": "ddp", "mesh": fsdpx.Mesh(replica=4, shard=1, pipe=2), "schedule": "gpipe"}
     tried = []
-
-    def count(changes: dict[str, Any]) -> tuple[int, None]:
-        tried.append(OptionChange(changes, 0).python_text)
-        return 1, None
-
-    assert list_memory_lowering_changes(now, 1, count) == []
+    assert list_memory_lowering_changes(now, 1, lambda changes: tried.append(changes) or (1, None)) == []
+    tried = [OptionChange(changes, 0).python_text for changes in tried]
     assert "strategy='fsdp', mesh=fsdpx.Mesh(pipe=2)" in tried
     assert "schedule='1f1b'" in tried
     assert "offload=fsdpx.OffloadConfig('/local/disk', 'optimizer')" in tried
 
 
-def test_times_of_changes_are_beside_them() -> None:
+def test_times_of_changes_are_beside_them():
     found = [OptionChange({"recompute": "all"}, 1024, 3.0), OptionChange({"prefetch": 0}, 2048)]
     last = [line.split() for line in format_option_changes(found, 2.0).splitlines()[2:]]
     assert last[0] == ["1.00", "KiB", "+50.0%", "recompute='all'"]
@@ -129,7 +124,7 @@ def test_times_of_changes_are_beside_them() -> None:
     assert format_option_changes([]) == "no other single choice lowers it by more than 1 %"
 
 
-def test_a_prediction_says_what_would_lower_its_peak() -> None:
+def test_a_prediction_says_what_would_lower_its_peak():
     x = ((16, WIDTH), "float32")
     found = predict(chain(), (x, x), ranks=2, machine="laptop", group_bytes=0)
     one = next(one for one in found.list_memory_lowering_changes() if one.python_text == "strategy='fsdp'")
@@ -138,24 +133,20 @@ def test_a_prediction_says_what_would_lower_its_peak() -> None:
     assert found.peak.nbytes == found.memory > again.memory
 
 
-def test_the_command_line_explains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("show gpt-tiny --ranks 4 --strategy ddp --lower".split()) == 0
-    text = capsys.readouterr().out
+def test_the_command_line_explains():
+    words = "show gpt-tiny --ranks 4 --strategy ddp"
+    text = shown(f"{words} --lower")
     assert "is in B3.0 (unit 'blocks.3..head'), action " in text
     assert re.search(r"\nlowered to +by this alone\n", text)
-    assert main("show gpt-tiny --ranks 4 --strategy ddp --lower --json".split()) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(shown(f"{words} --lower --json"))
     assert found["peak"]["action"] == "B3.0"
     assert found["peak"]["bytes"] == sum(found["peak"]["kinds"].values())
     assert min(one["nbytes"] for one in found["lower"]) < found["peak"]["bytes"]
-    for more in ("", " --json"):
-        assert main(f"show gpt-tiny --ranks 4 --strategy ddp{more}".split()) == 0
-        text = capsys.readouterr().out
+    for text in (shown(words), shown(f"{words} --json")):
         assert "peak" in text
         assert "lower" not in text  # ten more dry runs, where they are asked for
     words = "plan gpt-tiny --ranks 2 --machine laptop --batch 4 --most 2 --strategy fsdp --mesh shard=2 --json"
-    assert main(words.split()) == 0
-    planned = json.loads(capsys.readouterr().out)
+    planned = json.loads(shown(words))
     assert planned["peak"]["bytes"] == planned["found"][0]["memory"]
     assert {"recompute": "'all'"} in [one["options"] for one in planned["lower"]]
 
@@ -163,19 +154,13 @@ def test_the_command_line_explains(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "options", [{"strategy": "ddp"}, {"strategy": "fsdp", "microbatches": 2}, {"strategy": "zero2"}]
 )
-def test_a_peak_a_dry_run_a_prediction_and_an_error_count_memory_by_one_rule(options: dict[str, Any]) -> None:
-    batch = ((ROWS, WIDTH), "float32")
-    run = dry(**options)
-    given = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "group_bytes": 0, "tune": False, **options}
-    whole = ((2 * ROWS, WIDTH), "float32")
-    predicted = predict(chain(), (whole, whole), ranks=2, machine="laptop", **given).peak
+def test_a_peak_a_dry_run_a_prediction_and_an_error_count_memory_by_one_rule(options):
+    run, whole = dry(**options), ((2 * ROWS, WIDTH), "float32")
+    predicted = predict(chain(), (whole, whole), ranks=2, machine="laptop", **GIVEN | options).peak
     assert run.peak.memory == predicted.memory
-    made = fsdpx.distribute(chain(), comm=FakeCommunicator(0, 2), device="shape", **given)
-    made.step(*(ShapeArray(batch[0], np.dtype(batch[1])) for _ in range(2)))
+    made = fsdpx.distribute(chain(), comm=FakeCommunicator(0, 2), device="shape", **GIVEN | options)
+    made.step(*(ShapeArray((ROWS, WIDTH), np.dtype("float32")) for _ in range(2)))
     text = str(made._session.make_out_of_memory_error(MemoryError("none left"), StepInputs(made.inspect.engine.batch)))
     plan = text.partition("plan of this rank")[2].partition("\n\n")[0].splitlines()[2:]
     found = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in plan}
-    assert found == {
-        **{k: format_bytes(n) for k, n in run.peak.memory.items()},
-        "in all": format_bytes(run.peak.nbytes),
-    }
+    assert found == {k: format_bytes(n) for k, n in {**run.peak.memory, "in all": run.peak.nbytes}.items()}

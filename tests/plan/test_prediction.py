@@ -3,6 +3,7 @@
 import gc
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from itertools import cycle
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from steps import demand_equal, observed
+from steps import demand_equal, observed, place_on_data_axis
 
 import fsdpx
 from fsdpx import nn, optim
@@ -19,19 +20,19 @@ from fsdpx.core.array import kernels, shapes
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes.flop_counter import counting_work
-from fsdpx.core.comm import Communicator
 from fsdpx.core.program import VERBS, Action, compile_and_check_pipe, compiler, passes
-from fsdpx.core.program.pipeline import Stage
 from fsdpx.core.state.gradients import count_samples_of_rank
 from fsdpx.errors import ConfigError
 from fsdpx.nn.shape_inference import get_or_memoize
-from fsdpx.plan import Compute, Machine, NetworkLevel, costing, predict
+from fsdpx.plan import Compute, Machine, NetworkLevel, Prediction, costing, predict
 from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
 from fsdpx.plan.time_model import MeshOnMachine, StepTimes
+from fsdpx.plan.world_step import WorldStep
 
 TOKENS = "int64"
 FLAT = Machine("flat", (NetworkLevel("host", 0.0, 1e9),), Compute({"float32": 1e12, "bf16": 1e12}, 1e30))
 """A TFLOP/s, a GB/s between any two ranks, and nothing else takes time."""
+FOUR_RANKS = replace(FLAT, levels=(NetworkLevel("host", 0.0, 1e9, ranks=4),))
 
 
 def gpt(layers: int = 2) -> nn.Layer:
@@ -72,20 +73,20 @@ def configurations(number: int) -> list[tuple[int, int, dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "samples", "options"), configurations(16))
-def test_predicted_bytes_calls_and_memory_are_those_of_ranks(ranks: int, samples: int, options: dict[str, Any]) -> None:
-    found = predict(gpt(), batch(samples), ranks=ranks, machine="epyc-100g", **options)
+def demand_as_ranks_of_gpt(found: Prediction, count: Callable[[int], int], options: dict[str, Any]) -> None:
+    """What is predicted is what ranks have that train, each with its number of samples."""
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         made = gpt().as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, **options)
-        mesh = found.mesh
-        place = mesh.coordinates_of(comm.rank)
-        data, size = place.replica * mesh.width_of("shard") + place.shard, mesh.width_of("data")
-        own = samples * (data + 1) // size - samples * data // size
-        return observed(made, np.zeros((own, 8), TOKENS), np.zeros((own, 8), TOKENS))
+        return observed(made, *(np.zeros((count(comm.rank), 8), TOKENS) for _ in "xy"))
 
-    real = fsdpx.spawn(run, ranks)
-    demand_equal(found, real)
+    demand_equal(found, fsdpx.spawn(run, found.mesh.size))
+
+
+@pytest.mark.parametrize(("ranks", "samples", "options"), configurations(16))
+def test_predicted_bytes_calls_and_memory_are_those_of_ranks(ranks, samples, options):
+    found = predict(gpt(), batch(samples), ranks=ranks, machine="epyc-100g", **options)
+    demand_as_ranks_of_gpt(found, lambda rank: place_on_data_axis(found, rank, 1, samples)[2], options)
 
 
 def many(number: int) -> list[tuple[int, int, dict[str, Any]]]:
@@ -108,12 +109,10 @@ def many(number: int) -> list[tuple[int, int, dict[str, Any]]]:
     ("ranks", "microbatches", "options", "each"),
     [(*case, each) for case, each in zip(many(14), cycle((None, 2, None, 4, None, 5)), strict=False)],
 )
-def test_bytes_and_calls_are_those_of_whole_programs(
-    ranks: int, microbatches: int, options: dict[str, Any], each: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_and_calls_are_those_of_whole_programs(ranks, microbatches, options, each, monkeypatch):
     """Also of an option that the plan has never heard of: gradients are reduced once in so many microbatches."""
 
-    def reduce_seldom(actions: list[Action], stage: Stage, _: bool, behind: int, join: bool) -> list[Action]:
+    def reduce_seldom(actions, stage, _, behind, join):
         added = [passes._list_pages_used_by_action("grad", VERBS[action.op].adds, action, stage) for action in actions]
         turns = [(action.mb or 0) // (each or 1) for action in actions]
         last = {(page, turns[at]): at for at, pages in enumerate(added) for page in pages}
@@ -128,31 +127,21 @@ def test_bytes_and_calls_are_those_of_whole_programs(
         monkeypatch.setattr(compiler, "insert_reduces", reduce_seldom)
     compiler._compile_cached.cache_clear()
     options, data = options | {"microbatches": microbatches}, ranks // options["mesh"].pipe // options["mesh"].tensor
-    rows = microbatches * data
     try:
-        found = predict(gpt(), batch(rows), ranks=ranks, machine="epyc-100g", **options)
-
-        def run(comm: Communicator) -> Any:
-            made = gpt().as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, **options)
-            return observed(made, *(np.zeros((microbatches, 8), TOKENS) for _ in "xy"))
-
-        demand_equal(found, fsdpx.spawn(run, ranks))
+        found = predict(gpt(), batch(microbatches * data), ranks=ranks, machine="epyc-100g", **options)
+        demand_as_ranks_of_gpt(found, lambda _: microbatches, options)
     finally:
         compiler._compile_cached.cache_clear()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 @pytest.mark.parametrize("recompute", [None, "all"])
-def test_of_many_microbatches_few_run(schedule: str, recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_microbatches_few_run(schedule, recompute, monkeypatch):
     """The rest follow from these exactly, time included."""
-    from fsdpx.plan import prediction
-
     options = {"mesh": fsdpx.Mesh(replica=1, pipe=2), "microbatches": 24, "schedule": schedule, "recompute": recompute}
     machine = replace(FLAT, levels=(NetworkLevel("host", 1e-9, 1e9),))
     few = predict(gpt(), batch(24), ranks=2, machine=machine, **options)
-    monkeypatch.setattr(
-        prediction.WorldStep, "count_simulated_microbatches_and_period", lambda step: (step.microbatches, 0)
-    )
+    monkeypatch.setattr(WorldStep, "count_simulated_microbatches_and_period", lambda step: (step.microbatches, 0))
     every = predict(gpt(), batch(24), ranks=2, machine=machine, **options)
     assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert few.parts == pytest.approx(every.parts, rel=1e-6, abs=1e-15)
@@ -161,9 +150,9 @@ def test_of_many_microbatches_few_run(schedule: str, recompute: Any, monkeypatch
     assert few.classes[0].traffic == every.classes[0].traffic
 
 
-def test_equal_layers_are_followed_once_and_memory_stays_exact() -> None:
+def test_equal_layers_are_followed_once_and_memory_stays_exact():
     """As `dry_run` counts it, which follows each."""
-    options: dict[str, Any] = {"strategy": "fsdp", "recompute": "all", "precision": "bf16", "microbatches": 2}
+    options = {"strategy": "fsdp", "recompute": "all", "precision": "bf16", "microbatches": 2}
     found = predict(gpt(6), batch(8), ranks=4, machine="laptop", **options)
     x, y = batch(2)
     dry = fsdpx.dry_run(gpt(6), x, y, ranks=4, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), **options)
@@ -174,16 +163,16 @@ def test_equal_layers_are_followed_once_and_memory_stays_exact() -> None:
 
 
 @pytest.mark.parametrize("recompute", [None, "all"])
-def test_layers_share_the_computing_of_a_step(recompute: Any) -> None:
+def test_layers_share_the_computing_of_a_step(recompute):
     """Their seconds are those of the step without update, and each keeps its output, on one of two equal ranks."""
-    options: dict[str, Any] = {"mesh": fsdpx.Mesh(replica=2, shard=1), "microbatches": 4, "recompute": recompute}
+    options = {"mesh": fsdpx.Mesh(replica=2, shard=1), "microbatches": 4, "recompute": recompute}
     found = predict(mlp(), rows(64), ranks=2, machine=FLAT, **options)
     seconds = sum(one.forward + one.backward for one in found.layers.values())
     assert seconds == pytest.approx(found.parts["compute"])
     assert [one.nbytes for one in found.layers.values()][:-1] == [8 * 64 * 4] * 3
 
 
-def test_products_take_their_flops() -> None:
+def test_products_take_their_flops():
     """A step of a Linear is three products, but the first needs no gradient of its input: 4 n^2 b and 2 n^2 b."""
     found = predict(mlp(layers=2), rows(32), ranks=1, machine=FLAT)
     assert found.seconds == pytest.approx((3 + 2) * 2 * 32 * 64 * 64 / 1e12)
@@ -191,7 +180,7 @@ def test_products_take_their_flops() -> None:
     assert found.bytes_sent == {}
 
 
-def test_a_bubble_is_that_of_its_schedule() -> None:
+def test_a_bubble_is_that_of_its_schedule():
     """(P - 1) / (m + P - 1) of a step, where stages are equal; the first layer's backward is a half shorter."""
     for pipe, m in ((2, 4), (4, 8)):
         machine = replace(FLAT, levels=(NetworkLevel("host", 0.0, 1e30),))
@@ -200,7 +189,7 @@ def test_a_bubble_is_that_of_its_schedule() -> None:
         assert found.bubble_share == pytest.approx((pipe - 1) / (m + pipe - 1), abs=0.02)
 
 
-def test_communication_is_hidden_behind_backward_or_shown() -> None:
+def test_communication_is_hidden_behind_backward_or_shown():
     """The gradient of the last layer that is found has nothing to hide behind: 2 (N - 1) / N of its bytes."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     found = predict(model, rows(2), ranks=2, machine=FLAT, group_bytes=0)
@@ -208,7 +197,7 @@ def test_communication_is_hidden_behind_backward_or_shown() -> None:
     assert found.parts["replica"] == pytest.approx(64 * 64 * 4 / 1e9, rel=1e-3)
 
 
-def test_an_axis_takes_the_level_that_it_crosses() -> None:
+def test_an_axis_takes_the_level_that_it_crosses():
     levels = (NetworkLevel("host", 1e-6, 1e11, ranks=4), NetworkLevel("system", 1e-3, 1e9))
     machine = replace(FLAT, levels=levels)
     inside = predict(mlp(), rows(8), ranks=4, machine=machine).parts["replica"]
@@ -216,56 +205,33 @@ def test_an_axis_takes_the_level_that_it_crosses() -> None:
     assert inside < 1e-4 < 1e-3 < across
 
 
-def test_ranks_that_share_a_link_take_longer() -> None:
+def test_ranks_that_share_a_link_take_longer():
     """Two lines of replicas, each with two ranks on each host: all four share its link."""
-    alone = (NetworkLevel("host", 0.0, 1e12, ranks=4), NetworkLevel("system", 0.0, 1e9))
-    shared = (alone[0], replace(alone[1], contention=1.0))
-    quick, slow = (
-        predict(
-            gpt(),
-            batch(8),
-            ranks=8,
-            machine=replace(FLAT, levels=levels),
-            mesh=fsdpx.Mesh(replica=4, shard=1, tensor=2),
-        )
-        for levels in (alone, shared)
-    )
-    assert slow.parts["replica"] == pytest.approx(4 * quick.parts["replica"], rel=0.01)
+    host, system, seconds = NetworkLevel("host", 0.0, 1e12, ranks=4), NetworkLevel("system", 0.0, 1e9), []
+    for level in (system, replace(system, contention=1.0)):
+        options = {"machine": replace(FLAT, levels=(host, level)), "mesh": fsdpx.Mesh(replica=4, shard=1, tensor=2)}
+        seconds.append(predict(gpt(), batch(8), ranks=8, **options).parts["replica"])
+    alone, shared = seconds
+    assert shared == pytest.approx(4 * alone, rel=0.01)
 
 
-def test_a_few_numbers_of_all_ranks_take_a_step_for_each_doubling() -> None:
+def test_a_few_numbers_of_all_ranks_take_a_step_for_each_doubling():
     """As MPI does it; of an axis, whose arrays NCCL may move, a ring."""
-    lines = MeshOnMachine(
-        fsdpx.Mesh(replica=1 << 20, shard=1), replace(FLAT, levels=(NetworkLevel("host", 1e-6, 1e12),))
-    )
-    seconds = {
-        axis: StepTimes(lines, "").compute_seconds_of_communication_call(axis, "all_gather", (1 << 20) - 1.0)
-        for axis in ("world", "replica")
-    }
-    assert seconds == {"world": pytest.approx(20e-6 + 1e-6, rel=0.01), "replica": pytest.approx(1.0486, rel=1e-3)}
-
-
-def test_a_level_too_few() -> None:
-    machine = replace(FLAT, levels=(NetworkLevel("host", 0.0, 1e9, ranks=4),))
-    with pytest.raises(ConfigError, match=r"machine 'flat': its last level, host, holds 4 ranks, and the job has 8"):
-        predict(mlp(), rows(8), ranks=8, machine=machine)
-
-
-def test_a_format_that_the_machine_does_not_say() -> None:
-    with pytest.raises(ConfigError, match="does not say how fast it computes in float64, only in float32, bf16"):
-        predict(mlp(), rows(8), ranks=1, machine=FLAT, precision="float64")
-
-
-def test_a_batch_that_is_none() -> None:
-    with pytest.raises(ConfigError, match=r"^batch=3: the shape and dtype of inputs and targets"):
-        predict(mlp(), 3, ranks=1, machine=FLAT)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="predict decides comm itself"):
-        predict(mlp(), rows(2), ranks=1, machine=FLAT, comm=None)
+    machine = replace(FLAT, levels=(NetworkLevel("host", 1e-6, 1e12),))
+    times = StepTimes(MeshOnMachine(fsdpx.Mesh(replica=1 << 20, shard=1), machine), "")
+    compute_seconds = times.compute_seconds_of_communication_call
+    assert compute_seconds("world", "all_gather", (1 << 20) - 1.0) == pytest.approx(20e-6 + 1e-6, rel=0.01)
+    assert compute_seconds("replica", "all_gather", (1 << 20) - 1.0) == pytest.approx(1.0486, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"ranks": 8, "machine": FOUR_RANKS}, "machine 'flat': its last level, host, holds 4 ranks, and the job has 8"),
+        ({"precision": "float64"}, "does not say how fast it computes in float64, only in float32, bf16"),
+        ({"batch": 3}, r"^batch=3: the shape and dtype of inputs and targets"),
+        ({"comm": None}, "predict decides comm itself"),
+        ({"reproducible_chunks": 5}, r"^reproducible_chunks=5: a global batch of 8 samples does not divide$"),
         ({"ranks": 0}, "^ranks=0: a whole number, 1 or more$"),
         ({"ranks": "4"}, "^ranks='4': a whole number, 1 or more$"),
         ({"ranks": 2.5}, r"^ranks=2\.5: a whole number, 1 or more$"),
@@ -276,12 +242,12 @@ def test_a_batch_that_is_none() -> None:
         ({"domain": (0, 2)}, r"^domain=\(0, 2\): a fsdpx\.Grid or fsdpx\.Partition is needed"),
     ],
 )
-def test_options_that_are_none_are_named(options: dict[str, Any], says: str) -> None:
+def test_options_that_are_none_are_named(options, says):
     with pytest.raises(ConfigError, match=says):
-        predict(mlp(), rows(8), **{"ranks": 4, "machine": FLAT} | options)
+        predict(mlp(), **{"batch": rows(8), "ranks": 4, "machine": FLAT} | options)
 
 
-def test_flops_of_attention_count_all_heads() -> None:
+def test_flops_of_attention_count_all_heads():
     """Of one block: 24 b s h^2 of its layers forward, and 4 b s^2 h of attention (Narayanan et al. 2021)."""
     b, s, h = 3, 8, 16
     found = predict(nn.GPT(32, h, 1, 2, s), batch(b), ranks=1, machine=FLAT)
@@ -290,7 +256,7 @@ def test_flops_of_attention_count_all_heads() -> None:
     assert found.seconds * 1e12 == pytest.approx(3 * (layers + head) + attention * 3.5)  # scores are made once more
 
 
-def test_neighbors_are_one_sum_of_squares() -> None:
+def test_neighbors_are_one_sum_of_squares():
     """Of a tensor axis, too: parameters of all ranks and those of each lie between each other on the first of them."""
     for tensor in (1, 2):
         mesh = fsdpx.Mesh(replica=2 // tensor, tensor=tensor)
@@ -300,7 +266,7 @@ def test_neighbors_are_one_sum_of_squares() -> None:
         assert norm.work.kernel_count == (pages if run.found.coordinates.replica == 0 else 0)
 
 
-def test_scores_of_attention_are_in_the_format_of_its_operands() -> None:
+def test_scores_of_attention_are_in_the_format_of_its_operands():
     """Scores (2, 3, 8, 8) inside of attention, and numbers that are made wider; what a loss has inside is float32."""
     inner = {}
     for name in ("bfloat16", "float32"):
@@ -313,14 +279,14 @@ def test_scores_of_attention_are_in_the_format_of_its_operands() -> None:
     assert 1.0 <= inner["bfloat16"]["cross_entropy"] / inner["float32"]["cross_entropy"] < 1.5
 
 
-def test_nothing_is_counted_outside() -> None:
+def test_nothing_is_counted_outside():
     with counting_work() as work:
         pass
     fsdpx.dry_run(mlp(), *rows(2), ranks=1, loss=nn.MSELoss(), optimizer=optim.SGD())
     assert work.flops == 0
 
 
-def test_ranks_of_a_job_need_not_all_predict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_job_need_not_all_predict(monkeypatch):
     """One of two ranks that have met predicts for two, and waits for no other."""
     module = import_module("fsdpx.core.trainer.distribute")
     met = SimpleNamespace(size=2, all_gather=None, reduce_scatter=None)
@@ -331,20 +297,18 @@ def test_ranks_of_a_job_need_not_all_predict(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("mesh", [fsdpx.Mesh(), fsdpx.Mesh(pipe=2)])
-def test_several_inputs_are_those_of_ranks(mesh: fsdpx.Mesh) -> None:
+def test_several_inputs_are_those_of_ranks(mesh):
     """A tuple of pairs, or of arrays."""
     nodes = {"up": (nn.Linear(8, 16), "x"), "token": (nn.Embedding(9, 16), "z"), "sum": (nn.Add(), "up", "token")}
     model = nn.Graph(nodes | {"out": (nn.Linear(16, 4), "sum")}, inputs=("x", "z"), outputs=("out",))
-    options: dict[str, Any] = {"strategy": "fsdp", "microbatches": 2, "mesh": mesh}
+    options = {"strategy": "fsdp", "microbatches": 2, "mesh": mesh}
     x, z, y = ((8, 8), "float32"), ((8,), TOKENS), ((8, 4), "float32")
     found = predict(model, ((x, z), y), ranks=4, machine=FLAT, **options)
     arrays = [np.zeros(shape, dtype) for shape, dtype in (x, z, y)]
-    assert (
-        predict(model, ((arrays[0], arrays[1]), arrays[2]), ranks=4, machine=FLAT, **options).bytes_sent
-        == found.bytes_sent
-    )
+    of_arrays = predict(model, ((arrays[0], arrays[1]), arrays[2]), ranks=4, machine=FLAT, **options)
+    assert of_arrays.bytes_sent == found.bytes_sent
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         made = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=comm, **options)
         one, two, target = (array[: 8 // made.data_group.size] for array in arrays)
         return observed(made, (one, two), target)
@@ -354,33 +318,25 @@ def test_several_inputs_are_those_of_ranks(mesh: fsdpx.Mesh) -> None:
     assert best.prediction.step.batch == (x, z, y)
 
 
-def test_microbatches_without_samples_are_told() -> None:
+def test_microbatches_without_samples_are_told():
     says = "^microbatches=5: a data rank has 4 samples at most, and the others take their time without any$"
     with pytest.warns(RuntimeWarning, match=says):
         predict(gpt(), batch(8), ranks=2, machine=FLAT, microbatches=5)
-    options: dict[str, Any] = {"ranks": 2, "machine": FLAT, "mesh": None}
+    options = {"ranks": 2, "machine": FLAT, "mesh": None}
     with pytest.raises(ConfigError, match=f"^no configuration of 2 ranks can run: {says[1:-1]}$"):
         fsdpx.plan(gpt(), batch=batch(8), microbatches=5, **options)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(3, 4), (4, 3), (2, 4)])
-def test_chunks_are_dealt_as_ranks_take_them(ranks: int, chunks: int) -> None:
+def test_chunks_are_dealt_as_ranks_take_them(ranks, chunks):
     """Ranks without a chunk are none of the classes."""
-    options: dict[str, Any] = {"reproducible_chunks": chunks, "strategy": "fsdp"}
+    options = {"reproducible_chunks": chunks, "strategy": "fsdp"}
     found = predict(gpt(), batch(24), ranks=ranks, machine=FLAT, **options)
     assert len(found.classes) == (2 if ranks == 3 else 1)
-
-    def run(comm: Communicator) -> Any:
-        made = gpt().as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, **options)
-        own = count_samples_of_rank(24, comm.rank, ranks, chunks)
-        return observed(made, np.zeros((own, 8), TOKENS), np.zeros((own, 8), TOKENS))
-
-    demand_equal(found, fsdpx.spawn(run, ranks))
-    with pytest.raises(ConfigError, match=r"^reproducible_chunks=5: a global batch of 24 samples does not divide$"):
-        predict(gpt(), batch(24), ranks=ranks, machine=FLAT, reproducible_chunks=5)
+    demand_as_ranks_of_gpt(found, lambda rank: count_samples_of_rank(24, rank, ranks, chunks), options)
 
 
-def test_many_ranks() -> None:
+def test_many_ranks():
     """16,384 of them: a class for each rank of the pipe."""
     mesh = fsdpx.Mesh(pipe=4, tensor=2)
     found = predict(gpt(8), batch(2048 * 16), ranks=16384, machine="a100-dgx-200g", strategy="fsdp", mesh=mesh)
@@ -396,7 +352,7 @@ def held(strategy: str, **options: Any) -> dict[str, list[int]]:
     return {kind: [nbytes for _, nbytes in points] for kind, points in found.items()}
 
 
-def test_memory_over_a_step_is_that_of_its_strategy() -> None:
+def test_memory_over_a_step_is_that_of_its_strategy():
     page, model = 4 * (64 * 64 + 64), 4 * 4 * (64 * 64 + 64)
     ddp, fsdp = held("ddp"), held("fsdp")
     assert (ddp["parameters"], ddp["gradients"], ddp["optimizer"]) == ([model], [model], [2 * model])
@@ -408,17 +364,17 @@ def test_memory_over_a_step_is_that_of_its_strategy() -> None:
 
 
 @pytest.mark.parametrize("mesh", [None, fsdpx.Mesh(replica=1, pipe=2)])
-def test_activations_over_a_step_reach_what_is_predicted(mesh: Any) -> None:
+def test_activations_over_a_step_reach_what_is_predicted(mesh):
     """Shapes that a pipe asks for before its first message are no memory."""
-    options: dict[str, Any] = {"strategy": "ddp", "mesh": mesh, "microbatches": 2}
+    options = {"strategy": "ddp", "mesh": mesh, "microbatches": 2}
     found = predict(mlp(), rows(32), ranks=2, machine=FLAT, **options).classes[0].memory["activations"]
     assert max(held(**options)["activations"]) == found
 
 
-def test_a_million_ranks() -> None:
+def test_a_million_ranks():
     """As many classes as the pipe has ranks, whatever the other axes have."""
     mesh = fsdpx.Mesh(pipe=2, tensor=2, shard=128, replica=2048)
-    options: dict[str, Any] = {"mesh": mesh, "strategy": "fsdp", "microbatches": 2}
+    options = {"mesh": mesh, "strategy": "fsdp", "microbatches": 2}
     found = predict(gpt(), batch(262144 * 2), ranks=1 << 20, machine="a100-dgx-200g", **options)
     assert [one.rank for one in found.classes] == [(1 << 19) - 2, (1 << 20) - 2]
     assert found.bytes_sent["replica"] > 0
@@ -426,14 +382,13 @@ def test_a_million_ranks() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_few_microbatches_of_a_pipe_show_all(schedule: str, strategy: str) -> None:
+def test_few_microbatches_of_a_pipe_show_all(schedule, strategy):
     """Dry runs of few are equal to those of all that are simulated, and to the last digit where a few more are."""
     options = {"strategy": strategy, "schedule": schedule, "mesh": fsdpx.Mesh(pipe=2), "recompute": "attention"}
     for microbatches in (8, 24):
         options |= {"microbatches": microbatches}
-        whole = predict_from_dry_runs(
-            dry_run_one_rank_per_group(gpt(), batch(microbatches * 4), 4, False, **options), FLAT
-        )
+        every = dry_run_one_rank_per_group(gpt(), batch(microbatches * 4), 4, False, **options)
+        whole = predict_from_dry_runs(every, FLAT)
         few = predict(gpt(), batch(microbatches * 4), ranks=4, machine=FLAT, **options)
         assert (few.seconds, few.parts, few.bytes_sent) == (whole.seconds, whole.parts, whole.bytes_sent)
         assert few.events == whole.events
@@ -443,14 +398,14 @@ def test_few_microbatches_of_a_pipe_show_all(schedule: str, strategy: str) -> No
         assert max(ran) + 1 > 6  # more than dry runs make
 
 
-def test_a_pipe_that_is_too_wide_is_refused_before_its_schedule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_that_is_too_wide_is_refused_before_its_schedule_is_made(monkeypatch):
     """Which is long, of hundreds of ranks."""
     monkeypatch.setattr("fsdpx.core.state.placement.make_schedule", None)
     with pytest.raises(ConfigError, match=r"^512 stages, but the model has only 5 layers to cut between"):
         predict(gpt(), batch(512), ranks=512, machine=FLAT, mesh=fsdpx.Mesh(pipe=512), schedule="zb-h1")
 
 
-def test_a_pipe_is_proved_once() -> None:
+def test_a_pipe_is_proved_once():
     """Not by each of its ranks."""
     before = compile_and_check_pipe.cache_info()
     predict(gpt(), batch(12), ranks=4, machine=FLAT, mesh=fsdpx.Mesh(pipe=4), microbatches=6, group_bytes=7)
@@ -458,10 +413,10 @@ def test_a_pipe_is_proved_once() -> None:
     assert (after.misses - before.misses, after.hits - before.hits) == (1, 3)
 
 
-def test_a_prediction_does_not_depend_on_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_does_not_depend_on_those_before(monkeypatch):
     """Layers are followed once for each place on the data axis, and for arrays that share memory in the same way."""
 
-    def found(model: nn.Layer, shape: Any, known: bool, **options: Any) -> Any:
+    def found(model, shape, known, **options):
         for name in () if known else ("_MEMOIZED", "_LAYER_BY_KEY", "_FIRST_EQUAL"):
             monkeypatch.setattr(costing, name, {})
         made = predict(model, (shape, shape), machine=FLAT, **options)
@@ -483,14 +438,14 @@ def test_a_prediction_does_not_depend_on_those_before(monkeypatch: pytest.Monkey
     lambda: nn.Linear(2, 3), lambda: nn.Conv2d(2, 3, 3), lambda: nn.MaxPool2d(2), lambda: nn.GroupNorm(2, 4),
     lambda: nn.UNet(3, 3, 2, 8, 1), lambda: nn.MoE(4, 8, 2, 1), lambda: nn.LoRALinear(nn.Linear(4, 4), 2, 1.0),
 ])  # fmt: skip
-def test_layers_that_compute_the_same_are_followed_once(make: Any) -> None:
+def test_layers_that_compute_the_same_are_followed_once(make):
     assert costing._get_first_seen_equal_layer(make()) is costing._get_first_seen_equal_layer(make())
 
 
-def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch):
     """Its layers are put in order twice, as given and as it is cut, and its shapes are found once for each size: by
     all four ranks together. Outside of a prediction nothing is kept."""
-    calls: list[str] = []
+    calls = []
     for module, name in (("core.trainer.assemble", "linearize"), ("nn.shape_inference", "_infer_shapes")):
         module = import_module(f"fsdpx.{module}")
         real = getattr(module, name)
@@ -507,32 +462,27 @@ MESHES = fsdpx.Mesh(), fsdpx.Mesh(pipe=2), fsdpx.Mesh(tensor=2), fsdpx.Mesh(pipe
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_no_batch_is_made(mesh: fsdpx.Mesh) -> None:
+def test_no_batch_is_made(mesh):
     """An array of a petabyte fits into no address space, however little of it is touched."""
     x = (1 << 44, 8), TOKENS
     assert predict(gpt(), (x, x), ranks=4, machine=FLAT, mesh=mesh).memory > 1 << 49
-    options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(), "mesh": mesh}
+    options = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(), "mesh": mesh}
     assert fsdpx.dry_run(gpt(), x, x, ranks=4, **options).peak.nbytes > 1 << 49
 
 
 @pytest.mark.parametrize("options", [{}, {"domain": (2, 2)}, {"mesh": fsdpx.Mesh(pipe=2)}], ids=str)
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.RelativeL2()], ids=str)
-def test_a_larger_field_takes_no_more_calls(loss: Any, options: dict[str, Any]) -> None:
+def test_a_larger_field_takes_no_more_calls(loss, options):
     """No loop of a kernel goes over the elements of arrays without data."""
 
-    def calls(cells: int) -> int:
-        count, field = 0, ((1, 3, cells, cells), "float32")
-
-        def see(_: Any, event: str, __: Any) -> None:
-            nonlocal count
-            count += event == "call"
-
-        sys.setprofile(see)
+    def calls(cells):
+        events, field = [], ((1, 3, cells, cells), "float32")
+        sys.setprofile(lambda _, event, __: events.append(event))
         try:
             predict(nn.UNet(3, 3, 2, 4, 1), (field, field), ranks=4, machine=FLAT, loss=loss, microbatches=1, **options)
         finally:
             sys.setprofile(None)
-        return count
+        return events.count("call")
 
     few = calls(88)  # no other test predicts either size: of both as much is remembered
     assert calls(1 << 20) < 1.1 * few

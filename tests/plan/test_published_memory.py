@@ -43,7 +43,7 @@ def held(strategy: str, parameters: float, ranks: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("strategy", "parameters", "ranks", "text"), CELLS)
-def test_the_published_table(strategy: str, parameters: float, ranks: int, text: str) -> None:
+def test_the_published_table(strategy, parameters, ranks, text):
     memory = held(strategy, parameters, ranks)
     own = memory["parameters"] + memory["gradients"] + memory["optimizer"]
     assert own == pytest.approx(OURS[strategy](parameters, ranks), rel=1e-4)
