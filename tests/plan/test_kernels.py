@@ -2,6 +2,9 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,9 +34,14 @@ FIELD = (((2, 3, 16, 16), "float32"), ((2, 2, 16, 16), "float32"))
 
 
 def machine(**compute: Any) -> Machine:
-    return Machine(
-        "one", (NetworkLevel("host", 0.0, 1e9),), Compute(**{"flops": {"float32": 1e9}, "memory": 1e9} | compute)
-    )
+    made = Compute(**{"flops": {"float32": 1e9}, "memory": 1e9} | compute)
+    return Machine("one", (NetworkLevel("host", 0.0, 1e9),), made)
+
+
+def count_work_of(call: Callable[[], Any]) -> WorkCount:
+    with counting_work() as work:
+        call()
+    return work
 
 
 @pytest.mark.parametrize(
@@ -75,15 +83,13 @@ def test_the_pass_of_a_kernel_is_a_part_of_its_products():
 
 def test_products_beyond_the_caches_take_as_much_longer_as_a_copy():
     """In 16 bits of twice the bytes, and with the casts to float32 and back."""
-    times = {
-        n: RATES.compute_memory_seconds_beyond_products(KernelPass("correlate", 4, n), "float32")
-        for n in (1, SHORT, LONG)
-    }
+    compute_seconds = RATES.compute_memory_seconds_beyond_products
+    times = {n: compute_seconds(KernelPass("correlate", 4, n), "float32") for n in (1, SHORT, LONG)}
     assert times == pytest.approx({1: 0.0, SHORT: 0.0, LONG: LONG / 2e9 - LONG / 8e9})
-    half = RATES.compute_memory_seconds_beyond_products(KernelPass("correlate", 2, LONG // 2), "bf16")
+    half = compute_seconds(KernelPass("correlate", 2, LONG // 2), "bf16")
     assert half == pytest.approx(times[LONG] + 1.5 * LONG / 2e9)
-    assert RATES.compute_memory_seconds_beyond_products(KernelPass("relu", 4, LONG), "float32") is None
-    assert RATES.compute_memory_seconds_beyond_products(KernelPass("relu", 2, LONG), "bf16") is None
+    assert compute_seconds(KernelPass("relu", 4, LONG), "float32") is None
+    assert compute_seconds(KernelPass("relu", 2, LONG), "bf16") is None
 
 
 def test_weights_that_meet_few_cells_count():
@@ -129,17 +135,9 @@ def models() -> list[tuple[nn.Layer, Any]]:
 
 @pytest.mark.parametrize("name", ["float32", "bf16"])
 def test_each_kernel_that_models_use_is_measured(name):
-    known = set[str]()
-    probed = (
-        probes.make_calls_of_all_memory_bound_kernels(shapes, name, 1 << 12),
-        probes.iterate_matmul_calls(shapes, name),
-        probes.iterate_matmul_calls(shapes, "float32"),
-    )
-    for calls in probed:
-        for call in calls:
-            with counting_work() as work:
-                call()
-            known |= {one.kernel for one in (*work.passes, *work.products)}
+    calls = [*probes.make_calls_of_all_memory_bound_kernels(shapes, name, 1 << 12),
+             *probes.iterate_matmul_calls(shapes, name), *probes.iterate_matmul_calls(shapes, "float32")]  # fmt: skip
+    known = {one.kernel for work in map(count_work_of, calls) for one in (*work.passes, *work.products)}
     for model, batch in models():
         (run,) = dry_run_one_rank_per_group(model, batch, 1, False, precision=None if name == "float32" else name).runs
         used = {one.kernel for cost in run.costs.values() for one in (*cost.work.passes, *cost.work.products)}
@@ -148,24 +146,14 @@ def test_each_kernel_that_models_use_is_measured(name):
 
 def test_probes_are_calls_of_arrays_that_count_what_they_say():
     """The same calls, in the same order, of arrays as of shapes."""
-    for real, dry in zip(
-        probes.make_calls_of_all_memory_bound_kernels(np, "float32", 1 << 12),
-        probes.make_calls_of_all_memory_bound_kernels(shapes, "float32", 1 << 12),
-        strict=True,
-    ):
-        with counting_work() as work:
-            dry()
-        with counting_work() as nothing:
-            real()
-        assert len(work.passes) == 1
-        assert not nothing.passes
+    calls = (probes.make_calls_of_all_memory_bound_kernels(xp, "float32", 1 << 12) for xp in (np, shapes))
+    for real, dry in zip(*calls, strict=True):
+        assert len(count_work_of(dry).passes) == 1
+        assert not count_work_of(real).passes
 
 
 def test_a_machine_with_rates_of_kernels_is_read_as_it_was_written(tmp_path):
-    made = Machine(
-        "m", (NetworkLevel("host", 1e-6, 1e9),), machine(kernels=RATES).compute, measured=("compute", "links")
-    )
-    path = tmp_path / "machine.toml"
+    made, path = replace(machine(kernels=RATES), measured=("compute", "links")), tmp_path / "machine.toml"
     path.write_text(format_machine_file(made))
     found = Machine.load(path)
     assert found.measured == made.measured
@@ -194,14 +182,12 @@ def test_rates_of_kernels_that_were_renamed_are_reported(tmp_path):
         ("kernels = {passes = {bf16 = {relu = [1e9]}}}", "passes of relu: rows of 2 numbers above 0 are needed"),
         ("kernels = {passes = {bf16 = {relu = [1e9, 0]}}}", "passes of relu: rows of 2 numbers above 0 are needed"),
         ("kernels = {products = {bf16 = {c = [[1, 1, 1, 1]]}}}", "products of c: rows of 5 numbers above 0 are needed"),
-        (
-            "kernels = {products = {bf16 = {c = [[1, 1, 1, 1, 9], [2, 2, 1, 1, 9]]}}}",
-            "products of c: a full grid is needed, each point once",
-        ),
+        ("kernels = {products = {bf16 = {c = [[1, 1, 1, 1, 9], [2, 2, 1, 1, 9]]}}}",
+         "products of c: a full grid is needed, each point once"),
         ("measured = 'all'", "a list of compute and links is needed"),
         ("measured = ['disk']", "a list of compute and links is needed"),
     ],
-)
+)  # fmt: skip
 def test_rates_that_are_none_are_named(text, says, tmp_path):
     path = tmp_path / "machine.toml"
     path.write_text(f"{text}\n[compute]\nflops = {{float32 = 1}}\nmemory = 1\n[[levels]]\nname = 'a'\nlatency = 0\n"
@@ -221,8 +207,7 @@ def test_convolutions_in_16_bits_are_not_priced_as_products_in_16_bits():
 def test_published_processors_price_16_bits_without_a_library_that_may_not_be_there():
     """Nothing says that oneDNN is installed on them; without it 16-bit operands are widened."""
     for name in ("xeon-200g", "epyc-100g", "ethernet-10g", "laptop"):
-        batch = (((4096, 2048), "float32"),) * 2
-        options = {"ranks": 1, "machine": name}
+        batch, options = (((4096, 2048), "float32"),) * 2, {"ranks": 1, "machine": name}
         plain, half = (predict(nn.Linear(2048, 2048), batch, precision=p, **options) for p in (None, "bf16"))
         assert half.seconds > 0.8 * plain.seconds, name
 
@@ -239,19 +224,11 @@ def test_kernels_are_measured_one_by_one(monkeypatch):
     monkeypatch.setattr(measuring, "SHORT", 1 << 14)
     monkeypatch.setattr(measuring, "LONG", 1 << 16)
     rates = measuring._measure_kernel_rates(make_single_rank_communicator(), measuring.Processors())
-    relu = [4 * work.nbytes for work in _passes("relu")]
+    calls = (probes.make_calls_of_all_memory_bound_kernels(shapes, "float32", nbytes) for nbytes in (1 << 14, 1 << 16))
+    passes = [work for work in map(count_work_of, chain(*calls)) if "relu" in {one.kernel for one in work.passes}]
+    relu = [4 * work.nbytes for work in passes]
     assert relu[0] < relu[1]
     assert rates.passes["float32"]["relu"] == pytest.approx(relu)
     assert {len(row) for rows in rates.products["float32"].values() for row in rows} == {5}
     weighed = {name for name in rates.passes["float32"] if name.startswith("weights of ")}
     assert weighed == {f"weights of {name}" for name in rates.products["float32"] if name.endswith(WEIGHED)}
-
-
-def _passes(kernel: str) -> list[WorkCount]:
-    found = []
-    for nbytes in (1 << 14, 1 << 16):
-        for call in probes.make_calls_of_all_memory_bound_kernels(shapes, "float32", nbytes):
-            with counting_work() as work:
-                call()
-            found += [work] if kernel in {one.kernel for one in work.passes} else []
-    return found
