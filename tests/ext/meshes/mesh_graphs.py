@@ -118,7 +118,7 @@ def run_layer(
 ) -> Ran:
     """Run a layer of nodes on ranks. x: (samples, nodes, features). dy: a function of the result's shape."""
 
-    def one(comm: Communicator) -> tuple[Any, ...]:
+    def one(comm):
         partition = make_partition(comm, graph, way)
         made, _ = partition.shard_model(layer)
         env = env_of(comm)
@@ -145,7 +145,7 @@ def make_net() -> nn.Layer:
 
 
 def make_trainer(model: nn.Layer, comm: Communicator, domain: Any, **options: Any) -> fsdpx.Trainer:
-    given: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.05, momentum=0.9), **options}
+    given = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.05, momentum=0.9), **options}
     return model.as_distributed(comm=comm, domain=domain, **{"precision": "float64", **given})
 
 

@@ -63,12 +63,12 @@ def run_in_torch(p: Any, x: Any, kinds: Any, e: Any, graph: Graph) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
-def test_edges_of_samples_and_types_of_nodes_train_as_in_pytorch(ranks: int) -> None:
+def test_edges_of_samples_and_types_of_nodes_train_as_in_pytorch(ranks):
     graph, way = Graph.random(9, ranks), WAYS[ranks % len(WAYS)]
     graph = graph.in_rank_order()[0] if way == "owned" else graph
     found = spawn(lambda comm: train(comm, graph, way), ranks)
 
-    def compute_loss(p: Any, x: Any, kinds: Any, e: Any, t: Any) -> Any:
+    def compute_loss(p, x, kinds, e, t):
         return torch.nn.functional.mse_loss(run_in_torch(p, x, kinds, e, graph), t)
 
     losses, p = train_in_torch(found[0][3], compute_loss, zip(*map(torch.tensor, (X, TYPES, E, T)), strict=True))
@@ -83,7 +83,7 @@ def test_edges_of_samples_and_types_of_nodes_train_as_in_pytorch(ranks: int) -> 
 
 
 def exchange(rows: int, width: int = 1, **more: Any) -> Any:
-    def run(mesh: fsdpx.Partition) -> Any:
+    def run(mesh):
         return mesh.exchange_edges(np.zeros((rows if mesh.offsets[0] else EDGES, width if mesh.offsets[0] else 1)))
 
     return run, more
@@ -104,11 +104,11 @@ def predict(model: nn.Layer, x: Any) -> Any:
         (predict(nn.OneHot(2), np.zeros((NODES, 2))), r"wants types of shape \(samples, nodes, 1\)"),
     ],
 )
-def test_edges_and_types_that_do_not_fit_are_refused(call: Any, text: str) -> None:
+def test_edges_and_types_that_do_not_fit_are_refused(call, text):
     run, more = call
     ranks = 2 if run.__name__ == "run" else 1
 
-    def one(comm: Communicator) -> None:
+    def one(comm):
         graph = Graph.random(9, ranks)
         run(fsdpx.Partition.from_replicated_graph(comm, graph.edges, NODES, parts=graph.parts, **more))
 

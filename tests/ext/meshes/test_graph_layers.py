@@ -37,7 +37,6 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.namespace import parse_dtype
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.meshes import kernels
 from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
@@ -111,7 +110,7 @@ def run_in_torch(name: str, p: Any, x: Any, graph: Graph) -> Any:
         return reduce_in_torch(x[:, s] * x[:, r] + x[:, s], r, n, name, 0.7)
     if name == "shared":
 
-        def mlp(e: Any) -> Any:
+        def mlp(e):
             return mlp_in_torch(p, "mlp", torch.cat([e, x[:, s], x[:, r]], dim=-1), torch.tanh, norm=False)
 
         got = reduce_in_torch(mlp(features + x[:, s]) + mlp(x[:, r]), r, n, "mean")
@@ -153,7 +152,7 @@ def assert_ran_alike(got: Ran, wanted: Ran, place: str, tolerance: float = 1e-12
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_any_partition_gives_what_pytorch_gives(name: str) -> None:
+def test_any_partition_gives_what_pytorch_gives(name):
     layer = LAYERS[name]()
     p = draw_parameters(layer)
     for k, ranks in enumerate(RANKS):
@@ -175,16 +174,16 @@ class Forced(nn.Composite):
         return self.conv(nn.Concat()(x, f))
 
 
-def test_each_step_of_a_rollout_reads_its_forcing() -> None:
+def test_each_step_of_a_rollout_reads_its_forcing():
     graph = Graph.random(4, 3)
     rng = np.random.default_rng(3)
     x, f, t = (rng.standard_normal((2, graph.nodes, n)) for n in (3, 3, 6))
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         made = make_partition(
             comm, Graph(graph.nodes, graph.edges, graph.positions, graph.parts % comm.size), "anywhere"
         )
-        options: dict[str, Any] = {"comm": comm, "domain": made, "precision": "float64"}
+        options = {"comm": comm, "domain": made, "precision": "float64"}
         options |= {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
         trainer = nn.Rollout(Forced(), 3, constants=1, forcing="f").as_distributed(**options)
         one, (u, g, later) = Forced().as_distributed(**options), map(made.take_local, (x, f, t))
@@ -200,7 +199,7 @@ def test_each_step_of_a_rollout_reads_its_forcing() -> None:
 
 
 @pytest.mark.parametrize(("format", "mode"), [("bf16", "plain"), ("bf16", "numba"), ("float16", "plain")])
-def test_16_bits_stay_16_bits(format: str, mode: str) -> None:
+def test_16_bits_stay_16_bits(format, mode):
     """In all layers, on two ranks; results are close to those in float64."""
     graph, dtype = Graph.random(0, 2, 9, 20), parse_dtype(format)
     x = np.random.default_rng(0).standard_normal((2, graph.nodes, 3)).astype(dtype)
@@ -215,7 +214,7 @@ def test_16_bits_stay_16_bits(format: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["plain", "numba"])
-def test_of_equal_rows_of_a_segment_the_first_is_the_maximum(mode: str) -> None:
+def test_of_equal_rows_of_a_segment_the_first_is_the_maximum(mode):
     offsets, values = np.array([0, 0, 3, 4, 4, 9]), np.random.default_rng(0).integers(0, 4, (2, 9, 3)).astype(float)
     with choice.use_mode(mode):
         _, found = kernels.segment_max(np, values, offsets, 5)
@@ -223,13 +222,13 @@ def test_of_equal_rows_of_a_segment_the_first_is_the_maximum(mode: str) -> None:
     np.testing.assert_array_equal(found[:, [1, 2, 4]], np.stack(wanted, axis=1))
 
 
-def test_of_equal_values_the_first_in_the_order_of_senders_is_the_maximum() -> None:
+def test_of_equal_values_the_first_in_the_order_of_senders_is_the_maximum():
     """Also if the edges or the ranks of their senders are in another order."""
     graph = Graph(4, np.array([[3, 1, 2], [0, 0, 0]]), np.zeros((4, 2)), np.array([0, 2, 1, 0]))
     x = np.array([5.0, 1.0, 1.0, 1.0]).reshape(1, 4, 1)
 
     class Max(nn.Composite):
-        def compose(self, x: Any) -> Any:
+        def compose(self, x):
             return nn.Aggregate("max")(nn.GatherNodes("sender")(x))
 
     for way in ("split", "anywhere"):
@@ -237,7 +236,7 @@ def test_of_equal_values_the_first_in_the_order_of_senders_is_the_maximum() -> N
         assert got.dx[0, :, 0].tolist() == [0, 1, 0, 0]
 
 
-def test_sums_at_nodes_have_the_same_bits_on_any_partition() -> None:
+def test_sums_at_nodes_have_the_same_bits_on_any_partition():
     graph = Graph.random(0, 5)
     x = np.random.default_rng(0).standard_normal((1, graph.nodes, 2))
     found = []
@@ -248,10 +247,10 @@ def test_sums_at_nodes_have_the_same_bits_on_any_partition() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 5])
-def test_the_exchange_of_ghosts_is_adjoint_and_moves_ghosts_times_width(ranks: int) -> None:
+def test_the_exchange_of_ghosts_is_adjoint_and_moves_ghosts_times_width(ranks):
     graph = Graph.random(3, ranks)
 
-    def one(comm: Communicator) -> tuple[float, ...]:
+    def one(comm):
         local, env = make_partition(comm, graph, "anywhere").graph, env_of(comm)
         rng = np.random.default_rng(comm.rank)
         x, dy = rng.standard_normal((2, local.nodes, 3)), rng.standard_normal((2, local.row_count, 3))
@@ -269,13 +268,13 @@ def test_the_exchange_of_ghosts_is_adjoint_and_moves_ghosts_times_width(ranks: i
 
 
 @pytest.mark.parametrize(("ranks", "way"), list(zip(RANKS, WAYS, strict=True)))
-def test_steps_are_those_of_pytorch(ranks: int, way: str) -> None:
+def test_steps_are_those_of_pytorch(ranks, way):
     graph = Graph.random(5, ranks)
     if way == "owned":
         graph, _ = graph.in_rank_order()
     found = spawn(train, ranks, graph, way, nn.MSELoss())
 
-    def compute_loss(p: Any, x: Any, t: Any) -> Any:
+    def compute_loss(p, x, t):
         return torch.nn.functional.mse_loss(run_in_torch("net", p, x, graph), t)
 
     x, t = map(torch.tensor, make_batches(graph))
@@ -296,12 +295,12 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "weights"])
-def test_losses_of_nodes_are_those_of_one_process(name: str) -> None:
+def test_losses_of_nodes_are_those_of_one_process(name):
     graph = Graph.random(5, 4)
     weights = np.random.default_rng(2).random(graph.nodes)
     weights[:4] = 0
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         loss = nn.MSELoss(weights=weights[graph.parts == comm.rank]) if name == "weights" else LOSSES[name]
         return train(comm, graph, "split", loss)
 
@@ -317,7 +316,7 @@ def test_losses_of_nodes_are_those_of_one_process(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 2), (4,), (2, 5)])
-def test_weights_are_of_nodes_or_of_their_features(shape: tuple[int, ...]) -> None:
+def test_weights_are_of_nodes_or_of_their_features(shape):
     rng = np.random.default_rng(0)
     y, target, weights = rng.standard_normal((3, 5, 2)), rng.standard_normal((3, 5, 2)), rng.random(shape)
     loss, env = (
@@ -336,7 +335,7 @@ def test_weights_are_of_nodes_or_of_their_features(shape: tuple[int, ...]) -> No
     np.testing.assert_allclose(loss.backward(env, saved, 1 / weight), wide * (y - target) / wide.sum())
 
 
-def test_losses_that_need_neighboring_cells_are_refused() -> None:
+def test_losses_that_need_neighboring_cells_are_refused():
     losses = nn.BandRMSE(0, 2), nn.BoundaryRMSE(), nn.RelativeH1(), nn.SpectrumRMSE()
     for loss in (*losses, nn.PhysicsLoss(nn.MSELoss(), nn.FieldLaplacian())):
         with pytest.raises(ConfigError, match="needs the cells of a grid, and cannot be computed on a mesh"):
@@ -344,12 +343,12 @@ def test_losses_that_need_neighboring_cells_are_refused() -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_ensembles_of_node_values(weighted: bool) -> None:
+def test_ensembles_of_node_values(weighted):
     """Members are blocks of features. Five steps on any partition."""
     graph, weights = Graph.random(0, 3), np.random.default_rng(1).random(Graph.random(0, 3).nodes)
     x, y = np.random.default_rng(2).standard_normal((2, graph.nodes, 3))
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         partition = make_partition(comm, graph if comm.size == 3 else Graph.random(0, 1), "split")
         own = partition.take_local(weights[:, None])[: partition.row_counts[0], 0] if weighted else None
         model, loss = nn.Sequential(nn.Linear(3, 6), nn.Tanh()), nn.CRPS(2, weights=own)
@@ -388,10 +387,10 @@ class Doubled(nn.Layer):
         (lambda: nn.MeshGraphNet(3, 4, 2, 4, 1), "edges of the partition have 3 features, but the model expects 4"),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Layer], text: str) -> None:
+def test_a_model_that_does_not_fit_is_refused(make, text):
     graph = Graph.random(0, 2)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         partition = make_partition(comm, graph, "split")
         trainer = make().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=partition)
         trainer.predict(partition.take_local(np.zeros((graph.nodes, 3))))
@@ -418,12 +417,12 @@ WAYS_TO_TRAIN: dict[str, tuple[int, dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("name", WAYS_TO_TRAIN)
-def test_a_mesh_trains_alike_with_each_strategy(name: str) -> None:
+def test_a_mesh_trains_alike_with_each_strategy(name):
     """In a pipeline, each stage has its own partition."""
     graph = Graph.random(5, 3)
     x, t = make_batches(graph)
 
-    def run(comm: Communicator, parts: int, **options: Any) -> list[float]:
+    def run(comm, parts, **options):
         own = comm.subgroup([comm.rank // parts * parts + r for r in range(parts)]) if parts < comm.size else comm
         cut = Graph(graph.nodes, graph.edges, graph.positions, graph.parts % parts)
         partition = make_partition(own, cut, "split")
@@ -437,7 +436,7 @@ def test_a_mesh_trains_alike_with_each_strategy(name: str) -> None:
         np.testing.assert_allclose(losses, wanted, rtol=tolerance)
 
 
-def test_a_part_of_a_mesh_takes_a_part_of_the_memory() -> None:
+def test_a_part_of_a_mesh_takes_a_part_of_the_memory():
     """Measured by dry runs, which make the same allocations as a step."""
     n = 40
     at = np.arange(n * n).reshape(n, n)
@@ -446,7 +445,7 @@ def test_a_part_of_a_mesh_takes_a_part_of_the_memory() -> None:
     )
     points = np.stack(np.divmod(np.arange(n * n), n), axis=-1)
 
-    def measure(comm: Communicator) -> int:
+    def measure(comm):
         mesh = fsdpx.Partition.from_replicated_graph(comm, edges, n * n, positions=points, undirected=True)
         x, y = (np.zeros((1, *mesh.local_shape, f), np.float32) for f in (4, 2))
         net = nn.MeshGraphNet(4, 3, 2, 16, 4)

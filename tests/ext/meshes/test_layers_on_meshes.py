@@ -44,7 +44,7 @@ RUN = {
 """The cases that run on a mesh; all others are refused."""
 
 
-def test_every_layer_is_tried() -> None:
+def test_every_layer_is_tried():
     tried = {type(layer) for make, *_ in ALL.values() for _, layer in iterate_layers(make())}
     missing = {layer for layer in layers_of("fsdpx") - tried if not issubclass(layer, GraphLayer)}
     tried_elsewhere = {"EdgeMLP", "GraphConv", "MeshGraphNet", "NodeMLP", "Prolong", "Restrict"}
@@ -98,7 +98,7 @@ def run_case(comm: Communicator, mesh: fsdpx.Partition, make: Any, inputs: Any, 
     )
 
 
-def test_each_layer_is_equal_on_two_parts_or_refused() -> None:
+def test_each_layer_is_equal_on_two_parts_or_refused():
     (whole,), parts = spawn(run, 1), spawn(run, 2)
     assert {name for name, found in whole.items() if not isinstance(found, str)} == RUN
     for name, wanted in whole.items():
@@ -114,13 +114,13 @@ def test_each_layer_is_equal_on_two_parts_or_refused() -> None:
             np.testing.assert_allclose(a + b, c, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-def test_features_are_standardized_on_nodes_and_edges() -> None:
+def test_features_are_standardized_on_nodes_and_edges():
     mean, std = (1.0, -2.0, 3.0), (2.0, 0.5, 4.0)
     x = np.random.default_rng(0).standard_normal((2, NODES, 3))
     first, last = nn.Standardize(mean, std), nn.Destandardize(mean, std)
     net = nn.Sequential(first, nn.GatherNodes("sender"), last, nn.Aggregate())
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         cycle = np.stack([np.arange(NODES), np.roll(np.arange(NODES), 1)])
         mesh = fsdpx.Partition.from_replicated_graph(comm, cycle, NODES, parts=np.arange(NODES) % comm.size)
         found = [model.as_distributed(comm=comm, domain=mesh, precision="float64") for model in (net, first)]

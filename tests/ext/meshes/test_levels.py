@@ -55,7 +55,7 @@ def train(comm: Communicator, seed: int, way: str) -> Any:
 
 @pytest.mark.parametrize("replaced", ["fine", "coarse"])
 @on_ranks(2)
-def test_edges_of_no_level_are_replaced_between_forward_and_backward(comm: Communicator, replaced: str) -> None:
+def test_edges_of_no_level_are_replaced_between_forward_and_backward(comm, replaced):
     *graphs, level = make_level(comm, 3, "anywhere")
     mesh, graph = getattr(level, replaced), graphs[replaced == "coarse"]
     trainer = VCycle(level).as_distributed(comm=comm, precision="float64", domain=level.fine)
@@ -68,7 +68,7 @@ def test_edges_of_no_level_are_replaced_between_forward_and_backward(comm: Commu
 
 
 def run_in_torch(p: Any, x: Any, fine: Graph, coarse: Graph) -> Any:
-    def conv(name: str, x: Any, graph: Graph, mean: bool = False) -> Any:
+    def conv(name, x, graph, mean = False):
         s, r = torch.tensor(graph.edges)
         got = torch.zeros_like(x).index_add(1, r, x[:, s])
         if mean:
@@ -83,12 +83,12 @@ def run_in_torch(p: Any, x: Any, fine: Graph, coarse: Graph) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
-def test_a_cycle_of_two_meshes_trains_as_in_pytorch(ranks: int) -> None:
+def test_a_cycle_of_two_meshes_trains_as_in_pytorch(ranks):
     way = [way for way in WAYS if way != "owned"][ranks % 5]
     found = spawn(train, ranks, ranks, way)
     graphs = Graph.random(ranks, ranks), Graph.random(ranks + 1, ranks, COARSE, 20)
 
-    def compute_loss(p: Any, x: Any, t: Any) -> Any:
+    def compute_loss(p, x, t):
         return torch.nn.functional.mse_loss(run_in_torch(p, x, *graphs), t)
 
     losses, p = train_in_torch(found[0][2], compute_loss, zip(*map(torch.tensor, (X, T)), strict=True))
@@ -96,15 +96,15 @@ def test_a_cycle_of_two_meshes_trains_as_in_pytorch(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["mean", "sum"])
-def test_each_layer_between_levels_has_the_adjoint_as_its_backward(how: str) -> None:
-    def run(comm: Communicator) -> Any:
+def test_each_layer_between_levels_has_the_adjoint_as_its_backward(how):
+    def run(comm):
         *_, level = make_level(comm, 4, "anywhere")
         env, rng, found = env_of(comm), np.random.default_rng(comm.rank), []
         for layer, (a, b) in (
             (nn.Restrict(level, how), (level.fine, level.coarse)),
             (nn.Prolong(level), (level.coarse, level.fine)),
         ):
-            made: Any = layer.shard_over_ranks(ShardingContext("", [a.partition], 1)).layer
+            made = layer.shard_over_ranks(ShardingContext("", [a.partition], 1)).layer
             x, dy = rng.standard_normal((2, a.graph.nodes, 3)), rng.standard_normal((2, b.graph.nodes, 3))
             y, saved = made.forward(env, {}, x)
             found += [(y * dy).sum(), -(made.backward(env, {}, {}, saved, dy) * x).sum()]
@@ -116,7 +116,7 @@ def test_each_layer_between_levels_has_the_adjoint_as_its_backward(how: str) -> 
 
 
 @on_ranks(2)
-def test_a_dry_run_knows_levels_of_each_rank(comm: Communicator) -> None:
+def test_a_dry_run_knows_levels_of_each_rank(comm):
     *_, level = make_level(comm, 2, "split")
     for rank in range(comm.size):
         mesh = level.fine.as_rank(rank)
@@ -127,7 +127,7 @@ def test_a_dry_run_knows_levels_of_each_rank(comm: Communicator) -> None:
 
 
 def use(build: Any, numbers: Any = None) -> Any:
-    def run(comm: Communicator) -> None:
+    def run(comm):
         *_, level = make_level(comm, 2, "split")
         if numbers is not None:
             fsdpx.MeshLevel(level.fine, level.coarse, numbers if comm.rank else BELONGS[level.fine.numbers])
@@ -150,6 +150,6 @@ def use(build: Any, numbers: Any = None) -> Any:
         (use(None, [0.5]), "rank 1: numbers must be whole numbers"),
     ],
 )
-def test_levels_that_do_not_fit_are_refused(run: Any, text: str) -> None:
+def test_levels_that_do_not_fit_are_refused(run, text):
     with pytest.raises(ConfigError, match=text):
         spawn(run, 2)

@@ -42,10 +42,10 @@ def make_mesh(comm: Communicator) -> Any:
 
 @pytest.mark.parametrize("kind", ["npz", "h5"])
 @pytest.mark.parametrize("ranks", [3, 1])
-def test_each_rank_reads_the_values_of_its_nodes(tmp_path: Path, kind: str, ranks: int) -> None:
+def test_each_rank_reads_the_values_of_its_nodes(tmp_path, kind, ranks):
     path = write(tmp_path, kind, u=U, mask=MASK, sun=SUN)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         mesh = make_mesh(comm)
         found = data.FieldDataset(
             path, mesh, ("u", "mask"), inputs=2, targets=2, forcing="sun", every=2, dtype=np.float64
@@ -62,11 +62,11 @@ def test_each_rank_reads_the_values_of_its_nodes(tmp_path: Path, kind: str, rank
     spawn(run, ranks)
 
 
-def test_a_rollout_trains_on_files_of_a_mesh(tmp_path: Path) -> None:
+def test_a_rollout_trains_on_files_of_a_mesh(tmp_path):
     path = tmp_path / "u.npy"
     np.save(path, U[0])
 
-    def run(comm: Communicator) -> list[float]:
+    def run(comm):
         mesh = make_mesh(comm)
         samples = data.FieldDataset(path, mesh, dims="tic", targets=2)
         trainer = make_trainer(nn.Rollout(nn.GraphConv(2, 2), 2), comm, mesh, optimizer=optim.SGD(lr=0.1))
@@ -75,7 +75,7 @@ def test_a_rollout_trains_on_files_of_a_mesh(tmp_path: Path) -> None:
     np.testing.assert_allclose(spawn(run, 3)[0], spawn(run, 1)[0], rtol=1e-6)
 
 
-def test_a_file_of_another_mesh_is_told(tmp_path: Path) -> None:
+def test_a_file_of_another_mesh_is_told(tmp_path):
     np.save(tmp_path / "u.npy", U[0, :, :5])
     with pytest.raises(DataError, match="5 along 'i', not 400"):
         spawn(lambda comm: data.FieldDataset(tmp_path / "u.npy", make_mesh(comm), dims="tic"), 2)

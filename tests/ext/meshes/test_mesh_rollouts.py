@@ -58,7 +58,7 @@ def train(comm: Communicator, graph: Graph, way: str, random: bool, **more: Any)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
-def test_a_rollout_of_a_mesh_trains_as_in_pytorch(ranks: int) -> None:
+def test_a_rollout_of_a_mesh_trains_as_in_pytorch(ranks):
     torch = pytest.importorskip("torch")
     from torch_graphs import assert_trained_alike, mlp_in_torch, train_in_torch
 
@@ -66,7 +66,7 @@ def test_a_rollout_of_a_mesh_trains_as_in_pytorch(ranks: int) -> None:
     found = spawn(lambda comm: train(comm, graph, way, False), ranks)
     s_, r_ = torch.tensor(graph.edges)
 
-    def roll_out(p: Any, x: Any, f: Any, e: Any, s: Any) -> Any:
+    def roll_out(p, x, f, e, s):
         states, constant, made = [x[..., :2], x[..., 2:4]], x[..., 4:], []
         for i in range(AHEAD):
             h = torch.cat([*states[-2:], constant, f[..., i : i + 1]], dim=-1)
@@ -79,7 +79,7 @@ def test_a_rollout_of_a_mesh_trains_as_in_pytorch(ranks: int) -> None:
             states.append(made[-1])
         return torch.cat(made, dim=-1)
 
-    def compute_loss(p: Any, *batch: Any) -> Any:
+    def compute_loss(p, *batch):
         return torch.nn.functional.mse_loss(roll_out(p, *batch[:-1]), batch[-1])
 
     losses, p = train_in_torch(found[0][2], compute_loss, zip(*map(torch.tensor, (X, F, E, S, T)), strict=True))
@@ -89,7 +89,7 @@ def test_a_rollout_of_a_mesh_trains_as_in_pytorch(ranks: int) -> None:
     assert_trained_alike(found, losses, {"y": y[0], "dx": x.grad, "df": f.grad, "ds": s.grad}, p)
 
 
-def test_noise_and_dropout_are_the_same_on_any_partition() -> None:
+def test_noise_and_dropout_are_the_same_on_any_partition():
     whole = Graph.random(9, 1)
     losses, values, _, parameters = spawn(lambda comm: train(comm, whole, "split", True), 1)[0]
     for k, ranks in enumerate(few([3, 5, 2], 3)):
@@ -103,7 +103,7 @@ def test_noise_and_dropout_are_the_same_on_any_partition() -> None:
 
 
 @pytest.mark.parametrize("width", [3, 700])
-def test_numbers_of_rows_are_those_of_the_larger_array(width: int) -> None:
+def test_numbers_of_rows_are_those_of_the_larger_array(width):
     """Rows of which some are close to each other and some are far apart."""
     rng, total = np.random.default_rng(0), 4000
     rows = np.concatenate([rng.choice(900, 40, replace=False), [3999, 1500, 1501]])
@@ -128,8 +128,8 @@ def test_numbers_of_rows_are_those_of_the_larger_array(width: int) -> None:
         (nn.GraphConv(5, 5), {"noise": 0.1, "noise_weights": np.ones(4)}, r"noise_weights of shape \(4,\) do not fit"),
     ],
 )
-def test_a_step_that_does_not_fit_is_refused(net: nn.Layer, more: Any, text: str) -> None:
-    def run(comm: Communicator) -> None:
+def test_a_step_that_does_not_fit_is_refused(net, more, text):
+    def run(comm):
         mesh = make_partition(comm, Graph.random(9, 1), "split")
         options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "comm": comm, "domain": mesh}
         nn.Rollout(net, 2, **more).as_distributed(**options).step(X[0], np.concatenate([X[0], X[0]], axis=-1))

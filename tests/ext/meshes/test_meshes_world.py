@@ -13,7 +13,6 @@ from ranks import from_rank_0
 
 import fsdpx
 from fsdpx import nn, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world", ["mpi"], indirect=True)]
@@ -25,7 +24,7 @@ def train_on_threads(way: str, ranks: int) -> Any:
     return spawn(train, ranks, Graph.random(5, ranks), way, nn.MSELoss())[0]
 
 
-def test_ranks_of_mpi_train_as_thread_ranks_do(world: Communicator) -> None:
+def test_ranks_of_mpi_train_as_thread_ranks_do(world):
     MPI = pytest.importorskip("mpi4py.MPI")
     graph, way = Graph.random(5, world.size), "anywhere"
     losses, predicted, _, _ = train(MPI.COMM_WORLD, graph, way, nn.MSELoss())
@@ -44,7 +43,7 @@ def test_ranks_of_mpi_train_as_thread_ranks_do(world: Communicator) -> None:
     made.close()
 
 
-def test_the_program_of_the_documentation_learns(world: Communicator, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_of_the_documentation_learns(world, capsys):
     MPI = pytest.importorskip("mpi4py.MPI")
     runpy.run_path(str(PROGRAM))["main"](MPI.COMM_WORLD)
     if world.rank == 0:

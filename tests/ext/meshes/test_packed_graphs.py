@@ -43,15 +43,15 @@ def train(comm: Communicator) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
-def test_packed_graphs_train_as_each_by_itself_in_pytorch(ranks: int) -> None:
+def test_packed_graphs_train_as_each_by_itself_in_pytorch(ranks):
     found = spawn(train, ranks)
     total = 2 * 2 * sum(SIZES)
 
-    def run(p: Any, graph: Graph, x: np.ndarray) -> Any:
+    def run(p, graph, x):
         features = edge_features_in_torch(graph, x.shape[0])
         return mesh_graph_net_in_torch(p, torch.tensor(x), features, graph, torch.nn.functional.silu)
 
-    def compute_loss(p: Any, i: int) -> Any:
+    def compute_loss(p, i):
         errors = [(run(p, g, x[i]) - torch.tensor(t[i])) ** 2 for g, x, t in zip(GRAPHS, X, T, strict=True)]
         return sum(error.sum() for error in errors) / total
 
@@ -101,12 +101,12 @@ def train_readouts(comm: Communicator) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
-def test_values_of_each_graph_train_as_in_pytorch(ranks: int) -> None:
+def test_values_of_each_graph_train_as_in_pytorch(ranks):
     found, packed = spawn(train_readouts, ranks), pack()
     (s, r), numbers = torch.tensor(packed.edges), torch.tensor(packed.graph_numbers)
     sizes = torch.tensor(SIZES)[:, None]
 
-    def compute_loss(p: Any, i: int) -> Any:
+    def compute_loss(p, i):
         x, targets = torch.tensor(packed.pack([a[i] for a in X])), [torch.tensor(a[i]) for a in TARGETS]
         got = torch.zeros_like(x).index_add(1, r, x[:, s])
         h = torch.tanh(got @ p["conv.lin_rel.weight"].T + p["conv.lin_rel.bias"] + x @ p["conv.lin_root.weight"].T)
@@ -119,7 +119,7 @@ def test_values_of_each_graph_train_as_in_pytorch(ranks: int) -> None:
     assert [one.shape for one in found[0][1]] == [(2, sum(SIZES), 4), (2, len(SIZES), 2), (2, len(SIZES), 4)]
 
 
-def test_graphs_are_even_over_ranks_and_come_back() -> None:
+def test_graphs_are_even_over_ranks_and_come_back():
     packed = pack()
     for ranks in (1, 2, 3, 8):
         parts = packed.assign_parts(ranks)
@@ -140,7 +140,7 @@ def test_graphs_are_even_over_ranks_and_come_back() -> None:
         (lambda: pack().pack([a[0] if i else a[0, 0] for i, a in enumerate(X)]), "differ in more than their nodes"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(call: Any, text: str) -> None:
+def test_what_does_not_fit_together_is_refused(call, text):
     with pytest.raises(DataError, match=text):
         call()
 
@@ -184,10 +184,10 @@ def train_on_changing_graphs(comm: Communicator, precision: str) -> Any:
 
 
 @pytest.mark.parametrize(("ranks", "precision"), [(1, "float64"), (2, "float32"), *((n, "float64") for n in (3, 5, 8))])
-def test_graphs_that_change_from_step_to_step_train_as_in_pytorch(ranks: int, precision: str) -> None:
+def test_graphs_that_change_from_step_to_step_train_as_in_pytorch(ranks, precision):
     found = spawn(train_on_changing_graphs, ranks, precision)
 
-    def compute_loss(p: Any, i: int) -> Any:
+    def compute_loss(p, i):
         packed, values, positions, x, t = draw_batch(i)
         graph, known = Graph(30, packed.edges, positions, np.zeros(30, np.int64)), torch.tensor(~np.isnan(t[:, 0]))
         features = torch.cat([edge_features_in_torch(graph), torch.tensor(values)[None]], dim=2)

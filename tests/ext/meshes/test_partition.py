@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,13 +25,13 @@ def list_edges(partition: fsdpx.Partition) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_receiver_has_all_of_its_edges_however_they_are_passed(way: str) -> None:
+def test_each_receiver_has_all_of_its_edges_however_they_are_passed(way):
     graph, _ = Graph.random(2, 4).in_rank_order()
     apart = graph.positions[graph.edges[0]] - graph.positions[graph.edges[1]]
     features = np.concatenate([apart, np.linalg.norm(apart, axis=1, keepdims=True)], axis=1)
     wanted = [(*map(int, e), *np.round(f, 9).tolist()) for e, f in zip(graph.edges.T, features, strict=True)]
 
-    def one(comm: Communicator) -> Any:
+    def one(comm):
         made = make_partition(comm, graph, way)
         assert (made.total_nodes, made.total_edges, made.dims) == (graph.nodes, graph.edges.shape[1], (4,))
         assert set(made.graph.receivers) <= set(range(made.local_shape[0]))
@@ -58,11 +57,11 @@ def triangles(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_cells_of_ranks_that_share_nodes_make_each_edge_once(ranks: int) -> None:
+def test_cells_of_ranks_that_share_nodes_make_each_edge_once(ranks):
     points, cells = triangles(5)
     pairs = {tuple(pair) for cell in cells.tolist() for i in cell for j in cell if i != j for pair in [(i, j)]}
 
-    def one(comm: Communicator) -> Any:
+    def one(comm):
         mine = cells[comm.rank :: comm.size]
         rows = np.unique(mine)
         made = fsdpx.Partition.from_cells(comm, mine, positions=points[rows])
@@ -85,11 +84,11 @@ def test_cells_of_ranks_that_share_nodes_make_each_edge_once(ranks: int) -> None
     assert set(edges) == pairs
 
 
-def test_parts_by_coordinates_are_even_and_edges_between_them_few() -> None:
+def test_parts_by_coordinates_are_even_and_edges_between_them_few():
     points, cells = triangles(12)
     edges = np.concatenate([cells[:, [0, 1]], cells[:, [1, 2]], cells[:, [0, 2]]]).T
 
-    def one(comm: Communicator, method: str) -> Any:
+    def one(comm, method):
         made = fsdpx.Partition.from_replicated_graph(
             comm, edges, len(points), positions=points, method=method, undirected=True
         )
@@ -109,13 +108,13 @@ def test_parts_by_coordinates_are_even_and_edges_between_them_few() -> None:
         assert sum(n for n, *_ in spawn(one, 3, "metis")) == len(points)
 
 
-def test_edges_lost_at_the_borders_of_parts_are_an_error_or_put_right() -> None:
+def test_edges_lost_at_the_borders_of_parts_are_an_error_or_put_right():
     """Each rank has the cells of its nodes, but passes only edges that its own nodes receive from its own cells."""
     points, cells = triangles(9)
     parts = (points[:, 0] > 0.5).astype(int)
     home = parts[cells].min(axis=1)
 
-    def one(comm: Communicator, undirected: bool | None) -> Any:
+    def one(comm, undirected):
         mine = cells[home == comm.rank]
         rows = np.unique(np.concatenate([mine.reshape(-1), np.flatnonzero(parts == comm.rank)]))
         ends = np.concatenate([mine[:, p] for p in ([0, 1], [1, 0], [1, 2], [2, 1], [0, 2], [2, 0])])
@@ -139,16 +138,16 @@ EDGES = np.array([[0, 1], [1, 0]])
 def owned(**change: Any) -> Callable[[Communicator], Any]:
     """Return a function that makes a partition with two nodes per rank, with changed arguments on rank 1."""
 
-    def one(comm: Communicator) -> Any:
+    def one(comm):
         first = 2 * comm.rank
-        options: dict[str, Any] = {"owned": 2, "ghosts": [(first + 2) % 6], "edges": np.array([[0, 2], [1, 1]])}
+        options = {"owned": 2, "ghosts": [(first + 2) % 6], "edges": np.array([[0, 2], [1, 1]])}
         return fsdpx.Partition(comm, **{**options, **(change if comm.rank == 1 else {})})
 
     return one
 
 
 def numbered(rank1: Any, mask: list[bool] | None = None, **change: Any) -> Callable[[Communicator], Any]:
-    def one(comm: Communicator) -> Any:
+    def one(comm):
         rows = [[0, 1], rank1, [4, 5]][comm.rank]
         own = [True] * len(rows) if comm.rank != 1 or mask is None else mask
         options = {"edges": EDGES, **(change if comm.rank == 1 else {})}
@@ -176,7 +175,7 @@ def far(comm: Communicator) -> Any:
 def featured(ends: list[list[int]], features: list[list[float]]) -> Callable[[Communicator], Any]:
     """All ranks pass an edge from node 0 to node 1, for which rank 1 passes other values."""
 
-    def one(comm: Communicator) -> Any:
+    def one(comm):
         edges, values = (ends, features) if comm.rank == 1 else ([[0], [1]], [[2.0]])
         return fsdpx.Partition.from_numbers(comm, [0, 1], edges=edges, edge_features=values)
 
@@ -184,7 +183,7 @@ def featured(ends: list[list[int]], features: list[list[float]]) -> Callable[[Co
 
 
 def split(**change: Any) -> Callable[[Communicator], Any]:
-    def one(comm: Communicator) -> Any:
+    def one(comm):
         options = {"edges": EDGES, "nodes": 4, "parts": [0, 1, 1, 2], **(change if comm.rank == 1 else {})}
         return fsdpx.Partition.from_replicated_graph(comm, **options)
 
@@ -192,7 +191,7 @@ def split(**change: Any) -> Callable[[Communicator], Any]:
 
 
 def cells(**change: Any) -> Callable[[Communicator], Any]:
-    def one(comm: Communicator) -> Any:
+    def one(comm):
         return fsdpx.Partition.from_cells(comm, **{"cells": [[0, 1, 2]], **(change if comm.rank == 1 else {})})
 
     return one
@@ -214,7 +213,7 @@ WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
     (owned(ghosts=[2]), "rank 1: node 2 has two rows: give each node once"),
     (owned(ghosts=[0.5]), "rank 1: ghosts must be whole numbers with 1 dims, got float64"),
     (owned(ghosts=[-3]), "rank 1: ghosts has -3, and must be at least 0"),
-    (owned(owners=[2]), None),  # type: ignore[list-item]  # right: node 4 is on rank 2
+    (owned(owners=[2]), None),  # right: node 4 is on rank 2
     (owned(owners=[0]), "rank 1: owners= says that rank 0 owns node 4, but rank 2 does"),
     (owned(owners=[0, 2]), "rank 1: owners has 2 ranks for 1 ghosts"),
     (owned(edges=np.zeros((3, 2), int)), r"rank 1: edges must be \(2, edges\).* got \(3, 2\): transpose it"),
@@ -228,7 +227,7 @@ WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
     (owned(ghosts=[[1], [2, 3]]), "rank 1: ghosts must be an array: "),
     (owned(edges=[[0, 1], [1]]), "rank 1: edges must be an array: "),
     (owned(edges=None), "rank 1: edges must be whole numbers with 2 dims, got object"),
-    (owned(edges=[]), None),  # type: ignore[list-item]
+    (owned(edges=[]), None),
     (owned(positions=[[0, 1], [1]]), "rank 1: positions must be an array: "),
     (owned(undirected=True), "undirected: rank 0 has None, and rank 1 True"),
     (numbered([2, 5]), "node 5 is owned by ranks 1, 2: each node has one owner"),
@@ -237,10 +236,10 @@ WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
     (numbered([2, 3], [True]), "rank 1: owned_mask must be 2 bools"),
     (numbered([2, 3], [True, False]), "node 3 is a ghost on rank 1, and no rank owns it"),
     (placed, r"node 2 is at \[2\.0, 1\.0\] on rank 1, which owns it, and at \[2\.0, 7\.0\] on rank 0"),
-    (without_rows, None),  # type: ignore[list-item]
-    (far, None),  # type: ignore[list-item]
+    (without_rows, None),
+    (far, None),
     (owned(positions=np.full((3, 2), np.nan)), "rank 1: positions has nan in row 0: give finite numbers"),
-    (featured([[0], [1]], [[2.0 + 1e-12]]), None),  # type: ignore[list-item]
+    (featured([[0], [1]], [[2.0 + 1e-12]]), None),
     (
         featured([[0], [1]], [[1.0]]),
         r"the edge from node 0 to node 1 has the features \[2\.0\] on rank 0, and \[1\.0\] on rank 1",
@@ -265,17 +264,17 @@ WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
     (cells(pairs=[(0.0, 1.0)]), "rank 1: pairs must be whole numbers with 2 dims, got float64"),
     (cells(cells=[[0, 1, 2], [1, 2]]), "rank 1: cells must be an array: "),
     (cells(numbers=[0, 1]), "rank 1: edges has row 2, but there are 2 rows of nodes"),
-    (cells(cells=[]), None),  # type: ignore[list-item]
+    (cells(cells=[]), None),
     (lambda comm: fsdpx.Partition.from_cells(comm, [0, 1]), "cells must be whole numbers with 2 dims"),
     (lambda comm: fsdpx.Partition("comm", owned=1, edges=EDGES), "is not a communicator"),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)))
-def test_a_wrong_argument_of_one_rank_is_an_error_on_all(number: int) -> None:
+def test_a_wrong_argument_of_one_rank_is_an_error_on_all(number):
     make, text = WRONG[number]
 
-    def one(comm: Communicator) -> str:
+    def one(comm):
         try:
             make(comm)
         except ConfigError as error:
@@ -287,11 +286,11 @@ def test_a_wrong_argument_of_one_rank_is_an_error_on_all(number: int) -> None:
     assert re.search(text, found[0]) if text else found[0] == ""
 
 
-def test_arrays_have_the_rows_of_owned_nodes_or_of_all_nodes_of_a_rank() -> None:
+def test_arrays_have_the_rows_of_owned_nodes_or_of_all_nodes_of_a_rank():
     graph, _ = Graph.random(1, 3).in_rank_order()
     values = np.random.default_rng(0).standard_normal((graph.nodes, 3))
 
-    def one(comm: Communicator) -> Any:
+    def one(comm):
         made = make_partition(comm, graph, "owned")
         rows = np.concatenate([made.numbers, np.full(made.row_counts[1] - made.row_counts[0], -1)])
         wide = np.where(rows[:, None] < 0, np.nan, values[rows])  # values of ghosts are not read
@@ -332,8 +331,8 @@ def read_only(rows: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("method", ["all_gather", "update_ghosts", "exchange_edges"])
-def test_arrays_of_other_kinds_on_one_rank_are_an_error_on_all(method: str) -> None:
-    makes: dict[str, tuple[Callable[[int], Any], str]] = {
+def test_arrays_of_other_kinds_on_one_rank_are_an_error_on_all(method):
+    makes = {
         "width": (lambda rows: np.zeros((rows, 3)), r"rank 0 has float64 of shape \(rows, 2\), and rank 1 .*rows, 3"),
         "dtype": (lambda rows: np.zeros((rows, 2), int), "rank 0 has float64 of .*, and rank 1 int64 of shape"),
         "samples": (lambda rows: np.zeros((1, rows, 2)), ".*rank 1"),
@@ -342,7 +341,7 @@ def test_arrays_of_other_kinds_on_one_rank_are_an_error_on_all(method: str) -> N
         "read": (read_only, "rank 1: ndarray that cannot be changed in place: give a writable numpy array"),
     }
 
-    def one(comm: Communicator) -> list[str]:
+    def one(comm):
         first = 2 * comm.rank
         made = fsdpx.Partition(comm, owned=2, ghosts=[(first + 2) % 4], edges=[[2, 0, 1], [0, 1, 1]])
         found = []
@@ -358,10 +357,10 @@ def test_arrays_of_other_kinds_on_one_rank_are_an_error_on_all(method: str) -> N
     assert a == b
 
 
-def test_labels_of_any_number_of_samples_are_labels() -> None:
+def test_labels_of_any_number_of_samples_are_labels():
     """Also of as many samples as a rank has nodes, or nodes and ghosts."""
 
-    def one(comm: Communicator) -> list[float]:
+    def one(comm):
         parts = np.array([0, 1, 1]) % comm.size
         made = fsdpx.Partition.from_replicated_graph(comm, [[0, 1, 2], [1, 2, 0]], 3, parts=parts)
         trainer = make_trainer(nn.GraphConv(2, 2), comm, made, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1))
@@ -371,12 +370,12 @@ def test_labels_of_any_number_of_samples_are_labels() -> None:
     np.testing.assert_allclose(spawn(one, 2)[0], spawn(one, 1)[0], rtol=1e-12)
 
 
-def test_rows_of_ghosts_may_be_anywhere() -> None:
+def test_rows_of_ghosts_may_be_anywhere():
     rows = [[4, 0, 1, 2], [1, 3, 2, 4]]
     mask = [[False, True, False, True], [True, True, False, True]]
     whole = np.arange(10.0).reshape(5, 2)
 
-    def one(comm: Communicator) -> Any:
+    def one(comm):
         own = np.array(mask[comm.rank])
         made = fsdpx.Partition.from_numbers(comm, rows[comm.rank], own, edges=[[0, 1, 2], [1, 2, 3]])
         assert made.owned_rows.tolist() == np.flatnonzero(own).tolist()
@@ -389,11 +388,11 @@ def test_rows_of_ghosts_may_be_anywhere() -> None:
         np.testing.assert_array_equal(found, whole[numbers])
 
 
-def test_a_training_goes_on_with_another_partition_of_the_mesh(tmp_path: Path) -> None:
+def test_a_training_goes_on_with_another_partition_of_the_mesh(tmp_path):
     graph = Graph.random(4, 3)
     x, t = np.random.default_rng(3).standard_normal((2, 4, graph.nodes, 3))
 
-    def one(comm: Communicator, steps: slice, saves: bool) -> Any:
+    def one(comm, steps, saves):
         cut = Graph(graph.nodes, graph.edges, graph.positions, graph.parts % comm.size)
         made = make_partition(comm, cut, "anywhere")
         trainer = make_trainer(nn.GATConv(3, 3), comm, made, optimizer=optim.AdamW(lr=0.1))
@@ -409,11 +408,11 @@ def test_a_training_goes_on_with_another_partition_of_the_mesh(tmp_path: Path) -
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
-def test_members_of_an_ensemble_have_a_partition_each() -> None:
+def test_members_of_an_ensemble_have_a_partition_each():
     graph = Graph.random(4, 2)
     x, t = np.random.default_rng(3).standard_normal((2, 3, 2, graph.nodes, 3))
 
-    def one(comm: Communicator, members: int) -> Any:
+    def one(comm, members):
         member = comm.rank // (comm.size // members)
         own = comm.subgroup([comm.size // members * member + r for r in range(comm.size // members)])
         made = make_partition(own, graph, "split")
@@ -428,7 +427,7 @@ def test_members_of_an_ensemble_have_a_partition_each() -> None:
 
 
 @on_ranks(2)
-def test_loaders_that_give_the_ranks_of_a_mesh_different_samples_are_refused(comm: Communicator) -> None:
+def test_loaders_that_give_the_ranks_of_a_mesh_different_samples_are_refused(comm):
     mesh = make_partition(comm, Graph.random(1, comm.size), "anywhere")
     trainer = nn.GraphConv(3, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=mesh)
     fields = np.zeros((8, mesh.local_shape[0], 5), np.float32)

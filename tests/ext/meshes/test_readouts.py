@@ -75,12 +75,12 @@ def run_in_torch(p: Any, x: Any, s: Any, edges: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
-def test_readouts_and_scalars_train_as_in_pytorch(ranks: int) -> None:
+def test_readouts_and_scalars_train_as_in_pytorch(ranks):
     graph, way = Graph.random(7, ranks), [way for way in WAYS if way != "owned"][ranks % 5]
     found = spawn(lambda comm: train(comm, graph, way), ranks)
     edges = torch.tensor(graph.edges)
 
-    def compute_loss(p: Any, x: Any, s: Any, t: Any, d: Any) -> Any:
+    def compute_loss(p, x, s, t, d):
         u, drag = run_in_torch(p, x, s, edges)
         return torch.nn.functional.mse_loss(u, t) + 0.5 * torch.nn.functional.mse_loss(drag, d)
 
@@ -91,14 +91,14 @@ def test_readouts_and_scalars_train_as_in_pytorch(ranks: int) -> None:
     assert_trained_alike(found, losses, {"u": u[0], "drag": drag[0], "dx": x.grad, "ds": s.grad}, p)
 
 
-def test_equal_maxima_share_their_gradient_also_between_ranks() -> None:
+def test_equal_maxima_share_their_gradient_also_between_ranks():
     x = np.zeros((2, NODES, 2))
     x[0, [3, 9, 17], 0] = 2.0
     x[1, 5, 1] = np.nan
     dy = np.array([[6.0, 23.0], [1.0, 1.0]])
     graph = Graph.random(7, 3)
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         mesh = make_partition(comm, graph, "anywhere")
         trainer = nn.GlobalMax().as_distributed(comm=comm, precision="float64", domain=mesh)
         y = trainer.forward(mesh.take_local(x))
@@ -125,8 +125,8 @@ MIXED = nn.Graph({"m": (nn.GlobalMean(), "x"), "y": (nn.Add(), "x", "m")}, input
         (make_net(None), (X[0, 0], np.ones((1, 2))), "the model reads or returns scalars there, which every rank"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_out_is_refused(model: nn.Layer, x: Any, text: str) -> None:
-    def run(comm: Communicator) -> None:
+def test_what_cannot_be_read_out_is_refused(model, x, text):
+    def run(comm):
         mesh = make_partition(comm, Graph.random(7, 2), "split")
         first, *rest = x if isinstance(x, tuple) else (x,)
         given = (mesh.take_local(first), *rest) if rest else mesh.take_local(first)
@@ -137,8 +137,8 @@ def test_what_cannot_be_read_out_is_refused(model: nn.Layer, x: Any, text: str) 
     assert text in str(error.value)
 
 
-def test_scalars_that_differ_between_ranks_are_told() -> None:
-    def run(comm: Communicator) -> None:
+def test_scalars_that_differ_between_ranks_are_told():
+    def run(comm):
         mesh = make_partition(comm, Graph.random(7, 2), "split")
         net = make_net(mesh.take_local(VOLUMES))
         trainer = net.as_distributed(comm=comm, domain=mesh, loss=LOSS, optimizer=optim.SGD(lr=0.1))

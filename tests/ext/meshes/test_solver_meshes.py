@@ -6,7 +6,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +22,10 @@ from fsdpx.errors import ConfigError
 
 
 @pytest.mark.parametrize("solver", ["dolfinx", "dmplex"])
-def test_a_graph_has_all_edges_whatever_ghosts_the_solver_has(solver: str) -> None:
+def test_a_graph_has_all_edges_whatever_ghosts_the_solver_has(solver):
     mesh = CutMesh.random(4)
 
-    def read(comm: Communicator, nodes: str, has_ghosts: bool) -> list[tuple[int, int]]:
+    def read(comm, nodes, has_ghosts):
         part, places = mesh.take(comm, has_ghosts), mesh.points if nodes == "vertices" else mesh.centers
         if solver == "dolfinx":
             space, mine = part.make_space(int(nodes == "vertices"))
@@ -50,10 +49,10 @@ def test_a_graph_has_all_edges_whatever_ghosts_the_solver_has(solver: str) -> No
         assert set(edges) == mesh.list_edges(nodes == "cells")
 
 
-def test_pairs_and_positions_replace_those_of_the_solver() -> None:
+def test_pairs_and_positions_replace_those_of_the_solver():
     mesh = CutMesh.random(2)
 
-    def one(comm: Communicator) -> Any:
+    def one(comm):
         part = mesh.take(comm, True)
         space, dofs = part.make_space(1)
         scaled = 3 * mesh.points[dofs.local]
@@ -90,8 +89,8 @@ def read_dmplex(comm: Communicator, depth: int, **options: Any) -> Any:
         (lambda comm: read_dmplex(comm, 2, positions=np.ones((3, 2))), r"positions must be \(\d.*, n\) numbers"),
     ],
 )  # fmt: skip
-def test_what_gives_no_graph_is_an_error_on_all_ranks(make: Callable[[Communicator], Any], text: str) -> None:
-    def one(comm: Communicator) -> str:
+def test_what_gives_no_graph_is_an_error_on_all_ranks(make, text):
+    def one(comm):
         with pytest.raises(ConfigError) as caught:
             make(comm)
         return str(caught.value)
@@ -124,7 +123,7 @@ BLOCKS: dict[str, tuple[np.ndarray, list[tuple[str, list[list[int]]]], str]] = {
 
 @pytest.mark.parametrize("library", ["stand-in", "meshio"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_mesh_of_meshio_is_partitioned(name: str, library: str, tmp_path: Path) -> None:
+def test_a_mesh_of_meshio_is_partitioned(name, library, tmp_path):
     points, blocks, wanted = BLOCKS[name]
     if library == "meshio":
         meshio, path = pytest.importorskip("meshio"), tmp_path / "mesh.vtk"
@@ -134,7 +133,7 @@ def test_a_mesh_of_meshio_is_partitioned(name: str, library: str, tmp_path: Path
         cells = [SimpleNamespace(type=kind, data=np.array(rows)) for kind, rows in blocks]
         mesh = SimpleNamespace(points=points, cells=cells, point_data={"u": points[:, 0]})
 
-    def read(comm: Communicator) -> tuple[set[frozenset[int]], int, int, np.ndarray]:
+    def read(comm):
         made = fsdpx.Partition.from_meshio(comm, mesh, parts=np.arange(len(points)) % comm.size)
         edges = {frozenset(pair) for pair in made.edges.T.tolist()}
         return edges, made.total_edges, made.edge_feature_count, made.all_gather(made.take_local(mesh.point_data["u"]))
@@ -147,7 +146,7 @@ def test_a_mesh_of_meshio_is_partitioned(name: str, library: str, tmp_path: Path
         np.testing.assert_array_equal(values, points[:, 0])
 
 
-def test_cells_of_meshio_without_a_table_are_an_error() -> None:
+def test_cells_of_meshio_without_a_table_are_an_error():
     ragged = SimpleNamespace(points=POINTS, cells=[SimpleNamespace(type="polyhedron4", data=[[[0, 1], [2]], [[3]]])])
     with pytest.raises(ConfigError, match="cells of type 'polyhedron4' must be an array"):
         fsdpx.Partition.from_meshio(spawn(lambda comm: comm, 1)[0], ragged)
@@ -156,12 +155,12 @@ def test_cells_of_meshio_without_a_table_are_an_error() -> None:
 @pytest.mark.mpi_skip
 @pytest.mark.jobs
 @pytest.mark.parametrize("library", ["dolfinx", "petsc4py"])
-def test_meshes_of_the_libraries_themselves_are_one_graph_on_any_ranks(library: str) -> None:
+def test_meshes_of_the_libraries_themselves_are_one_graph_on_any_ranks(library):
     """Each printed line is the same on 1, 2 and 4 ranks, and for all ghost modes and overlaps."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"could not import {library!r}")
 
-    def read_lines(ranks: int) -> set[str]:
+    def read_lines(ranks):
         program = str(Path(__file__).with_name("solver_graphs.py"))
         done = subprocess.run(
             [str(MPIEXEC), "-n", str(ranks), sys.executable, program, library],
