@@ -40,8 +40,7 @@ def run(
     """A job that is ended by its watchdog, or otherwise, of which nothing is left."""
     done = job(folder, trainer + misbehave + steps, ranks=ranks, FSDPX_TIMEOUT=str(TIMEOUT), **variables)
     assert none_left(folder)
-    assert (done.status == 124) == by_watchdog, done.err
-    assert done.status != 0, done.err
+    assert done.status == 124 if by_watchdog else done.status != 0, done.err
     assert "ended well" not in done.out
     return done
 
