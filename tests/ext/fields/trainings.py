@@ -15,7 +15,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.testing import assert_close
+from fsdpx.testing import find_difference
 
 
 def make_trainer(net: nn.Layer, grid: fsdpx.Grid | None, **more: Any) -> Trainer:
@@ -41,20 +41,24 @@ def demand_like(want: Any, run: Callable[..., Any], grids: Iterable[Any], tolera
     """`run(comm, dims, cuts)` gives the same on each rank of each grid."""
     for dims, cuts in grids:
         for rank, found in enumerate(spawn(run, int(np.prod(dims)), dims, cuts)):
-            assert_close(found, want, tolerance, rank=rank)
+            apart = find_difference(found, want, tolerance)
+            assert apart is None, f"{dims} {cuts}, rank {rank}, {apart}; allowed is {tolerance:g}"
 
 
-def demand_refused(call: Callable[[Communicator], Any], message: str, ranks: int = 2, start: str = "") -> None:
-    """All ranks raise an error of options or data whose text contains the message and begins with `start`."""
+def demand_refused(call: Callable[[Communicator], Any], message: str, ranks: int = 2, start: str = "") -> list[str]:
+    """All ranks raise an error of options or data whose text contains the message and begins with `start`. Return the
+    texts."""
 
     def one(comm: Communicator) -> str:
         with pytest.raises((ConfigError, DataError)) as error:
             call(comm)
         return str(error.value)
 
-    for text in spawn(one, ranks):
+    texts = spawn(one, ranks)
+    for text in texts:
         assert text.startswith(start), text
         assert message in text, text
+    return texts
 
 
 def demand_error(kind: Any, call: Callable[[], Any], message: str) -> None:
