@@ -199,7 +199,10 @@ def test_training_with_physics_over_a_grid() -> None:
         (lambda: nn.FieldGradient(([0.0, "1"],)), "spacing: [0.0, '1'] must be positions that increase"),
         (lambda: nn.FieldGradient(np.ones((2, 2))), "Gradient: spacing: array([1., 1.]) must be positions"),
         (lambda: nn.FieldGradient(np.array(-1.0)), "Gradient: spacing: an array of () is not a number above 0"),
-        (lambda: nn.FieldGradient(periodic=[np.ones(3), True]), "periodic: an array of (3,) is not True or False"),
+        (
+            lambda: nn.FieldGradient(periodic=[np.ones(3), True]),
+            "Gradient: periodic: an array of (3,) is not True or False",
+        ),
         (lambda: nn.FieldCurl(along=[np.ones(2), 1]), "name each dim of cells once, as (1, 0)"),
         (lambda: nn.FieldLaplacian(np.array([1.0, 0.0])), "np.float64(0.0) is not a number above 0"),
         (lambda: nn.FieldCurl(along=1), "Curl: along=1: name each dim of cells once"),

@@ -300,7 +300,7 @@ def test_a_layout_without_channels_has_room_for_one() -> None:
 
     wanted = "the result has 3 channels, and the grid's layout 'yx' has room for one: put 'c' into it"
     for net in (nn.Conv2d(1, 3, 1), nn.Rollout(nn.Conv2d(1, 1, 1), 3)):
-        demand_refused(lambda comm, net=net: run(comm, net), wanted)
+        assert demand_refused(lambda comm, net=net: run(comm, net), wanted) == [wanted] * 2
 
 
 def test_fit_checkpoints_and_other_grids(tmp_path: Path) -> None:
@@ -356,7 +356,10 @@ SUM = nn.Graph({"sum": (nn.Add(), "u", "f")}, inputs=("u", "f"), outputs=("sum",
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(True, 2)), "rank 0: shape=(4, 6), dims=(True, 2), ghosts=0: True is no"),
         (lambda c: grid_of(c, periods="ab"), "periods='ab': say True or False for each dim"),
         (lambda c: fsdpx.Grid(c, (4, 6)), "rank 0: shape=(4, 6): give the cells of this rank's part along each of the"),
-        (lambda c: predict(c, 4, 6 + c.rank, 2), "along x is what a staggered field has, with values on the faces"),
+        (
+            lambda c: predict(c, 4, 6 + c.rank, 2),
+            "One value more along x is what a staggered field has, with values on the faces of cells: pass ",
+        ),
         (lambda c: grid_of(c).all_gather(np.ones((4, 6 + c.rank, 1))), "along x is what a staggered field has"),
         (lambda c: grid_of(c).take_local(np.ones((5, 12))), "One value more along y is what a staggered field has"),
         (lambda c: grid_of(c, periods=True), "periods=True: 'bool' object is not iterable"),
@@ -401,8 +404,14 @@ SUM = nn.Graph({"sum": (nn.Add(), "u", "f")}, inputs=("u", "f"), outputs=("sum",
             lambda c: on_grid(SUM)(c).predict((np.zeros((4, 6, 2)), np.zeros((4, 5, 2)))),
             "input 'f' has shape (4, 5, 2), but this rank's part, in layout 'yxc', is (4, 6, channels)",
         ),
-        (lambda c: predict(c, 5, 6, 2), "(5, 6, 2), but this rank's part, in layout 'yxc', is (4, 6, channels)"),
-        (lambda c: predict(c, 4, 6, 2 + c.rank), "rank 1: layer '' Conv2d(2, 2, 1) does not fit: Conv2d(2, 2, 1) want"),
+        (
+            lambda c: predict(c, 5, 6, 2),
+            "the input has shape (5, 6, 2), but this rank's part, in layout 'yxc', is (4, 6, channels)",
+        ),
+        (
+            lambda c: predict(c, 4, 6, 2 + c.rank),
+            "rank 1: layer '' Conv2d(2, 2, 1) does not fit: Conv2d(2, 2, 1) wants an input of shape (samples, 2, hei",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_on_all_ranks(call: Any, message: str) -> None:

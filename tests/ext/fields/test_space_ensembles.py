@@ -142,7 +142,10 @@ def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
             lambda c: made(c).step(np.ones((1 + c.rank % 2, 4, 6, 1)), np.ones((1 + c.rank % 2, 4, 6, 1))),
             "data rank 0 has 1 samples, and data rank 1, which has another part of the same fields, 2",
         ),
-        (lambda c: grid_of(c, periods=(False, c.rank == 2)), "Grid: along dim x rank 0 has walls, rank 2 a periodic f"),
+        (
+            lambda c: grid_of(c, periods=(False, c.rank == 2)),
+            "Grid: along dim x rank 0 has walls, rank 2 a periodic field",
+        ),
         (lambda c: Mesh(domain=(2, 0)), "mesh domain=(2, 0): ranks along each of 1 to 3 dims, at least 1"),
     ],
 )

@@ -107,8 +107,14 @@ CONV = nn.Conv2d(1, 1, 1)
         (lambda g: g.with_inputs("x"), "Grid.with_inputs: argument 0 is 'x': pass one grid for each input, as in gr"),
         (lambda g: g.with_inputs([g, g]), "pass one grid for each input, as in grid.with_inputs(grid.faces('x'), gri"),
         (lambda g: g.faces(1), "Grid.faces: dim=1: choose one of y, x"),
-        (lambda g: g.with_inputs(g, fsdpx.Grid.from_shape((4, 4), (1, 1), layout="xy")), "input 1 has other ranks or"),
-        (lambda g: CONV.as_distributed(domain=g.with_inputs(g, g)), "with_inputs has 2 grids, and the model reads 1 f"),
+        (
+            lambda g: g.with_inputs(g, fsdpx.Grid.from_shape((4, 4), (1, 1), layout="xy")),
+            "of input 1 has other ranks or",
+        ),
+        (
+            lambda g: CONV.as_distributed(domain=g.with_inputs(g, g)),
+            "grid.with_inputs has 2 grids, and the model reads 1 fields",
+        ),
         (
             lambda g: CONV.as_distributed(domain=g).predict(np.ones((4, 5))),
             "One value more along x is what a staggered field has, with values on the faces of cells: pass "
