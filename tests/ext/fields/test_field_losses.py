@@ -312,7 +312,7 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
 def test_weights_of_another_shape_are_refused_on_all_ranks() -> None:
     def run(comm: Communicator) -> None:
         loss, u = nn.RelativeL2(weights=np.ones((4, 3 + comm.rank))), np.ones((4, 3, 1))
-        make_trainer(nn.Conv2d(1, 1, 1), fsdpx.Grid(comm, (4, 3), dims=(1, 2)), loss=loss).step(u, u)
+        make_trainer(nn.Conv2d(1, 1, 1), fsdpx.Grid(comm, (4, 3), dims=(1, 2)), loss=loss, precision=None).step(u, u)
 
     message = "rank 1: RelativeL2(weights=<an array>): weights of shape (4, 4) do not fit: this rank's part"
     demand_refused(run, message)

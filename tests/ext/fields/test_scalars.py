@@ -349,13 +349,13 @@ def grid_of(comm: Communicator) -> Any:
 
 def film(comm: Communicator, x: Any, y: Any = None, loss: nn.Loss | None = None) -> Any:
     model = nn.Graph({"f": (nn.FiLM(2, 1), "u", "s")}, inputs=("u", "s"), outputs=("f",))
-    trainer = make_trainer(model, grid_of(comm), loss=loss or nn.MSELoss())
+    trainer = make_trainer(model, grid_of(comm), loss=loss or nn.MSELoss(), precision=None)
     return trainer.predict(x) if y is None else trainer.step(x, y)
 
 
 def two(comm: Communicator, loss: nn.Loss, y: Any) -> Any:
     model = nn.Graph({"c": (nn.Conv2d(1, 1, 1), "u"), "m": (nn.GlobalMean(), "c")}, inputs=("u",), outputs=("c", "m"))
-    return make_trainer(model, grid_of(comm), loss=loss).step(np.ones((4, 3, 1)), y)
+    return make_trainer(model, grid_of(comm), loss=loss, precision=None).step(np.ones((4, 3, 1)), y)
 
 
 def domain_of(model: Any, inputs: Any, outputs: Any) -> Any:
@@ -450,7 +450,7 @@ def test_an_array_that_fits_all_parts_but_one_is_an_error_on_all_ranks(make: Any
 def test_weights_of_other_channels_on_one_rank_are_an_error_on_all() -> None:
     def run(comm: Communicator) -> None:
         layer = nn.GlobalMean(np.ones((1 + comm.rank, 4, 3)))
-        make_trainer(layer, grid_of(comm)).evaluate(CELLS, np.ones(1))
+        make_trainer(layer, grid_of(comm), precision=None).evaluate(CELLS, np.ones(1))
 
     demand_refused(run, "weights of 2 channels do not fit a field of 1", start="rank 1: ")
 

@@ -137,7 +137,7 @@ def test_what_is_as_large_as_the_input_is_cut_as_the_input() -> None:
 
     def run(comm: Communicator) -> tuple[int, ...]:
         grid = fsdpx.Grid(comm, (6, 8), dims=(2, 1))
-        trainer = make_trainer(nn.UNet(1, 1, 2, 4, 2), grid)
+        trainer = nn.UNet(1, 1, 2, 4, 2).as_distributed(domain=grid)
         return tuple(trainer.predict(np.ones((6, 8, 1), np.float32)).shape)
 
     assert spawn(run, 2) == [(6, 8, 1)] * 2
@@ -265,8 +265,8 @@ def test_a_mask_is_put_together_as_a_field_is() -> None:
 def test_bytes_of_modes_do_not_depend_on_the_field() -> None:
     def run(comm: Communicator, n: int) -> int:
         grid = fsdpx.Grid(comm, (n, n), dims=(2, 1))
-        trainer = make_trainer(nn.FNO(1, 1, (4, 4), 4, 2), grid)
-        u = np.ones((n, n, 1))
+        trainer = make_trainer(nn.FNO(1, 1, (4, 4), 4, 2), grid, precision=None)
+        u = np.ones((n, n, 1), np.float32)
         table = trainer.inspect.placement.axes.counters.table
         trainer.step(u, u)
         before = sum(count.bytes for count in table.values())

@@ -117,7 +117,7 @@ def test_stages_of_a_pipe_hold_parts(order: tuple[str, ...]) -> None:
 
 
 def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
-    return make_trainer(nn.Conv2d(1, 1, 1), grid or grid_of(comm), comm=comm, **options)
+    return make_trainer(nn.Conv2d(1, 1, 1), grid or grid_of(comm), comm=comm, precision=None, **options)
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def test_what_acts_on_cells_keeps_ghost_cells_to_itself() -> None:
 def test_no_cell_travels_for_the_first_layer() -> None:
     def run(comm: Communicator) -> tuple[int, tuple[int, ...]]:
         grid = fsdpx.Grid(comm, (4, 6), dims=(2, 2), ghosts=1)
-        trainer = make_trainer(CONV, grid)
-        u = np.ones((6, 8, 1))
+        trainer = make_trainer(CONV, grid, precision=None)
+        u = np.ones((6, 8, 1), np.float32)
         trainer.step(u, u)  # a target may bring ghost cells as well
         trainer.step(u, u[1:-1, 1:-1])
         table = trainer.inspect.placement.axes.counters.table
@@ -136,10 +136,10 @@ def test_no_cell_travels_for_the_first_layer() -> None:
 def test_layers_that_read_no_ghost_cells_are_given_the_part_alone() -> None:
     def run(comm: Communicator, ghosts: int) -> Any:
         grid = fsdpx.Grid(comm, (3, 5), dims=(2, 1), ghosts=ghosts)
-        trainer = train(nn.Sequential(nn.FNO(1, 2, (2, 2), 4, 1), nn.Tanh()), grid)
-        u = np.random.default_rng(comm.rank).standard_normal((3, 5, 1))
+        trainer = make_trainer(nn.Sequential(nn.FNO(1, 2, (2, 2), 4, 1), nn.Tanh()), grid, precision=None)
+        u = np.random.default_rng(comm.rank).standard_normal((3, 5, 1)).astype(np.float32)
         u = np.pad(u, ((ghosts, ghosts), (ghosts, ghosts), (0, 0)), constant_values=np.nan)
-        return trainer.step(u, np.ones((3, 5, 2))), trainer.predict(u).tolist()
+        return trainer.step(u, np.ones((3, 5, 2), np.float32)), trainer.predict(u).tolist()
 
     assert spawn(lambda comm: run(comm, 2), 2) == spawn(lambda comm: run(comm, 0), 2)
 

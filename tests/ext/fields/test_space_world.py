@@ -29,7 +29,6 @@ def test_a_cartesian_communicator_trains_on_its_parts(world: Communicator, name:
     """Even parts, or uneven ones of which some are empty, on the grid that MPI makes of the ranks: with one rank more
     the other ones. `test_space.py` tries both on each number of thread ranks."""
     MPI = pytest.importorskip("mpi4py.MPI")
-    MPI = pytest.importorskip("mpi4py.MPI")
     shape, want = MODELS[name][1], from_rank_0(world, trained, name, LOSS)
     dims = MPI.Compute_dims(world.size, len(shape))
     cart = MPI.COMM_WORLD.Create_cart(dims, periods=[False] * len(shape))
@@ -125,8 +124,8 @@ def test_the_solver_may_free_its_communicator(world: Communicator) -> None:
     cart.Free()
     u = np.full((2, 5, 1), world.rank, np.float32)
     assert grid.all_gather(u)[::2, 0, 0].tolist() == list(range(world.size))
-    net = nn.Conv2d(1, 1, 3, padding=1)
-    trainer = make_trainer(net, grid)
+    net, options = nn.Conv2d(1, 1, 3, padding=1), {"optimizer": optim.SGD(lr=1e-3), "precision": None}
+    trainer = make_trainer(net, grid, **options)
     loss = trainer.step(u, u)
     grid.close()
     grid.close()
@@ -135,7 +134,7 @@ def test_the_solver_may_free_its_communicator(world: Communicator) -> None:
     with pytest.raises(ConfigError, match=r"^Grid\(.*\) is closed: "):
         grid.all_gather(u)
     with pytest.raises(ConfigError, match=r"^Grid\(.*\) is closed: "):
-        make_trainer(net, grid)
+        make_trainer(net, grid, **options)
     trainer.close()
     if world.size != 2:  # a process takes seconds to use up all communicators, and whether it can depends on no number
         return
