@@ -22,11 +22,11 @@ MODES = ["lockstep", "queue", "latest"]
 STEPS = 5
 
 
-def send_steps(count: int) -> Callable[..., None]:
+def send_steps(steps: int) -> Callable[..., None]:
     """What a side does that only sends so many steps."""
 
     def send(bridge, grid, part):
-        for step in range(count):
+        for step in range(steps):
             send_step(bridge, grid, step)
 
     return send
