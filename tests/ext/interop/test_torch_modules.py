@@ -25,7 +25,6 @@ from fsdpx.testing import LayerContract  # noqa: E402
 tnn = torch.nn
 SAMPLES, VOCAB, TIME = 12, 20, 6
 ONES = np.ones((3, 4), np.float32)
-ONES = np.ones((3, 4), np.float32)
 
 
 class Block(tnn.Module):
@@ -182,6 +181,7 @@ class Shared(tnn.Module):
 
 @pytest.mark.parametrize(("kind", "way"), [*((Language, way) for way in WAYS), (Shared, "fsdp"), (Shared, "pipe")])
 def test_units_of_a_module_train_as_in_pytorch(kind, way):
+    """Of Shared, an operation outside of units reads a parameter of one."""
     net, model, wanted = cut_and_trained(kind)
     ranks, options = WAYS[way]
     found = train(model, *text(), ranks, **options)
@@ -475,8 +475,9 @@ def test_saved_buffers_that_are_no_floats_are_constants(kind):
 def test_a_buffer_of_another_format_is_named():
     net = Around(lambda own, x: own.lin(x) @ own.turn)
     net.register_buffer("turn", torch.eye(4).half(), persistent=False)
+    trainer = distributed(net)
     with pytest.raises(ConfigError, match=r"turn is torch\.float16, a buffer that is not saved .* all else is float32"):
-        distributed(net).step(ONES, ONES)
+        trainer.step(ONES, ONES)
 
 
 def test_evaluation_draws_the_same_on_any_number_of_ranks_and_none_of_pytorchs_numbers():
@@ -502,8 +503,14 @@ def clamp_weight(own, x):
 ERRORS = {
     "input": (lambda own, x: own.lin(x.mul_(2)), "forward writes into input 0: compute new tensors instead"),
     "parameter": (clamp_weight, "forward writes into lin.weight: compute new tensors instead"),
-    "random": (lambda own, x: own.lin(x + torch.randn(4)), "draws random numbers in a way that is not known here"),
-    "two": (lambda own, x: (x, x), "forward returns tuple, but a layer gives one tensor: choose it with output="),
+    "random": (
+        lambda own, x: own.lin(x + torch.randn(4)),
+        "the module draws random numbers in a way that is not known here",
+    ),
+    "two": (
+        lambda own, x: (own.lin(x), own.lin(x)),
+        "forward returns tuple, but a layer gives one tensor: choose it with output=",
+    ),
     "dict": (lambda own, x: {"a": own.lin(x)}, "forward returns dict, but a layer gives one tensor"),
 }
 
@@ -511,8 +518,9 @@ ERRORS = {
 @pytest.mark.parametrize("what", ERRORS)
 def test_what_a_module_may_not_do_is_named(what):
     compute, said = ERRORS[what]
+    trainer = distributed(Around(compute))
     with pytest.raises(ConfigError, match=re.escape(said)):
-        distributed(Around(compute)).step(ONES, ONES)
+        trainer.step(ONES, ONES)
 
 
 class WithLoss(tnn.Module):
@@ -583,9 +591,14 @@ def test_a_module_that_looks_at_values_is_one_layer():
     assert trainer.step(ONES, ONES) > trainer.step(ONES, ONES)
 
 
+def test_a_module_that_is_one_layer_is_refused_over_a_grid():
+    grid, model = fsdpx.Grid.from_shape((4, 6), (2, 1)), from_torch(tnn.Sequential(tnn.Conv2d(1, 1, 3)))
+    with pytest.raises(ConfigError, match=r"from_torch\(module, domain=grid\)"):
+        partition_model(model, grid.parts)
+
+
 INTEGERS = tnn.Linear(4, 4)
 INTEGERS.steps = tnn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-GRID = fsdpx.Grid.from_shape((4, 6), (2, 1))
 
 
 @pytest.mark.parametrize(
@@ -601,7 +614,6 @@ GRID = fsdpx.Grid.from_shape((4, 6), (2, 1))
             lambda: from_torch(tnn.BatchNorm1d(3, momentum=None)),
             "momentum=None and track_running_stats=False are not known",
         ),
-        (lambda: partition_model(from_torch(tnn.Conv2d(1, 1, 3)), GRID.parts), r"from_torch\(module, domain=grid\)"),
     ],
 )
 def test_other_wrong_choices_are_named(call, said):

@@ -42,7 +42,6 @@ def resnet18():
     return transformers.ResNetForImageClassification(config)
 
 
-
 WAYS = {
     "one": (1, {"strategy": "ddp"}),
     "ddp": (3, {"strategy": "ddp"}),
@@ -52,13 +51,12 @@ WAYS = {
 }
 
 
-
 def prepared(make):
     """The model with random weights, its inputs and targets, and the units that it is cut into (None: by itself)."""
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        # in the format of its input: the library's own computes in float32 whatever the model is in, and a last bit of
-        # float64 becomes one of float32 there
+        # Llama's norm in the format of its input: the library's own computes in float32 whatever the model is in, and
+        # a last bit of float64 becomes one of float32 there
         patch.setattr(transformers.models.llama.modeling_llama, "LlamaRMSNorm", torch.nn.RMSNorm)
         net, r = make().train().double(), np.random.default_rng(0)
     if make is resnet18:

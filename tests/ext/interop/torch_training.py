@@ -57,7 +57,7 @@ def train_on_ranks(
 
 
 def demand_training(found: Any, wanted: Any, rtol: float = 1e-12) -> None:
-    """The losses are those of plain PyTorch, and so are all parameters. found, wanted: losses, parameters and more"""
+    """The losses are those of plain PyTorch, and so are all parameters. found, wanted: losses, parameters and more."""
     np.testing.assert_allclose(found[0], wanted[0], rtol=rtol)
     for name, value in found[1].items():
         np.testing.assert_allclose(value, wanted[1][name], atol=1e-9, err_msg=name)
