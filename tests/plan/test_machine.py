@@ -123,7 +123,7 @@ def test_a_call_takes_as_long_as_on_the_slowest_of_the_ranks(monkeypatch):
     monkeypatch.setattr(measuring, "perf_counter", lambda: now.seconds)
 
     class Meeting(CommunicatorWrapper):
-        def barrier(self, *, what = ""):
+        def barrier(self, *, what=""):
             now.seconds = max(self.comm.all_gather_value(now.seconds))
             return COMPLETED
 
