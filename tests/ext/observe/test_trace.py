@@ -311,8 +311,10 @@ def test_a_trace_that_nobody_wrote_is_told(tmp_path):
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_activations_are_those_of_the_dry_run(tmp_path, pipe):
     """Followed from what actions take and give; counted from what is there, also in messages under way."""
-    x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
+    case = CASES["mlp"]
+    x, y = case.batch(np.random.default_rng(0), 4)
     options = {"microbatches": 2, "mesh": Mesh(pipe=pipe), "optimizer": fsdpx.optim.AdamW()}
+    options |= {"precision": "float64", "group_bytes": 2048}
 
     def run(comm):
         trainer = make(comm, "mlp", trace=tmp_path, **options)
@@ -320,7 +322,6 @@ def test_activations_are_those_of_the_dry_run(tmp_path, pipe):
         trainer.step(x, y)
         return trainer.report().high_water["activations"][1]
 
-    case, options = CASES["mlp"], options | {"precision": "float64", "group_bytes": 2048}
     dry = [fsdpx.dry_run(case.model(), x, y, ranks=2, rank=r, loss=case.loss, **options) for r in range(2)]
     assert spawn(run, 2) == [one.activations for one in dry]
 
