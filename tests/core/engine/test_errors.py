@@ -455,8 +455,8 @@ def test_an_exception_at_any_action_leaves_no_trace(strategy: str, kind: str) ->
         trainer.step(*batch)
         return bits(trainer)
 
-    want = spawn(run, 2, False)[0]
-    assert {*spawn(run, 2, True)} <= {want, None}
+    want = None if kind in ("step", "accumulate") else spawn(run, 2, False)[0]
+    assert spawn(run, 2, True) == [want] * 2
 
 
 class Planned(Exception): ...
