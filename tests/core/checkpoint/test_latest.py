@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,12 @@ def test_all_ranks_get_what_rank_0_finds(one: Path, tmp_path: Path, monkeypatch:
 def test_wrong_folders_are_named_on_all_ranks(one: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder, text in (
-        (lambda rank: one, "is a checkpoint itself: give the folder that contains it"),
-        (lambda rank: tmp_path / "file", "Not a directory (ENOTDIR)"),
+        (lambda rank: one, "is a checkpoint itself: give the folder that contains it$"),
+        (lambda rank: tmp_path / "file", r"Not a directory \(ENOTDIR\)"),
         (lambda rank: tmp_path / f"{rank}", "ranks differ in path"),
-        (lambda rank: 3, "give a str or a pathlib.Path"),
+        (lambda rank: 3, r"give a str or a pathlib\.Path"),
     ):
-        assert text in refused(2, lambda comm, folder=folder: fsdpx.latest_checkpoint(folder(comm.rank)))
+        assert re.search(text, refused(2, lambda comm, folder=folder: fsdpx.latest_checkpoint(folder(comm.rank))))
 
 
 def test_a_rank_that_calls_something_else_is_named(tmp_path: Path) -> None:

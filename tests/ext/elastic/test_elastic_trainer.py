@@ -61,8 +61,7 @@ def test_ranks_leave_and_join(options: dict[str, Any]) -> None:
         assert trainer.global_step == len(BATCHES)
         return found, bits(trainer), sizes
 
-    for got in run(4, body):
-        assert got == (losses, wanted, [2, 4, 1, 3])
+    assert run(4, body) == [(losses, wanted, [2, 4, 1, 3])] * 4
 
 
 def test_a_file_says_how_many_train(tmp_path: Path) -> None:
