@@ -371,6 +371,7 @@ class Cublas:
 
     def __init__(self) -> None:
         self.of_thread = threading.local()
+        # `partial` also of one's own method: it takes attributes such as `argtypes`, and a bound method takes none
         self.cublasSetStream_v2 = partial(self._set)
         self.cublasGemmEx = partial(self._issue, _gemm)
         self.cublasGemmStridedBatchedEx = partial(self._issue, _product)

@@ -45,7 +45,7 @@ def test_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nowhere: boo
     (tmp_path / "sitecustomize.py").write_text(STAND_IN.format(here=str(Path(__file__).parent), nowhere=nowhere))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     able, why = visible_devices.probe_gpu_transfer_in_child()
-    assert able is not nowhere
+    assert able == (not nowhere)
     assert re.search(words, why)
 
 
@@ -80,6 +80,7 @@ def test_what_the_user_says_counts_but_not_against_the_probe(monkeypatch: pytest
     words = r"FSDPX_GPU_AWARE_MPI=1, but this MPI does not accept .* status 139\): leave it"
     with pytest.raises(ConfigError, match=words):
         visible_devices.agree_on_gpu_awareness(mpi)
+    assert not mpi.takes_gpus
     probe.return_value = True, "moved"
     visible_devices.agree_on_gpu_awareness(mpi)
     assert mpi.takes_gpus

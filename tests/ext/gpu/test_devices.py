@@ -64,9 +64,9 @@ def test_without_a_gpu_the_driver_is_quoted(monkeypatch: pytest.MonkeyPatch) -> 
         list_gpu_pci_addresses()
 
 
-def numbers(hosts: str, known: list[int | None], device_maps: Any = (None,) * 4) -> list[int]:
+def numbers(hosts: str, known: list[int | None], device_maps: Any = None) -> list[int]:
     """GPUs of ranks on hosts of one's choice, each a process. known: numbers that the launcher gave."""
-    ranks = enumerate(zip(hosts, known, device_maps, strict=False))
+    ranks = enumerate(zip(hosts, known, device_maps or [None] * len(hosts), strict=True))
     facts = [visible_devices._RankFacts(host, 100 + n, rank, ("a", "b"), by_map) for n, (host, rank, by_map) in ranks]
     comm = SimpleNamespace(size=len(hosts), rank=0, all_gather_value=lambda mine: facts)
     return [seat.gpu for seat in gather_gpu_assignments(comm)]
