@@ -325,7 +325,7 @@ def written(content):
         (written(b"\x93NUMPY"), {}, "u.npy: "),
         (written(b"\x93NUMPY\x01\x00\x10\x00{'shape': (2, 3,\n"), {}, "u.npy: its header cannot be read: TokenError"),
         (lambda path: None, {}, "u.npy: No such file or directory"),
-        (os.mkfifo, {}, "u.npy is a folder, a pipe or a device where a file should be"),
+        (lambda path: os.mkfifo(path), {}, "u.npy is a folder, a pipe or a device where a file should be"),
         (plain((T, Y, X)), {"dims": "tzx"}, "FieldDataset(dims='tzx'): the grid has the dims 'yx', each comes once"),
         (plain((T, Y, X)), {"inputs": 0}, "FieldDataset(inputs=0): a whole number, 1 or more, is needed"),
         (plain((T, Y, X)), {"dtype": "i4"}, "FieldDataset(dtype='i4'): samples are real numbers, such as float32"),

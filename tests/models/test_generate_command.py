@@ -1,6 +1,5 @@
 """`fsdpx generate`: a folder of transformers goes on with a text as transformers does."""
 
-
 import pytest
 
 import fsdpx

@@ -1,6 +1,5 @@
 """MeshGraphNets with weights of other projects have the same outputs as there."""
 
-
 import numpy as np
 import pytest
 

@@ -1,6 +1,5 @@
 """Weights of other projects' models of fields give the outputs that they give there."""
 
-
 import re
 
 import numpy as np

@@ -179,7 +179,7 @@ def test_what_is_wrong_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "wrong"),
     [
-        ("n_layer", 10**9, "n_layer=1000000000: it must be a whole number from 1 to the number of tensors in the file"),
+        ("n_layer", 10**9, f"n_layer={10**9}: it must be a whole number from 1 to the number of tensors in the files"),
         ("n_layer", "2", "n_layer='2': it must be a whole number"),
         ("n_embd", 8.0, r"n_embd=8\.0: it must be a whole number"),
         ("n_head", True, "n_head=True: it must be a whole number"),

@@ -1,6 +1,5 @@
 """Layers made of layers: chains, graphs and composites."""
 
-
 import numpy as np
 import pytest
 from layer_cases import contracts_of, rows
@@ -355,10 +354,10 @@ def composed(compose, **layers):
         (lambda self, x: x**2, {}, r"Wrong: the value 'x' has no \*\*; compose works"),
         (lambda self, x: x[0], {}, r"Wrong: the value 'x' has no \[\]; compose works"),
         (lambda self, x: [*x], {}, "Wrong: the value 'x' has no parts; compose works"),
-        (lambda self, x: np.tanh(x), {}, r"the value 'x' is given to np\.tanh; compose works on .* use nn\.Lambda"),
+        (lambda _, x: np.tanh(x), {}, r"Wrong: the value 'x' is given to np\.tanh; compose works on .* use nn\.Lambda"),
         (lambda self, x: np.float64(2) * x, {}, r"Wrong: the value 'x' is given to np\.multiply; compose"),
         (lambda self, x: np.concatenate([x, x]), {}, r"Wrong: the value 'x' is given to np\.concatenate; compose"),
-        (lambda self, x: x.sum(), {}, "the value 'x' has no sum; compose .* other shapes, sums and parts a layer"),
+        (lambda _, x: x.sum(), {}, "Wrong: the value 'x' has no sum; compose .* other shapes, sums and parts a layer"),
         (lambda self, x: x.reshape(-1), {}, "Wrong: the value 'x' has no reshape; compose works"),
         (lambda self, x: nn.Add()(x, np.ones(2)), {}, r"Wrong: Add\(\) gets array\(\[1\., 1\.\]\); compose works on"),
     ],

@@ -184,12 +184,12 @@ class Wrong(nn.Layer):
             g["bias"] += dy.sum(axis=0)
 
 
-
 @pytest.mark.parametrize(
     ("wrong", "test", "message"),
     [
         ("dx", "test_the_gradient_of_the_input_is_the_derivative", "d input along a random direction: backward gives"),
-        ("dw", "test_the_gradient_of_each_parameter_is_the_derivative", "d weight along a random direction: backward"),
+        ("dw", "test_the_gradient_of_each_parameter_is_the_derivative",
+         "d weight along a random direction: backward gives"),
         ("dw", "test_empty_batch_gives_empty_results", "no samples, but a gradient of weight"),
         ("overwrites", "test_backward_adds_to_the_gradients", "weight"),
         ("frozen", "test_freezing_one_parameter_leaves_other_gradients", "weight"),
@@ -197,7 +197,7 @@ class Wrong(nn.Layer):
         ("widens", "test_float32_stays_float32", "float64"),
         ("sees other samples", "test_samples_are_computed_independently", "Not equal"),
     ],
-)
+)  # fmt: skip
 def test_the_contract_finds_what_is_wrong(wrong, test, message):
     contract = LayerContract()
     contract.inputs, contract.make = lambda: rows(3, 4), lambda: Wrong("nothing")

@@ -377,7 +377,6 @@ def test_what_cannot_be_cut_is_named(name):
         parallelize(model, nn.CrossEntropyLoss(), 3 if name == "a tie cut in half" else 4, **options)
 
 
-
 NO_TIME = {
     "features alone": (BLOCK, None, np.zeros(8), "3 dims or more"),
     "samples of features": (BLOCK, None, np.zeros((4, 8)), "3 dims or more"),

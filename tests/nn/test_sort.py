@@ -133,7 +133,6 @@ def test_infer_of_several_inputs_and_outputs():
         outputs_of(model, x)
 
 
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [

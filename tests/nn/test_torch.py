@@ -13,7 +13,6 @@ from fsdpx import nn  # noqa: E402
 tnn = torch.nn
 
 
-
 PAIRS = {
     "linear": (nn.Linear(5, 3), lambda: tnn.Linear(5, 3), (4, 2, 5)),
     "linear without bias": (nn.Linear(5, 3, bias=False), lambda: tnn.Linear(5, 3, bias=False), (4, 5)),
@@ -114,7 +113,6 @@ class TorchAttention(tnn.Module):
 
 
 ATTENTION = {"core.in_proj_": "qkv.", "core.out_proj.": "out."}
-
 
 
 @pytest.mark.parametrize("causal", [True, False])
