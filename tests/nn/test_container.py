@@ -126,11 +126,11 @@ def test_a_graph_may_pass_an_input_through():
 
 LAYERS = [nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 4)]
 NODE = (nn.Tanh(), "x")
-TWO = nn.Graph({"a": NODE}, outputs=("a", "x"))
+TWO_OUTPUTS = nn.Graph({"a": NODE}, outputs=("a", "x"))
 CYCLE = {"a": (nn.Add(), "x", "c"), "b": (nn.Tanh(), "a"), "c": (nn.Tanh(), "b")}
 
 
-def graph(nodes=None, inputs=("x",), outputs="a"):
+def make_graph(nodes=None, inputs=("x",), outputs="a"):
     return nn.Graph(nodes or {"a": NODE}, inputs, outputs)
 
 
@@ -148,7 +148,7 @@ def graph(nodes=None, inputs=("x",), outputs="a"):
         (lambda: nn.Sequential(nn.GELU), r"Sequential: '0' is the class GELU; write GELU\(...\)"),
         (lambda: nn.Sequential(nn.Tanh(), np.tanh), "Sequential: '1' must be a Layer, got ufunc"),
         (lambda: nn.Sequential(nn.Add(), nn.Tanh()), r"Add\(\) takes any number of inputs; put it in a Graph"),
-        (lambda: nn.Sequential(TWO, nn.Tanh()), r"Sequential: layer '1' Tanh\(\) takes 1 inputs, but gets 2"),
+        (lambda: nn.Sequential(TWO_OUTPUTS, nn.Tanh()), r"Sequential: layer '1' Tanh\(\) takes 1 inputs, but gets 2"),
         (
             lambda: nn.Sequential(*LAYERS, ties={"1.weight": "0.weight"}),
             r"cannot tie '1.weight' \(3, 4\) to '0.weight' \(4, 3\): tied parameters must have the same shape",
@@ -167,19 +167,19 @@ def graph(nodes=None, inputs=("x",), outputs="a"):
         ),
         (lambda: nn.Residual(nn.Add()), r"Residual: the body must take one input and give one output, got Add\(\)"),
         (lambda: nn.Residual(nn.Tanh), r"Residual: 'body' is the class Tanh; write Tanh\(...\)"),
-        (lambda: graph(outputs=()), "Graph: outputs must name at least one value"),
-        (lambda: graph(inputs=()), "Graph: inputs must name at least one value"),
-        (lambda: graph(inputs=("x", "x")), "Graph: duplicate inputs 'x'"),
-        (lambda: graph(outputs=("a", "a")), "Graph: duplicate outputs 'a'"),
-        (lambda: graph({"x": NODE}, outputs=("x",)), "Graph: duplicate names 'x': nodes and inputs share one set"),
-        (lambda: graph({"a": (nn.Tanh(), "y")}), "Graph: node 'a' reads 'y', which is unknown; there are x, a"),
-        (lambda: graph(outputs=("b",)), "Graph: outputs name 'b', which is unknown; there are x, a"),
-        (lambda: graph({"a": nn.Tanh()}), r"Graph: node 'a' must be \(layer, 'source', ...\), got Tanh\(\)"),
-        (lambda: graph({"a": (nn.Tanh(), "x", "x")}), r"Graph: node 'a' Tanh\(\) takes 1 inputs, but gets 2"),
-        (lambda: graph({"a.b": NODE}), "Graph: 'a.b' is no name"),
-        (lambda: graph(inputs=("x", "y.z")), "Graph: 'y.z' is no name"),
-        (lambda: graph({"a": (nn.Tanh(),)}), "Graph: node 'a' must be"),
-        (lambda: graph(CYCLE, outputs="c"), "Graph: the nodes 'b' -> 'c' -> 'a' -> 'b' form a cycle"),
+        (lambda: make_graph(outputs=()), "Graph: outputs must name at least one value"),
+        (lambda: make_graph(inputs=()), "Graph: inputs must name at least one value"),
+        (lambda: make_graph(inputs=("x", "x")), "Graph: duplicate inputs 'x'"),
+        (lambda: make_graph(outputs=("a", "a")), "Graph: duplicate outputs 'a'"),
+        (lambda: make_graph({"x": NODE}, outputs=("x",)), "Graph: duplicate names 'x': nodes and inputs share one set"),
+        (lambda: make_graph({"a": (nn.Tanh(), "y")}), "Graph: node 'a' reads 'y', which is unknown; there are x, a"),
+        (lambda: make_graph(outputs=("b",)), "Graph: outputs name 'b', which is unknown; there are x, a"),
+        (lambda: make_graph({"a": nn.Tanh()}), r"Graph: node 'a' must be \(layer, 'source', ...\), got Tanh\(\)"),
+        (lambda: make_graph({"a": (nn.Tanh(), "x", "x")}), r"Graph: node 'a' Tanh\(\) takes 1 inputs, but gets 2"),
+        (lambda: make_graph({"a.b": NODE}), "Graph: 'a.b' is no name"),
+        (lambda: make_graph(inputs=("x", "y.z")), "Graph: 'y.z' is no name"),
+        (lambda: make_graph({"a": (nn.Tanh(),)}), "Graph: node 'a' must be"),
+        (lambda: make_graph(CYCLE, outputs="c"), "Graph: the nodes 'b' -> 'c' -> 'a' -> 'b' form a cycle"),
     ],
 )
 def test_wiring_that_cannot_work(make, message):
