@@ -146,7 +146,8 @@ class Interrupted(nn.Layer):
 def test_a_step_that_ctrl_c_breaks_off_leaves_no_gradients(options: dict[str, Any]) -> None:
     def run(comm: Communicator, interrupts: bool) -> Any:
         model = nn.Sequential(nn.Linear(4, 8), Interrupted(), nn.Linear(8, 3))
-        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-2), comm=comm, **options)
+        adam = optim.AdamW(lr=1e-2)
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=adam, comm=comm, precision="float64", **options)
         x = np.random.default_rng(0).normal(size=(12, 4))
         if interrupts:
             Interrupted.armed = True
@@ -203,7 +204,8 @@ def test_what_was_frozen_goes_on_with_its_optimizer_state() -> None:
 def test_freeze_is_the_same_on_all_ranks_and_between_updates() -> None:
     def run(comm: Communicator) -> None:
         trainer = make(comm, "mlp")
-        with pytest.raises(ConfigError, match=r"freeze: '9\.\*' matches no parameter; there are '0\.weight', '0\.bias"):
+        words = r"freeze: '9\.\*' matches no parameter; there are '0\.weight', '0\.bias'"
+        with pytest.raises(ConfigError, match=words):
             trainer.freeze("9.*")
         trainer.accumulate(*own_part(comm, "mlp", 8))
         with pytest.raises(ConfigError, match="freeze: gradients are being added up; call update or zero_grad first"):

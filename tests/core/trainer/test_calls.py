@@ -48,6 +48,7 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "resume": lambda t, to: t.call_runner.run_on_rank0("resume", lambda: 1),
     "close": lambda t, to: t.close(),
 }
+DIFFERENT = "DesyncError: ranks called different methods: "
 
 
 @pytest.mark.parametrize(
@@ -60,10 +61,8 @@ def test_a_rank_that_calls_something_else_is_named_on_all(tmp_path: Path, call: 
             t.accumulate(X, Y)
         CALLS[call if comm.rank == 1 else other](t, tmp_path)
 
-    assert alike(3, act) == (
-        f"DesyncError: ranks called different methods: ranks 0, 2: {other}; rank 1: {call}. All ranks make the same "
-        "calls, in the same order"
-    )
+    said = f"{DIFFERENT}ranks 0, 2: {other}; rank 1: {call}. All ranks make the same calls, in the same order"
+    assert alike(3, act) == said
 
 
 def test_a_gradient_of_the_caller() -> None:
@@ -72,7 +71,7 @@ def test_a_gradient_of_the_caller() -> None:
         dy = np.ones_like(t.forward(X))
         t.backward(dy) if comm.rank else t.parameters()
 
-    assert "rank 0: parameters; rank 1: backward." in alike(2, act)
+    assert alike(2, act).startswith(f"{DIFFERENT}rank 0: parameters; rank 1: backward.")
 
 
 def test_another_trainer_on_one_rank() -> None:
@@ -80,7 +79,7 @@ def test_another_trainer_on_one_rank() -> None:
         t = trainer(comm)
         trainer(comm) if comm.rank else t.step(X, Y)
 
-    assert "rank 0: step; rank 1: distribute." in alike(2, act)
+    assert alike(2, act).startswith(f"{DIFFERENT}rank 0: step; rank 1: distribute.")
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pipe=2), Mesh(tensor=1, shard=2)])
@@ -90,7 +89,7 @@ def test_the_same_calls_on_other_meshes(mesh: Mesh) -> None:
         t.step(X, Y)
         t.evaluate(X, Y) if comm.rank else t.step(X, Y)
 
-    assert "rank 0: step; rank 1: evaluate." in alike(2, act)
+    assert alike(2, act).startswith(f"{DIFFERENT}rank 0: step; rank 1: evaluate.")
 
 
 @needs("elastic")

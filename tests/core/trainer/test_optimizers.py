@@ -136,7 +136,7 @@ def test_a_state_is_re_cut_in_memory(name: str) -> None:
 
 @on_ranks(2)
 def test_frozen_parameters_keep_their_state(comm: Communicator) -> None:
-    trainer = make(comm, "LAMB")
+    trainer = make(comm, "LAMB")  # not Muon, whose v of matrices is never written
     train(trainer, 1)
     trainer.freeze("2.*")
     before = {one.name: one.array.copy() for one in iterate_local_state_shards(trainer.inspect.engine.state)}

@@ -209,12 +209,12 @@ def test_who_dies_in_an_action_is_missed(records, monkeypatch):
 def test_what_all_wait_for_together_will_not_come(records):
     made, _ = records
     made[2].record_end(0)
-    assert missed_by_rank_0(records, 60.0, True) is None  # rank 1 does something
+    assert missed_by_rank_0(records, 60.0, all_ranks_local=True) is None  # rank 1 does something
     made[1].record_current_wait(time.perf_counter(), "barrier")
-    assert missed_by_rank_0(records, 60.0, True) is None  # it has just begun to wait
+    assert missed_by_rank_0(records, 60.0, all_ranks_local=True) is None  # it has just begun to wait
     made[1].record_current_wait(time.perf_counter() - 60, "barrier")
-    assert missed_by_rank_0(records, 2.0, True) is None
-    assert missed_by_rank_0(records, 60.0, True).rank == 2
+    assert missed_by_rank_0(records, 2.0, all_ranks_local=True) is None
+    assert missed_by_rank_0(records, 60.0, all_ranks_local=True).rank == 2
     assert missed_by_rank_0(records, 60.0) is None  # ranks of another host may come
 
 
