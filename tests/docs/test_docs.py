@@ -158,6 +158,8 @@ def test_make_targets_exist(page: Path) -> None:
     assert [target for target in targets if not re.fullmatch(known, target)] == []
 
 
+class Parsed(Exception):
+    """Command line was accepted."""
 
 
 @cache
@@ -177,7 +179,7 @@ def test_command_lines_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None
     def stop(args: Any = None, **_: Any) -> None:
         if getattr(args, "command", None) == "plan":
             Machine.load(args.machine)  # it comes with fsdpx: readers have no machine.toml yet
-        raise StopIteration  # the command line was accepted
+        raise Parsed
 
     monkeypatch.setattr("fsdpx.__main__._run_command", stop)  # what runs after parsing
     monkeypatch.setattr(fsdpx, "init", stop)
@@ -186,7 +188,7 @@ def test_command_lines_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None
     if module in ("fsdpx.examples.custom_layer", "fsdpx.examples.heat", "fsdpx.examples.channel"):
         assert arguments == []  # they take none
     else:
-        with pytest.raises(StopIteration):
+        with pytest.raises(Parsed):
             target.main(arguments)
 
 
