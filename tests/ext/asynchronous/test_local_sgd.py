@@ -43,7 +43,7 @@ def train_by_sgd(comm: Communicator, strategy: Any, mesh: Mesh | None = None) ->
 
 
 @lru_cache
-def synchronous() -> Any:
+def train_synchronously() -> Any:
     return spawn(train_by_sgd, 1, "ddp")[0]
 
 
@@ -56,7 +56,7 @@ MESHES = [
 @pytest.mark.parametrize(("size", "mesh"), few(MESHES, 2), ids=str)
 def test_rounds_of_one_step_are_synchronous_training(size: int, mesh: Mesh | None) -> None:
     """With inner and outer SGD, also with parts of different size, of which some are empty."""
-    losses, want = synchronous()
+    losses, want = train_synchronously()
     for got_losses, got in spawn(train_by_sgd, size, ALWAYS, mesh, delays=size):
         np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
         assert_close(got, want, 1e-12)

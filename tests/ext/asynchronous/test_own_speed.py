@@ -27,14 +27,14 @@ def make(comm: Communicator, strategy: Any, **options: Any) -> fsdpx.Trainer:
     return model.as_distributed(comm=comm, strategy=strategy, **options)
 
 
-def own_part(trainer: fsdpx.Trainer) -> tuple[np.ndarray, np.ndarray]:
+def take_own_part(trainer: fsdpx.Trainer) -> tuple[np.ndarray, np.ndarray]:
     mine = part(trainer.data_group, ROWS)
     return X[mine], Y[mine]
 
 
 def train(trainer: fsdpx.Trainer, steps: int) -> Bits:
     for _ in range(steps):
-        trainer.step(*own_part(trainer))
+        trainer.step(*take_own_part(trainer))
     trainer.call_runner.wait_for_last_step()
     return bits(trainer)
 
@@ -71,7 +71,7 @@ def until_slow(strategy: Any) -> tuple[list[int], int]:
     def run(comm: Communicator) -> tuple[int, int]:
         trainer = make(virtual.wrap_communicator(comm), strategy)
         while virtual.get_time_of_rank(comm.rank) < 15:
-            trainer.step(*own_part(trainer))
+            trainer.step(*take_own_part(trainer))
         trainer.call_runner.wait_for_last_step()
         return trainer.global_step, max(trainer.inspect.placement.sync_policy.staleness_counts, default=0)
 
@@ -152,7 +152,7 @@ def test_parameters_evaluate_save_and_load_speak_of_what_ranks_have_in_common(tm
     def run(comm: Communicator, name: str) -> None:
         trainer = make(comm, name)
         before = train(trainer, 5)
-        whole, batch = trainer.parameters(), own_part(trainer)
+        whole, batch = trainer.parameters(), take_own_part(trainer)
         loss = trainer.evaluate(*batch)
         own = trainer.inspect.engine.state.ledger.get_array("master", 0).copy()
         trainer.save(tmp_path / name)
@@ -182,7 +182,7 @@ def test_fit_lets_ranks_have_different_numbers_of_batches() -> None:
 
     def run(comm: Communicator) -> tuple[int, float, float]:
         trainer = make(comm, "async")
-        batch = own_part(trainer)
+        batch = take_own_part(trainer)
         before = trainer.evaluate(*batch)
         history = trainer.fit([batch] * (4 + 3 * comm.rank), epochs=3, progress=False)
         trainer.fit([batch] * 4, epochs=2, validation=[batch], every=4, patience=9, progress=False)
@@ -203,7 +203,7 @@ def test_a_rank_that_dies_costs_the_others_nothing(strategy: Any) -> None:
         for step in range(12):
             if comm.rank == 1 and step == 3:
                 raise RankDied
-            trainer.step(*own_part(trainer))
+            trainer.step(*take_own_part(trainer))
         trainer.call_runner.wait_for_last_step()
         return trainer.global_step, bits(trainer)
 
@@ -351,7 +351,7 @@ def test_staleness_0_among_processes(world: Communicator) -> None:
 @pytest.mark.parametrize("strategy", ["async", AsyncSGD(staleness=1), GossipSGD()])
 def test_ranks_make_different_numbers_of_steps_and_have_one_model(world: Communicator, strategy: Any) -> None:
     with make(world, strategy) as trainer:
-        batch = own_part(trainer)
+        batch = take_own_part(trainer)
         first = trainer.evaluate(*batch)
         found = train(trainer, 6 + 2 * world.rank)
         assert len(set(world.all_gather_object(found))) == 1

@@ -48,7 +48,7 @@ def run(comm: Communicator, name: str, strategy: Any, m: int = 1, count: int = 2
     return trainer, [first, *(float(trainer.step(*batch)) for _ in range(count))]
 
 
-def counted(report: Any) -> dict[Any, Any]:
+def count_predicted(report: Any) -> dict[Any, Any]:
     """What gradients and parameters cost, which a report predicts."""
     return {key: count for key, count in report.traffic.items() if key[0] != "world"}
 
@@ -60,7 +60,7 @@ def counted(report: Any) -> dict[Any, Any]:
 def test_counted_is_predicted_and_replicas_agree(name: str, strategy: str, size: int, m: int) -> None:
     def body(comm: Communicator) -> Any:
         trainer, losses = run(comm, name, strategy, m, 1)
-        assert counted(trainer.report()) == trainer.report().predicted
+        assert count_predicted(trainer.report()) == trainer.report().predicted
         return losses, bits(trainer)
 
     found = spawn(body, size)
@@ -74,7 +74,7 @@ def test_a_dry_run_predicts_the_same(name: str, strategy: str) -> None:
     model = nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 5))
     options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=1e-2), "strategy": strategy, **CODECS[name]()}
     report = fsdpx.dry_run(model, ((6, 12), "float32"), ((6, 5), "float32"), ranks=3, **options).report
-    assert counted(report) == report.predicted
+    assert count_predicted(report) == report.predicted
 
 
 @quantised
@@ -93,8 +93,8 @@ def test_bytes_are_those_of_the_formula(comm: Communicator, name: str, strategy:
         assert moved[axis, "all_gather"].bytes == foreign
 
 
-def losses_of_digits(size: int, model: nn.Layer, rows: int, count: int, **options: Any) -> list[float]:
-    """Of `count` steps of `rows` digits each."""
+def train_on_digits(size: int, model: nn.Layer, rows: int, count: int, **options: Any) -> list[float]:
+    """The losses of `count` steps of `rows` digits each."""
     images, labels = draw_digits(16 * rows, seed=1)
 
     def body(comm: Communicator) -> list[float]:
@@ -108,7 +108,7 @@ def losses_of_digits(size: int, model: nn.Layer, rows: int, count: int, **option
 @lru_cache
 def learn(codec: Any, strategy: str, size: int) -> float:
     options = {"compression": codec, "strategy": strategy, "optimizer": optim.AdamW(lr=4e-3)}
-    return float(np.mean(losses_of_digits(size, make_digits_model(), 32, 40, **options)[-8:]))
+    return float(np.mean(train_on_digits(size, make_digits_model(), 32, 40, **options)[-8:]))
 
 
 @pytest.mark.parametrize(("strategy", "size", "codec"), [("fsdp", 2, fsdpx.Int8(unbiased=True)), ("hybrid", 4, "int8")])
@@ -133,7 +133,7 @@ def learnt(codec: Any, optimizer: str) -> float:
     """How far the loss of one layer falls in 100 steps of digits."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 10))
     options = {"compression": codec, "strategy": "ddp", "optimizer": OPTIMIZERS[optimizer]}
-    return math.log(10) - float(np.mean(losses_of_digits(2, model, 64, 100, **options)[-16:]))
+    return math.log(10) - float(np.mean(train_on_digits(2, model, 64, 100, **options)[-16:]))
 
 
 @pytest.mark.parametrize("name", few(SETTINGS, len(SETTINGS)))
@@ -195,7 +195,7 @@ def test_codecs_by_name_pattern() -> None:
         trainer.step(*own_part(comm, "mlp", 6))
         place, pages = trainer.inspect.placement, trainer.inspect.placement.layout.pages
         kinds = {f.name: type(place.get_codec_route(page.index).shard).__name__ for page in pages for f in page.fields}
-        moved = counted(trainer.report())
+        moved = count_predicted(trainer.report())
         assert moved == trainer.report().predicted
         return kinds, sorted(call for _, call in moved), bits(trainer)
 

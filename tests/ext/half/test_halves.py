@@ -106,7 +106,7 @@ def test_formats_of_one_width_do_not_share_a_product() -> None:
 
 
 @pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def pretend_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """A processor with these flags and instructions, and a oneDNN whose large results have an error."""
 
     def change(flags: str, *instructions: str, error: float = 0.0) -> None:
@@ -124,14 +124,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     matmul._choose_default_library.cache_clear()
 
 
-def test_a_library_that_computes_wrongly_is_not_taken(pretend: Callable[..., None]) -> None:
-    pretend("avx512bw", "avx512_bf16", error=0.1)
+def test_a_library_that_computes_wrongly_is_not_taken(pretend_processor: Callable[..., None]) -> None:
+    pretend_processor("avx512bw", "avx512_bf16", error=0.1)
     with pytest.warns(RuntimeWarning, match=r"oneDNN in lib.so \(0\) multiplies wrongly"):
         assert matmul.get_selected_library() == matmul.WIDENED
 
 
-def test_without_instructions_operands_are_widened(pretend: Callable[..., None]) -> None:
-    pretend("avx512bw")
+def test_without_instructions_operands_are_widened(pretend_processor: Callable[..., None]) -> None:
+    pretend_processor("avx512bw")
     assert matmul.get_selected_library() == matmul.WIDENED
 
 
@@ -139,8 +139,8 @@ def test_without_instructions_operands_are_widened(pretend: Callable[..., None])
     ("sse2 avx2 fma", ["widened"]), ("avx2 avx512f avx512bw", ["onednn", "widened"]),
     ("avx2 avx_vnni avx_ne_convert", ["onednn", "widened"]),
 ])  # fmt: skip
-def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(pretend, flags, here) -> None:
-    pretend(flags, "amx_bf16")
+def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(pretend_processor, flags, here) -> None:
+    pretend_processor(flags, "amx_bf16")
     assert list(matmul.list_16bit_matmul_libraries()) == here
     assert matmul.get_selected_library() == here[0]
     if "onednn" not in here:
