@@ -301,101 +301,81 @@ def linears(*sizes):
 
 
 GPT = nn.GPT(11, 12, 1, 3, 6)
-WRONG = {
-    "nothing to cut": (linears(4, 5, 6), {},
+PLANS = {
+    "nothing to cut": (linears(4, 5, 6), None,
         r"nothing to cut in Sequential.*tensor_plan=\{\"0\": nn.sharding.ColumnParallel"),
-    "no such layer": (linears(4, 5), {"plan": {"7*": RowParallel}},
-        r"'7\*' matches no layer; there are '', '0'"),
-    "no such mark": (linears(4, 5), {"plan": {"0": "column"}},
+    "no such layer": (linears(4, 5), {"7*": RowParallel}, r"'7\*' matches no layer; there are '', '0'"),
+    "no such mark": (linears(4, 5), {"0": "column"},
         r"tensor_plan\['0'\] = 'column': choose nn.sharding.ColumnParallel"),
-    "a plan that is a list": (linears(4, 5), {"plan": ["0"]},
-        r"tensor_plan=\['0'\]: give a dict of path patterns"),
-    "a pattern that is a number": (linears(4, 5), {"plan": {0: RowParallel}},
-        r"tensor_plan: the pattern 0 must be text"),
-    "not closed": (linears(4, 5, 6), {"plan": {"1": ColumnParallel}},
-        r"'1' is a ColumnParallel that no RowParallel closes"),
-    "read whole": (linears(4, 5, 6), {"plan": {"0": ColumnParallel}},
-        r"'1' Linear\(5, 6\) reads features that '0' cut"),
-    "read by a ColumnParallel": (linears(4, 5, 6), {"plan": {"*[01]": ColumnParallel}},
+    "a plan that is a list": (linears(4, 5), ["0"], r"tensor_plan=\['0'\]: give a dict of path patterns"),
+    "a pattern that is a number": (linears(4, 5), {0: RowParallel}, r"tensor_plan: the pattern 0 must be text"),
+    "not closed": (linears(4, 5, 6), {"1": ColumnParallel}, r"'1' is a ColumnParallel that no RowParallel closes"),
+    "read whole": (linears(4, 5, 6), {"0": ColumnParallel}, r"'1' Linear\(5, 6\) reads features that '0' cut"),
+    "read by a ColumnParallel": (linears(4, 5, 6), {"*[01]": ColumnParallel},
         r"'1' Linear\(5, 6\) reads features that '0' cut: close them with a RowParallel"),
-    "read by a norm": (
-        nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4)),
-        {"plan": {"0": ColumnParallel, "2": RowParallel}},
-        r"'1' LayerNorm\(6\) reads features that '0' cut, but acts on each position as a whole",
-    ),
-    "a RowParallel alone": (linears(4, 5, 6), {"plan": {"1": RowParallel}},
+    "read by a norm": (nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4)),
+        {"0": ColumnParallel, "2": RowParallel},
+        r"'1' LayerNorm\(6\) reads features that '0' cut, but acts on each position as a whole"),
+    "a RowParallel alone": (linears(4, 5, 6), {"1": RowParallel},
         r"'1' Linear\(5, 6\) is a RowParallel, but reads a whole input"),
-    "a RowParallel of blocks": (linears(4, 12, 6), {"plan": {"0": ColumnParallel(blocks=3), "1": RowParallel}},
+    "a RowParallel of blocks": (linears(4, 12, 6), {"0": ColumnParallel(blocks=3), "1": RowParallel},
         r"'1' Linear\(12, 6\) cannot close features that '0' cut: they are 12 in 3 blocks"),
-    "half of a sum": (nn.Residual(nn.Linear(4, 4)), {"plan": {"body": ColumnParallel}},
+    "half of a sum": (nn.Residual(nn.Linear(4, 4)), {"body": ColumnParallel},
         r"'add' Add\(\) reads a whole input, features that 'body' cut together"),
-    "uneven blocks": (linears(4, 16), {"plan": {"0": ColumnParallel(blocks=3)}},
+    "uneven blocks": (linears(4, 16), {"0": ColumnParallel(blocks=3)},
         r"'0' Linear\(4, 16\): its 16 results are not 3 blocks of multiples of 1"),
-    "too few features": (linears(4, 3, 4), {"plan": {"0": ColumnParallel, "1": RowParallel}},
+    "too few features": (linears(4, 3, 4), {"0": ColumnParallel, "1": RowParallel},
         r"'0' has 3 results, fewer than the 4 ranks of the tensor axis: use Mesh\(tensor=3\) or less"),
-    "too few heads": (GPT, {},
-        r"'blocks.0.attn.qkv' has 3 runs of 4 results, fewer .* use Mesh\(tensor=3\)"),
-    "too few heads for ulysses": (GPT, {"sequence": "ulysses"},
-        r"'blocks.0.attn' has 3 heads.*or sequence=\"ring\""),
-    "too few words": (nn.GPT(3, 12, 1, 4, 6), {},
-        r"'embed' has 3 tokens in its vocabulary, fewer than the 4"),
-    "not a Linear": (nn.Sequential(nn.Tanh()), {"plan": {"0": ColumnParallel}},
+    "too few heads": (GPT, None, r"'blocks.0.attn.qkv' has 3 runs of 4 results, fewer .* use Mesh\(tensor=3\)"),
+    "too few words": (nn.GPT(3, 12, 1, 4, 6), None, r"'embed' has 3 tokens in its vocabulary, fewer than the 4"),
+    "not a Linear": (nn.Sequential(nn.Tanh()), {"0": ColumnParallel},
         r"'0' Tanh\(\) cannot be sharded as ColumnParallel"),
-    "Own of a leaf": (linears(4, 5), {"plan": {"0": LayerDefault}},
-        r"'0' Linear\(4, 5\) has no plan of its own"),
-    "a block as a ColumnParallel": (nn.Sequential(BLOCK), {"plan": {"0": ColumnParallel}},
+    "Own of a leaf": (linears(4, 5), {"0": LayerDefault}, r"'0' Linear\(4, 5\) has no plan of its own"),
+    "a block as a ColumnParallel": (nn.Sequential(BLOCK), {"0": ColumnParallel},
         r"'0' is a TransformerBlock, which cannot be a ColumnParallel: name the Linear layers inside, or give it "
         r"nn.sharding.LayerDefault"),
-    "half of attention": (nn.Sequential(nn.MultiHeadAttention(8, 4)), {"plan": {"0.qkv": ColumnParallel}},
+    "half of attention": (nn.Sequential(nn.MultiHeadAttention(8, 4)), {"0.qkv": ColumnParallel},
         r"'0.out' Linear\(.*\) reads features that '0.qkv' cut, but acts on each position as a whole"),
-    "a tie cut in half": (encoder(), {"plan": {"embed": VocabParallel, "*.left": LayerDefault}},
+    "a tie cut in half": (encoder(), {"embed": VocabParallel, "*.left": LayerDefault},
         r"'head.weight' is tied to 'embed.weight', but one is sharded as None and the other as ShardSpec\(dim=0"),
-    "a plan with context": (GPT, {"plan": {"*": LayerDefault}, "sequence": "ring"},
-        "whole but for experts: it takes no"),
-    "no such sequence": (GPT, {"sequence": "cut"},
-        r"sequence='cut': choose one of None, 'parallel', 'ul"),
-    "attention to a part": (
-        nn.Sequential(nn.MultiHeadAttention(8, 4), nn.MLP(8)),
-        {"plan": {"1": LayerDefault}, "sequence": "parallel"},
-        r"'0': attention needs the whole sequence.*cut it by heads, with nn.sharding.LayerDefault for the layer "
-        r"around it",
-    ),
-    "batch statistics of a part": (nn.Sequential(nn.BatchNorm(8), nn.MLP(8)), {"sequence": "parallel"},
-        r"'0' BatchNorm\(8\) reads a part of the sequence, but acts on each sample as a whole"),
-    "several outputs": (
-        nn.Graph({"a": (nn.MLP(8), "x"), "b": (nn.MLP(8), "x")}, outputs=("a", "b")),
-        {"sequence": "parallel"},
-        "a model with several outputs must give them whole",
-    ),
 }  # fmt: skip
+"""Name -> model, plan and error."""
+SEQUENCES = {
+    "too few heads for ulysses": (GPT, None, "ulysses", r"'blocks.0.attn' has 3 heads.*or sequence=\"ring\""),
+    "a plan with context": (GPT, {"*": LayerDefault}, "ring", "whole but for experts: it takes no"),
+    "no such sequence": (GPT, None, "cut", r"sequence='cut': choose one of None, 'parallel', 'ul"),
+    "attention to a part": (nn.Sequential(nn.MultiHeadAttention(8, 4), nn.MLP(8)), {"1": LayerDefault}, "parallel",
+        r"'0': attention needs the whole sequence.*cut it by heads, with nn.sharding.LayerDefault for the layer "
+        r"around it"),
+    "batch statistics of a part": (nn.Sequential(nn.BatchNorm(8), nn.MLP(8)), None, "parallel",
+        r"'0' BatchNorm\(8\) reads a part of the sequence, but acts on each sample as a whole"),
+    "several outputs": (nn.Graph({"a": (nn.MLP(8), "x"), "b": (nn.MLP(8), "x")}, outputs=("a", "b")), None, "parallel",
+        "a model with several outputs must give them whole"),
+}  # fmt: skip
+"""Name -> model, plan, way to cut sequences, and error."""
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", [*PLANS, *SEQUENCES])
 def test_what_cannot_be_cut_is_named(name):
-    model, options, message = WRONG[name]
+    model, plan, *sequence, message = PLANS.get(name) or SEQUENCES[name]
     with pytest.raises(ConfigError, match=message):
-        parallelize(model, nn.CrossEntropyLoss(), 3 if name == "a tie cut in half" else 4, **options)
+        parallelize(model, nn.CrossEntropyLoss(), 3 if name == "a tie cut in half" else 4, plan, *sequence)
 
 
 NO_TIME = {
     "features alone": (BLOCK, None, np.zeros(8), "3 dims or more"),
     "samples of features": (BLOCK, None, np.zeros((4, 8)), "3 dims or more"),
     "tokens alone": (nn.Sequential(nn.Embedding(9, 8), BLOCK), None, np.zeros(6, int), "2 dims or more"),
-    "tokens looked up in a part of the rows": (
-        nn.Sequential(nn.Embedding(9, 8), nn.MLP(8)),
-        {"0": VocabParallel, "1": LayerDefault},
-        np.zeros(6, int),
-        "2 dims or more",
-    ),
-}
+    "tokens looked up in a part of the rows": (nn.Sequential(nn.Embedding(9, 8), nn.MLP(8)),
+        {"0": VocabParallel, "1": LayerDefault}, np.zeros(6, int), "2 dims or more"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NO_TIME)
 def test_an_input_without_a_time_is_not_cut(name):
     model, plan, x, wanted = NO_TIME[name]
-    demand_refusal(
-        model, plan, x, rf"sequence=... cuts dim 1, the time; the input has shape {re.escape(str(x.shape))}.*{wanted}"
-    )
+    said = rf"sequence=... cuts dim 1, the time; the input has shape {re.escape(str(x.shape))}.*{wanted}"
+    demand_refusal(model, plan, x, said)
 
 
 def test_a_sequence_of_which_no_rank_knows_the_length_must_divide():
