@@ -1,19 +1,16 @@
 """One process and thread ranks of a tensor axis run the same model on the same batch, and are compared."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fsdpx import nn, spawn
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm import Mesh, MeshAxes, TrafficCounters, connect_axes, make_single_rank_axes
+from fsdpx.core.comm import Mesh, connect_axes, make_single_rank_axes
 from fsdpx.nn.init import make_initial_values
 from fsdpx.nn.layer import LayerContext, find_sequence_length
 
-Arrays = dict[str, np.ndarray]
 in_all_ways = pytest.mark.parametrize(
     ("width", "sequence", "split"), [(2, None, False), (3, None, True), (2, "parallel", True), (3, "parallel", False)]
 )
@@ -21,37 +18,26 @@ in_all_ways = pytest.mark.parametrize(
 and both forms of backward."""
 
 
-@dataclass
-class Run:
-    """What one rank got."""
-
-    y: np.ndarray
-    total: float
-    weight: float
-    dx: Any
-    g: Arrays
-    forward: TrafficCounters
-    backward: TrafficCounters
-
-
-def environment(axes: MeshAxes | None = None, **options: Any) -> LayerContext:
+def environment(axes=None, **options):
     return LayerContext(np, axes or make_single_rank_axes(), Random(5, step=2), **options)
 
 
-def full(model: nn.Layer, dtype: Any = np.float64) -> Arrays:
+def full(model):
     """Whole parameters, moved away from zeros and ones, where a forgotten factor would not show."""
     rng = np.random.default_rng(1)
     return {
-        name: (a + 0.1 * rng.standard_normal(a.shape)).astype(dtype)
-        for name, a in make_initial_values(model.specs(), 3, dtype).items()
+        name: a + 0.1 * rng.standard_normal(a.shape)
+        for name, a in make_initial_values(model.specs(), 3, np.float64).items()
     }
 
 
-def local(model: nn.Layer, p: Arrays, rank: int, width: int) -> Arrays:
+def local(model, p, rank, width):
     return {n: s.cut.take_shard(p[n], rank, width).copy() if s.cut else p[n].copy() for n, s in model.specs().items()}
 
 
-def once(model: nn.Layer, loss: nn.Loss, p: Arrays, x: Any, target: Any, env: LayerContext, split: bool = False) -> Run:
+def once(model, loss, p, x, target, env, split=False):
+    """What one rank gets: the output, total and weight of the loss, gradients of the input and of parameters, and what
+    it sent in each pass."""
     g = {name: np.zeros_like(p[name]) for name, spec in model.specs().items() if spec.trainable}
     counters = env.mesh.counters
     begin = counters.copy()
@@ -65,15 +51,16 @@ def once(model: nn.Layer, loss: nn.Loss, p: Arrays, x: Any, target: Any, env: La
         model.backward_params(env, g, kept)
     else:
         dx = model.backward(env, p, g, saved, dy)
-    return Run(y, total, weight, dx, g, middle.get_counts_since(begin), counters.get_counts_since(before))
+    sent = {"forward": middle.get_counts_since(begin), "backward": counters.get_counts_since(before)}
+    return SimpleNamespace(y=y, total=total, weight=weight, dx=dx, g=g, **sent)
 
 
-def on_axis(width: int, body: Callable[[MeshAxes], Any]) -> list[Any]:
+def on_axis(width, body):
     """`body` on `width` thread ranks of a tensor axis."""
     return spawn(lambda comm: body(connect_axes(Mesh(shard=1, tensor=width), comm)), width)
 
 
-def assembled(planned: nn.sharding.TensorParallelModel, runs: list[Run], name: str) -> np.ndarray:
+def assembled(planned, runs, name):
     """A gradient as the engine puts it together."""
     spec = planned.model.specs()[name]
     if spec.cut is None:
@@ -88,22 +75,14 @@ def assembled(planned: nn.sharding.TensorParallelModel, runs: list[Run], name: s
     return whole
 
 
-def compare(
-    model: nn.Layer,
-    loss: nn.Loss,
-    x: Any,
-    target: Any,
-    width: int,
-    split: bool = False,
-    options: dict[str, Any] | None = None,
-    **planning: Any,
-) -> tuple[nn.sharding.TensorParallelModel, list[Run]]:
-    """Output, loss and gradients are those of one process, to 1e-12."""
+def compare(model, loss, x, target, width, split=False, options=None, **planning):
+    """Output, loss and gradients are those of one process, to 1e-12. Return the planned model, and what each rank got.
+    options: of the environment; planning: of `parallelize`."""
     p, options = full(model), options or {}
     want = once(model, loss, p, x, target, environment(**options), split)
     planned = nn.sharding.parallelize(model, loss, width, **planning)
 
-    def body(axes: MeshAxes) -> Run:
+    def body(axes):
         mine = local(planned.model, p, axes.tensor.rank, width)
         env = environment(axes, time=find_sequence_length([x]), **options)
         return once(planned.model, planned.loss, mine, x, target, env, split)
@@ -113,15 +92,13 @@ def compare(
     return planned, runs
 
 
-def compare_mse(
-    model: nn.Layer, shape: tuple[int, ...], width: int, split: bool = False, **options: Any
-) -> tuple[nn.sharding.TensorParallelModel, list[Run]]:
+def compare_mse(model, shape, width, split=False, **options):
     """As `compare`, with squared errors of an output of the input's shape. Both are random."""
     x, target = np.random.default_rng(2).standard_normal((2, *shape))
     return compare(model, nn.MSELoss(), x, target, width, split, **options)
 
 
-def check(planned: nn.sharding.TensorParallelModel, want: Run, runs: list[Run]) -> None:
+def check(planned, want, runs):
     """What the ranks got, put together, is what one process got."""
     add = sum if getattr(planned.loss, "partial", False) else max
     assert add(run.weight for run in runs) == want.weight

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from setting import env
+from setting import env, list_leaves
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError
@@ -38,14 +38,6 @@ def run(layer, dtype=np.float32, recompute=(), split=False):
     return saved, [y, dx, *g.values()]
 
 
-def arrays(held):
-    if isinstance(held, tuple):
-        for part in held:
-            yield from arrays(part)
-    else:
-        yield held
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_bits_with_less_kept(name, monkeypatch):
     saved, results = run(MODELS[name])
@@ -53,10 +45,10 @@ def test_the_same_bits_with_less_kept(name, monkeypatch):
     monkeypatch.setattr(nn.RMSNorm, "cheap", False)
     more, wanted = run(MODELS[name])
     assert_close(results, wanted)
-    kept, whole = ({id(a): a.nbytes for a in arrays(s) if isinstance(a, np.ndarray)} for s in (saved, more))
+    kept, whole = ({id(a): a.nbytes for a in list_leaves(s) if isinstance(a, np.ndarray)} for s in (saved, more))
     if name != "given out":
         assert sum(kept.values()) < sum(whole.values())
-        assert any(isinstance(part, RecomputePlaceholder) for part in arrays(saved))
+        assert any(isinstance(part, RecomputePlaceholder) for part in list_leaves(saved))
 
 
 def test_nothing_is_left_behind():
@@ -64,7 +56,7 @@ def test_nothing_is_left_behind():
     gc.disable()
     try:
         saved = run(MODELS["block"])[0]
-        watched = [weakref.ref(a) for a in arrays(saved) if isinstance(a, np.ndarray)]
+        watched = [weakref.ref(a) for a in list_leaves(saved) if isinstance(a, np.ndarray)]
         assert watched
         del saved
         assert not any(ref() is not None for ref in watched)
@@ -87,8 +79,8 @@ def test_attention_made_again_in_backward(layer, split):
     (more, wanted), (saved, results) = (run(layer, np.float64, names, split) for names in ([], ["attention"]))
     assert_close(results, wanted)
     if isinstance(layer, nn.MultiHeadAttention):
-        assert [a.shape for a in arrays(saved)] == [(3, 5, 16), (3, 5, 48)]
-        assert len(list(arrays(more))) > 2
+        assert [a.shape for a in list_leaves(saved)] == [(3, 5, 16), (3, 5, 48)]
+        assert len(list_leaves(more)) > 2
 
 
 def test_statistics_do_not_move_when_a_forward_is_made_again():

@@ -7,10 +7,12 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from setting import list_leaves
 from tensor_ranks import assembled, check, compare, compare_mse, environment, full, in_all_ways, local, on_axis, once
 
 from fsdpx import FakeCommunicator, nn
 from fsdpx.core.array import shapes
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Mesh, connect_axes
 from fsdpx.core.comm.init import open_world as open_world
@@ -48,12 +50,10 @@ def test_the_pieces_of_a_cut_make_the_whole(where, width):
 @given(where=cuts(), width=st.integers(1, 4), rank=st.integers(0, 3), ends=st.tuples(st.floats(0, 1), st.floats(0, 1)))
 def test_runs_are_where_the_elements_come_from(where, width, rank, ends):
     (cut, shape), rank = where, min(rank, width - 1)
-    array = np.arange(math.prod(shape)).reshape(shape)
-    flat = cut.take_shard(array, rank, width).reshape(-1)
+    flat = cut.take_shard(np.arange(math.prod(shape)).reshape(shape), rank, width).reshape(-1)
     start, stop = sorted(int(e * flat.size) for e in ends)
     runs = list(cut.iterate_full_intervals(shape, rank, width, start, stop))
-    got = [i for a, b in runs for i in range(a, b)]
-    np.testing.assert_array_equal(got, flat[start:stop])
+    np.testing.assert_array_equal([i for a, b in runs for i in range(a, b)], flat[start:stop])
     assert all(a < b for a, b in runs)
     assert all(before[1] != after[0] for before, after in zip(runs, runs[1:], strict=False)), "runs that touch"
 
@@ -74,8 +74,7 @@ def test_random_numbers_of_a_part_are_those_of_the_whole(shape, row, dims, data)
     places, index = {}, [slice(row, None), slice(None), slice(None), slice(None)]
     for dim in dims:
         start = data.draw(st.integers(0, shape[dim] - 1))
-        stop = data.draw(st.integers(start, shape[dim]))
-        places[dim], index[dim] = (start, shape[dim]), slice(start, stop)
+        places[dim], index[dim] = (start, shape[dim]), slice(start, data.draw(st.integers(start, shape[dim])))
     want = whole[tuple(index)]
     got = Random(7, "layer", step=3, row=row).get_number_subarray(want.shape, places).make_fractions(np)
     np.testing.assert_array_equal(got, want)
@@ -206,30 +205,32 @@ def test_an_index_beyond_the_whole_table_is_refused():
         layer.forward(environment(), full(layer), np.array([[1, 7]]))
 
 
+def run_in_16_bits(model, loss, x, target, width, sequence):
+    """The planned model, what one process gets in float64, and what ranks get with bfloat16."""
+    bf16, p = parse_dtype("bf16"), full(model)
+    planned = nn.sharding.parallelize(model, loss, width, sequence=sequence)
+
+    def body(axes):
+        mine = {n: a.astype(bf16) for n, a in local(planned.model, p, axes.tensor.rank, width).items()}
+        narrow = x.astype(bf16) if x.dtype.kind == "f" else x
+        return once(planned.model, planned.loss, mine, narrow, target, environment(axes))
+
+    runs = on_axis(width, body)
+    assert runs[0].y.dtype == bf16
+    return planned, once(model, loss, p, x, target, environment()), runs
+
+
 @pytest.mark.parametrize("sequence", [None, "parallel"])
 def test_sixteen_bits(sequence):
     """Partial results are rounded before they are added: near, and of the right dtype."""
-    import ml_dtypes
-
-    bf16 = ml_dtypes.bfloat16
-    model = nn.GPT(11, 8, 1, 2, 6)
-    x, target = rng.integers(0, 11, (2, 6)), rng.integers(0, 11, (2, 6))
-    p = full(model)
-    want = once(model, nn.CrossEntropyLoss(), p, x, target, environment())
-    planned = nn.sharding.parallelize(model, nn.CrossEntropyLoss(), 2, sequence=sequence)
-
-    def body(axes):
-        mine = {n: a.astype(bf16) for n, a in local(planned.model, p, axes.tensor.rank, 2).items()}
-        return once(planned.model, planned.loss, mine, x, target, environment(axes))
-
-    runs = on_axis(2, body)
-    assert runs[0].y.dtype == bf16
+    x, target = rng.integers(0, 11, (2, 2, 6))
+    planned, want, runs = run_in_16_bits(nn.GPT(11, 8, 1, 2, 6), nn.CrossEntropyLoss(), x, target, 2, sequence)
     assert runs[0].total == pytest.approx(want.total, rel=0.02)
     for run in runs:
         run.g = {name: array.astype(np.float32) for name, array in run.g.items()}
     for name, array in want.g.items():
-        got = assembled(planned, runs, name)
-        np.testing.assert_allclose(got, array, atol=0.05 * np.abs(array).max() + 1e-3, err_msg=name)
+        atol = 0.05 * np.abs(array).max() + 1e-3
+        np.testing.assert_allclose(assembled(planned, runs, name), array, atol=atol, err_msg=name)
 
 
 def elements(counters, verb):
@@ -314,8 +315,7 @@ def test_sequences_that_do_not_divide(sequence, width, time):
     if sequence != "parallel":
         assert [run.y.shape[1] for run in runs] == np.diff([time * r // width for r in range(width + 1)]).tolist()
     for dropout in (0.0, 0.3):
-        block = nn.TransformerBlock(12, 3, causal=False, dropout=dropout)
-        compare_mse(block, (2, time, 12), width, sequence=sequence)
+        compare_mse(nn.TransformerBlock(12, 3, causal=False, dropout=dropout), (2, time, 12), width, sequence=sequence)
 
 
 class Drop(nn.Layer):
@@ -342,19 +342,19 @@ def test_a_layer_of_ones_own_finds_its_place(sequence, time):
 @pytest.mark.parametrize(("causal", "dropout"), [(False, 0.4), (True, 0.0), (True, 0.4)])
 def test_blocks(causal, dropout, sequence):
     """More than one tile of the compiled kernel per rank, and the gradient of an input that is given whole."""
-    block = nn.TransformerBlock(8, 4, causal=causal, dropout=dropout)
     for time in (210, 194):  # 194: parts of 64, 65 and 65, which end before, and just behind, a tile's end
-        compare_mse(block, (1, time, 8), 3, sequence=sequence)
+        compare_mse(nn.TransformerBlock(8, 4, causal=causal, dropout=dropout), (1, time, 8), 3, sequence=sequence)
 
 
 @BOTH
 def test_attention_by_itself_and_no_samples(sequence):
-    x, target = rng.standard_normal((2, 8, 12)), rng.standard_normal((2, 8, 12))
+    x, target = rng.standard_normal((2, 2, 8, 12))
     for layer in (nn.MultiHeadAttention(12, 3, causal=False), nn.MultiHeadAttention(12, 3, dropout=0.5, bias=False)):
         compare(layer, nn.BCEWithLogitsLoss(), x, target, 2, sequence=sequence)
         compare_mse(layer, (0, 8, 12), 2, sequence=sequence)
-    layer, evaluating = nn.MultiHeadAttention(12, 3, dropout=0.5), {"training": False}
-    compare_mse(layer, (2, 8, 12), 2, sequence=sequence, options=evaluating)
+    compare_mse(
+        nn.MultiHeadAttention(12, 3, dropout=0.5), (2, 8, 12), 2, sequence=sequence, options={"training": False}
+    )
 
 
 @BOTH
@@ -395,13 +395,6 @@ def test_bytes_of_a_ring(time):
     assert {verb for run in runs for _, verb, _, _ in run.forward} == {"send", "recv"}
 
 
-def held(saved):
-    """Bytes of the arrays that are kept."""
-    if isinstance(saved, tuple):
-        return {n for part in saved for n in held(part)}
-    return {saved.nbytes} if isinstance(saved, np.ndarray) else set()
-
-
 @BOTH
 def test_no_rank_keeps_more_than_its_part(sequence):
     """Without dropout nothing that is kept is larger than queries, keys and values of 1/N of the time."""
@@ -412,26 +405,15 @@ def test_no_rank_keeps_more_than_its_part(sequence):
 
     def body(axes):
         _, saved = planned.model.forward(environment(axes), local(planned.model, full(planned.model), 0, 1), x)
-        return max(held(saved))
+        return max(kept.nbytes for kept in list_leaves(saved) if isinstance(kept, np.ndarray))
 
     assert max(on_axis(width, body)) == 3 * b * s * h * 8 // width
 
 
 def test_a_ring_of_sixteen_bits_adds_in_float32():
-    import ml_dtypes
-
-    bf16, model = ml_dtypes.bfloat16, nn.MultiHeadAttention(8, 2, dropout=0.2)
-    x, target = rng.standard_normal((2, 12, 8)), rng.standard_normal((2, 12, 8))
-    p = full(model)
-    want = once(model, nn.MSELoss(), p, x, target, environment())
-    planned = nn.sharding.parallelize(model, nn.MSELoss(), 3, sequence="ring")
-
-    def body(axes):
-        narrow = {name: a.astype(bf16) for name, a in p.items()}
-        return once(planned.model, planned.loss, narrow, x.astype(bf16), target, environment(axes))
-
-    runs = on_axis(3, body)
-    assert runs[0].y.dtype == runs[0].dx.dtype == bf16
+    x, target = rng.standard_normal((2, 2, 12, 8))
+    _, want, runs = run_in_16_bits(nn.MultiHeadAttention(8, 2, dropout=0.2), nn.MSELoss(), x, target, 3, "ring")
+    assert runs[0].dx.dtype == runs[0].y.dtype
     np.testing.assert_allclose(np.concatenate([r.y for r in runs], 1).astype(float), want.y, atol=0.03)
 
 
@@ -467,7 +449,6 @@ def test_under_mpi(sequence, backend):
         x, target = np.random.default_rng(3).integers(0, 29, (2, 2, length))
         want = once(model, loss, p, x, target, environment())
         env = environment(axes, time=length)
-        runs = comm.all_gather_object(once(planned.model, planned.loss, mine, x, target, env))
-        check(planned, want, runs)
+        check(planned, want, comm.all_gather_object(once(planned.model, planned.loss, mine, x, target, env)))
     axes.close()
     comm.close()
