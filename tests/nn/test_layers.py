@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from layer_cases import check_16_bits, check_refusal
+from models import Same
 from setting import env, normal, parameters, run_both
 
 from fsdpx import nn
@@ -34,6 +35,18 @@ from fsdpx.nn.layer import group_arrays_by_child
         (lambda: nn.MultiHeadAttention(6, 4), "MultiHeadAttention: d_model 6 is not a multiple of n_heads 4"),
         (lambda: nn.MLP(4, dropout=-1), "Dropout: p must be between 0 and 1, got -1"),
         (lambda: nn.GPT(11, 8, 0, 2, 6), "GPT: n_layers must be a whole number >= 1, got 0"),
+        (lambda: nn.GPT(9, 8, 1, 2, 4, activation="swish"), "activation must be one of gelu, .*, got 'swish'"),
+        (lambda: nn.Attention(3, 2, 4), "n_heads 3 is not a multiple of kv_heads 2"),
+        (lambda: nn.Attention(2, 2, 4, causal=False, window=3), "a window needs causal=True"),
+        (lambda: nn.Rotary(5), "d_head must be even, got 5"),
+        (lambda: nn.Rotary(2, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic' needs d_head >= 4"),
+        (lambda: nn.Rotary(4, rope_scaling={"rope_type": "su"}), "rope_type must be one of default, linear, .* 'su'"),
+        (lambda: nn.Rotary(4, rope_scaling={"type": "yarn"}), "'yarn' needs factor, original_max_position_embeddings"),
+        (lambda: nn.GatedActivation("tanh"), "GatedActivation: activation must be one of silu, .*, got 'tanh'"),
+        (lambda: nn.Llama(9, 8, 1, 2, 4, experts=2, bias=True), "experts have activation='silu' and no bias"),
+        (lambda: nn.ViT(9, 4, 8, 1, 2, 3), "PatchEmbedding: images of 9 pixels are not a multiple of patches of 4"),
+        (lambda: nn.Bert(9, 8, 1, 2, 4, dropout=0.1), r"dropout is that of the head for classes: give classes="),
+        (lambda: nn.Bert(9, 8, 1, 2, 4, classes=0), "Bert: classes must be a whole number >= 1, got 0"),
     ],
 )
 def test_options_that_cannot_work(make, message):
@@ -49,15 +62,9 @@ def test_an_index_out_of_range(layer, wrong):
 
 
 def test_a_layer_that_forgets_its_gradients_is_told():
-    class Forgets(nn.Layer):
+    class Forgets(Same):
         def specs(self):
             return {"weight": nn.ParameterSpec((3,))}
-
-        def forward(self, env, p, x):
-            return x * p["weight"], ()
-
-        def backward_input(self, env, p, saved, dy):
-            return dy, ()
 
     layer = Forgets()
     with pytest.raises(ConfigError, match=r"Forgets\(\) has parameters \(weight\) but does not define backward_params"):
@@ -143,8 +150,7 @@ def test_batch_norm_of_one_value_is_refused_in_training(shapes):
 @pytest.mark.parametrize("shape", [(1, 3), (2, 3), (1, 3, 2)])
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_of_one_value_is_refused_where_pytorch_refuses_it(shape, training):
-    torch = pytest.importorskip("torch")
-    check_refusal(nn.BatchNorm(3), torch.nn.BatchNorm1d(3), np.ones(shape), training)
+    check_refusal(nn.BatchNorm(3), pytest.importorskip("torch").nn.BatchNorm1d(3), np.ones(shape), training)
 
 
 def test_only_batch_norm_is_collective_and_says_so():
@@ -159,14 +165,6 @@ def test_dropout_keeps_the_mean_and_is_the_identity_when_evaluating():
     assert abs(float(y.mean()) - 1.0) < 0.02
     assert layer.forward(env(training=False), {}, x)[0] is x
     assert nn.Dropout(0.0).forward(env(), {}, x)[0] is x
-
-
-def test_as_distributed_is_distribute(monkeypatch):
-    import fsdpx
-
-    monkeypatch.setattr(fsdpx, "distribute", lambda model, **options: (model, options), raising=False)
-    layer = nn.Linear(3, 4)
-    assert layer.as_distributed(strategy="fsdp") == (layer, {"strategy": "fsdp"})
 
 
 @pytest.mark.parametrize("imported", ["from fsdpx import nn", "import fsdpx.nn.linear; from fsdpx import nn"])
@@ -203,17 +201,14 @@ def test_it_is_the_function_and_its_derivative():
         (lambda x: x * np.float64(2), lambda x: 2.0 + 0 * x, "the function turns float32 into float64"),
         (lambda x: x * 2.0, lambda x: np.full(x.shape, 2.0), "the derivative turns float32 into float64"),
         (lambda x: np.log(x - 100), lambda x: 1 / (x - 100), "no finite value between -2 and 2"),
-        (
-            lambda a, b: a * b,
-            lambda a, b: b,
-            r"the function does not take 1 inputs, .*: two inputs need a tuple of two derivatives, nn\.Lambda\(f, \(by",
-        ),
+        (lambda a, b: a * b, lambda a, b: b,
+         r"the function does not take 1 inputs, .*: two inputs need a tuple of two derivatives, nn\.Lambda\(f, \(by"),
         (np.multiply, (lambda a, b: b, lambda b: b), "the derivative does not take 2 inputs, .* each of both inputs"),
         (np.sin, (np.cos, np.cos), "the function does not take 2 inputs, which is the number of derivatives"),
         (np.sin, None, "a function and its derivative are needed"),
         (np.sin, (), "a function and its derivative are needed"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_function_with_its_derivative_is_refused(function, derivative, message):
     with pytest.raises(ConfigError, match=message):
         nn.Lambda(function, derivative)
@@ -290,9 +285,9 @@ def test_branches_share_entries_and_ties_are_one():
 
 
 def test_what_was_not_written_is_zero_in_the_end():
-    entries = GradientEntries({"a": np.full(3, np.nan), "b": np.full(3, np.nan)})
-    entries.mark_all_blank()
-    Gradients(entries)["a"] += 1
+    g = blank("a", "b")
+    g["a"] += 1
+    entries = g.entries
     entries.zero_unwritten()
     np.testing.assert_array_equal(entries["a"].array, [1, 1, 1])
     np.testing.assert_array_equal(entries["b"].array, [0, 0, 0])

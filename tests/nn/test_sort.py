@@ -5,6 +5,7 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import Same
 from setting import env, parameters
 from threads import on_ranks
 
@@ -73,8 +74,7 @@ def test_gpt():
 
 
 def test_gpt_begins_as_gpt_2():
-    p = parameters(nn.GPT(50, 40, 8, 2, 30))
-    for name, array in p.items():
+    for name, array in parameters(nn.GPT(50, 40, 8, 2, 30)).items():
         if name.endswith("bias"):
             assert not array.any(), name
         elif "norm" in name:
@@ -136,38 +136,30 @@ def test_infer_of_several_inputs_and_outputs():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (
-            nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(128, 10)),
-            r"layer '2' Linear\(128, 10\) does not fit: Linear\(128, 10\) wants an input of shape "
-            r"\(samples, ..., 128\), got \(8, 32\). It got \(8, 32\) float32 from layer '1' GELU\(\)",
-        ),
+        (nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(128, 10)),
+         r"layer '2' Linear\(128, 10\) does not fit: Linear\(128, 10\) wants an input of shape "
+         r"\(samples, ..., 128\), got \(8, 32\). It got \(8, 32\) float32 from layer '1' GELU\(\)"),
         (nn.Linear(128, 10), r"It got \(8, 64\) float32 from the model's input 'x'"),
         (nn.LayerNorm(63), r"LayerNorm\(63\) wants an input of shape \(samples, ..., 63\), got \(8, 64\)"),
         (nn.BatchNorm(63), r"BatchNorm\(63\) wants an input of shape \(samples, 63, ...\), got \(8, 64\)"),
         (nn.MultiHeadAttention(64, 2), r"wants an input of shape \(samples, time, 64\), got \(8, 64\)"),
         (nn.GPT(9, 8, 1, 2, 63), r"wants tokens of shape \(samples, time <= 63\), got \(8, 64\)"),
         (nn.Embedding(9, 8), r"Embedding\(9, 8\) wants whole numbers, got float32"),
-        (
-            nn.Graph({"up": (nn.Linear(64, 3), "x"), "sum": (nn.Add(), "up", "x")}, outputs="sum"),
-            r"layer 'sum' Add\(\) does not fit: .* one shape, got \(8, 3\), \(8, 64\). "
-            r"It got \(8, 3\) float32 from layer 'up' Linear\(64, 3\); \(8, 64\) float32 from the "
-            r"model's input 'x'",
-        ),
+        (nn.Graph({"up": (nn.Linear(64, 3), "x"), "sum": (nn.Add(), "up", "x")}, outputs="sum"),
+         r"layer 'sum' Add\(\) does not fit: .* one shape, got \(8, 3\), \(8, 64\). "
+         r"It got \(8, 3\) float32 from layer 'up' Linear\(64, 3\); \(8, 64\) float32 from the model's input 'x'"),
     ],
-)
+)  # fmt: skip
 def test_a_layer_that_does_not_fit_is_named(model, message):
     with pytest.raises(ShapeError, match=message):
         outputs_of(model, ShapeArray((8, 64), np.int64 if isinstance(model, nn.GPT) else np.float32))
 
 
 def test_a_layer_of_a_user_that_does_not_fit_is_named():
-    class Cut(nn.Layer):
+    class Cut(Same):
         def forward(self, env, p, x):
             samples, time, features = x.shape
             return x, (samples, time, features)
-
-        def backward_input(self, env, p, saved, dy):
-            return dy, ()
 
     with pytest.raises(ShapeError, match=r"layer '0' Cut\(\) does not fit: not enough values to unpack"):
         outputs_of(nn.Sequential(Cut()), ShapeArray((8, 64), np.float32))
