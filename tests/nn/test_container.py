@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from layer_cases import contracts_of, rows
+from models import distributed, part
 from setting import env, normal, parameters, run_both
 
 import fsdpx
@@ -14,37 +15,28 @@ def run(layer, p, *x):
     return layer.forward(env(), p, x[0] if len(x) == 1 else x)[0]
 
 
-def test_children_of_a_chain_are_numbered():
+def test_children_of_a_chain_are_numbered_or_named():
     chain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
     assert list(chain.children()) == ["0", "1", "2"]
     shapes = {"0.weight": (4, 3), "0.bias": (4,), "2.weight": (2, 4)}
     assert {name: spec.shape for name, spec in chain.specs().items()} == shapes
+    chain = nn.Sequential({"body": nn.Sequential(nn.Linear(3, 4)), "head": nn.Linear(4, 2)})
+    assert list(chain.specs()) == ["body.0.weight", "body.0.bias", "head.weight", "head.bias"]
 
 
 def test_inputs_of_a_layer_have_the_names_that_it_declares():
-    class Scaled(nn.Layer):
+    class Scaled(nn.Scale):
         input_names = ("pressure", "velocity")  # a name of the user's own, which says nothing of the arrays
-
-        def forward(self, env, p, x):
-            return 2 * x, ()
-
-        def backward_input(self, env, p, saved, dy):
-            return 2 * dy, ()
 
     class Declared(Scaled):
         def get_declared_input_names(self):
             return ("state",)
 
     x = np.ones((2, 3), np.float32)
-    for layer, name in ((Scaled(), "x"), (Declared(), "state")):
+    for layer, name in ((Scaled(2.0), "x"), (Declared(2.0), "state")):
         trainer = layer.as_distributed()
         np.testing.assert_array_equal(trainer.predict({name: x}), 2 * x)
         np.testing.assert_array_equal(trainer.predict(x), 2 * x)
-
-
-def test_children_of_a_chain_can_be_named():
-    chain = nn.Sequential({"body": nn.Sequential(nn.Linear(3, 4)), "head": nn.Linear(4, 2)})
-    assert list(chain.specs()) == ["body.0.weight", "body.0.bias", "head.weight", "head.bias"]
 
 
 def test_a_tie_is_one_parameter_and_its_gradients_add_up():
@@ -75,8 +67,7 @@ def test_a_residual_around_ties():
 
 
 def test_frozen_parameters_are_not_trainable():
-    chain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm(4), nn.Linear(4, 2), frozen=["0.*", "*.bias"])
-    specs = chain.specs()
+    specs = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm(4), nn.Linear(4, 2), frozen=["0.*", "*.bias"]).specs()
     assert [name for name, spec in specs.items() if spec.trainable] == ["1.weight", "2.weight"]
     assert [name for name, spec in specs.items() if spec.state] == ["1.running_mean", "1.running_var"]
 
@@ -91,16 +82,9 @@ def test_dropout_differs_between_layers_and_not_between_runs():
 
 
 def test_a_graph_is_what_it_says():
-    graph = nn.Graph(
-        {
-            "sum": (nn.Add(), "up", "down", "x"),
-            "up": (nn.Linear(3, 3), "x"),
-            "both": (nn.Concat(), "sum", "z"),
-            "down": (nn.Tanh(), "z"),
-        },
-        inputs=("x", "z"),
-        outputs=("both", "up"),
-    )
+    nodes = {"sum": (nn.Add(), "up", "down", "x"), "up": (nn.Linear(3, 3), "x")}
+    nodes |= {"both": (nn.Concat(), "sum", "z"), "down": (nn.Tanh(), "z")}
+    graph = nn.Graph(nodes, inputs=("x", "z"), outputs=("both", "up"))
     assert list(graph.children()) == ["up", "down", "sum", "both"]
     p, x, z = parameters(graph), normal(4, 3), normal(4, 3, seed=1)
     both, up = run(graph, p, x, z)
@@ -138,10 +122,8 @@ def make_graph(nodes=None, inputs=("x",), outputs="a"):
     ("make", "message"),
     [
         (lambda: nn.Sequential(), "Sequential: there must be at least one layer"),
-        (
-            lambda: nn.Sequential({"a.b": nn.Tanh()}),
-            "Sequential: 'a.b' is no name for a layer; use text that is not empty and has no dot",
-        ),
+        (lambda: nn.Sequential({"a.b": nn.Tanh()}),
+         "Sequential: 'a.b' is no name for a layer; use text that is not empty and has no dot"),
         (lambda: nn.Sequential({"": nn.Tanh()}), "Sequential: '' is no name for a layer"),
         (lambda: nn.Sequential({3: nn.Tanh()}), "Sequential: 3 is no name for a layer"),
         (lambda: nn.Sequential({"1": nn.Tanh()}, nn.Tanh()), "Sequential: duplicate layer names '1'"),
@@ -149,22 +131,14 @@ def make_graph(nodes=None, inputs=("x",), outputs="a"):
         (lambda: nn.Sequential(nn.Tanh(), np.tanh), "Sequential: '1' must be a Layer, got ufunc"),
         (lambda: nn.Sequential(nn.Add(), nn.Tanh()), r"Add\(\) takes any number of inputs; put it in a Graph"),
         (lambda: nn.Sequential(TWO_OUTPUTS, nn.Tanh()), r"Sequential: layer '1' Tanh\(\) takes 1 inputs, but gets 2"),
-        (
-            lambda: nn.Sequential(*LAYERS, ties={"1.weight": "0.weight"}),
-            r"cannot tie '1.weight' \(3, 4\) to '0.weight' \(4, 3\): tied parameters must have the same shape",
-        ),
-        (
-            lambda: nn.Sequential(*LAYERS, ties={"7.weight": "0.weight"}),
-            "Sequential: tie names '7.weight', which is no parameter; there are 0.weight, 0.bias, 1.weight",
-        ),
-        (
-            lambda: nn.Sequential(*LAYERS, ties={"0.weight": "2.weight", "2.weight": "0.weight"}),
-            "ties lead in a circle: 0.weight -> 2.weight -> 0.weight",
-        ),
-        (
-            lambda: nn.Sequential(*LAYERS, frozen=["9.*"]),
-            r"Sequential\(frozen=\): '9.\*' matches no parameter; there are '0.weight'",
-        ),
+        (lambda: nn.Sequential(*LAYERS, ties={"1.weight": "0.weight"}),
+         r"cannot tie '1.weight' \(3, 4\) to '0.weight' \(4, 3\): tied parameters must have the same shape"),
+        (lambda: nn.Sequential(*LAYERS, ties={"7.weight": "0.weight"}),
+         "Sequential: tie names '7.weight', which is no parameter; there are 0.weight, 0.bias, 1.weight"),
+        (lambda: nn.Sequential(*LAYERS, ties={"0.weight": "2.weight", "2.weight": "0.weight"}),
+         "ties lead in a circle: 0.weight -> 2.weight -> 0.weight"),
+        (lambda: nn.Sequential(*LAYERS, frozen=["9.*"]),
+         r"Sequential\(frozen=\): '9.\*' matches no parameter; there are '0.weight'"),
         (lambda: nn.Residual(nn.Add()), r"Residual: the body must take one input and give one output, got Add\(\)"),
         (lambda: nn.Residual(nn.Tanh), r"Residual: 'body' is the class Tanh; write Tanh\(...\)"),
         (lambda: make_graph(outputs=()), "Graph: outputs must name at least one value"),
@@ -181,7 +155,7 @@ def make_graph(nodes=None, inputs=("x",), outputs="a"):
         (lambda: make_graph({"a": (nn.Tanh(),)}), "Graph: node 'a' must be"),
         (lambda: make_graph(CYCLE, outputs="c"), "Graph: the nodes 'b' -> 'c' -> 'a' -> 'b' form a cycle"),
     ],
-)
+)  # fmt: skip
 def test_wiring_that_cannot_work(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
@@ -194,9 +168,8 @@ def test_inputs_that_do_not_fit_together():
         nn.Concat().forward(env(), {}, (normal(2, 3), normal(3, 3)))
 
 
-@pytest.mark.parametrize("layer", [nn.Concat(-2), nn.Softmax(-2)])
-def test_a_negative_dim_is_not_samples(layer):
-    x = (normal(2, 3), normal(2, 3)) if isinstance(layer, nn.Concat) else normal(2, 3)
+@pytest.mark.parametrize(("layer", "x"), [(nn.Concat(-2), (normal(2, 3),) * 2), (nn.Softmax(-2), normal(2, 3))])
+def test_a_negative_dim_is_not_samples(layer, x):
     with pytest.raises(ShapeError, match=r"dim=-2\): dim -2 of 2 dims is samples; choose a dim within one sample"):
         layer.forward(env(), {}, x)
     context = nn.sharding.ShardingContext("layer", [nn.sharding.ShardedSequence()], 1)
@@ -293,18 +266,14 @@ def test_a_layer_called_twice_has_one_set_of_parameters():
 
 def train(comm, strategy="fsdp", **options):
     model = nn.Sequential({"a": nn.Linear(6, 5), "b": Twice(), "c": GatedMLP(5, 8), "d": nn.Linear(5, 3)})
-    trainer = model.as_distributed(
-        loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-2, eps=1e-5), strategy=strategy, comm=comm, precision="float64",
-        group_bytes=0, **options,
-    )  # fmt: skip
-    x, y, data = normal(12, 6), normal(12, 3, seed=1), trainer.data_group
-    mine = slice(12 * data.rank // data.size, 12 * (data.rank + 1) // data.size)
+    options = {"optimizer": optim.AdamW(lr=1e-2, eps=1e-5), "precision": "float64", "group_bytes": 0, **options}
+    trainer = distributed(model, comm, strategy=strategy, **options)
+    x, y, mine = normal(12, 6), normal(12, 3, seed=1), part(trainer.data_group, 12)
     nodes = trainer.inspect.placement.model.nodes
     return [trainer.step(x[mine], y[mine]) for _ in range(5)], [node.path for node in nodes]
 
 
 COLUMN, ROW = nn.sharding.ColumnParallel, nn.sharding.RowParallel
-TENSOR_PLAN = {"c.gate": COLUMN, "c.up": COLUMN, "c.down": ROW}
 
 
 @pytest.mark.parametrize(
@@ -313,7 +282,7 @@ TENSOR_PLAN = {"c.gate": COLUMN, "c.up": COLUMN, "c.down": ROW}
         (2, {"strategy": "ddp"}),
         (3, {"strategy": "fsdp"}),
         (2, {"mesh": fsdpx.Mesh(pipe=2), "stages": ["a", "b.shared_2"]}),
-        (2, {"mesh": fsdpx.Mesh(tensor=2), "tensor_plan": TENSOR_PLAN}),
+        (2, {"mesh": fsdpx.Mesh(tensor=2), "tensor_plan": {"c.gate": COLUMN, "c.up": COLUMN, "c.down": ROW}}),
     ],
     ids=["ddp", "fsdp", "pipe", "tensor"],
 )
@@ -334,11 +303,8 @@ def composed(compose, **layers):
     ("compose", "layers", "message"),
     [
         (lambda self, x: nn.Linear(2, 2)(x), {}, r"Wrong: Linear\(2, 2\) has parameters, but no name: make it an attr"),
-        (
-            lambda self, x: self.ls[0](x),
-            {"ls": [nn.Linear(2, 2)]},
-            r"but no name: .* of a list each by setattr\(self, f'name_\{i\}', \.\.\.\), or as one nn\.Sequential",
-        ),
+        (lambda self, x: self.ls[0](x), {"ls": [nn.Linear(2, 2)]},
+         r"but no name: .* of a list each by setattr\(self, f'name_\{i\}', \.\.\.\), or as one nn\.Sequential"),
         (lambda self, x: x, {"a": nn.Tanh()}, r"Wrong: compose never calls self.a, Tanh\(\): call it, or leave it out"),
         (lambda self, x: self.a(x, x), {"a": nn.Tanh()}, r"Wrong: Tanh\(\) takes 1 inputs, but gets 2"),
         (lambda self, x: 3, {}, "Wrong: compose returns 3; compose works on its arguments"),
@@ -361,7 +327,7 @@ def composed(compose, **layers):
         (lambda self, x: x.reshape(-1), {}, "Wrong: the value 'x' has no reshape; compose works"),
         (lambda self, x: nn.Add()(x, np.ones(2)), {}, r"Wrong: Add\(\) gets array\(\[1\., 1\.\]\); compose works on"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_composed(compose, layers, message):
     with pytest.raises(ConfigError, match=message):
         composed(compose, **layers)

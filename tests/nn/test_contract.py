@@ -5,6 +5,7 @@ import pytest
 from layer_cases import contract_tests, ids, rows
 
 from fsdpx import nn
+from fsdpx.nn import sharding
 from fsdpx.nn.init import normal
 from fsdpx.testing import LayerContract
 
@@ -14,16 +15,9 @@ def pair():
 
 
 def two_ways():
-    return nn.Graph(
-        {
-            "up": (nn.Linear(5, 4), "a"),
-            "side": (nn.Linear(5, 4), "b"),
-            "sum": (nn.Add(), "up", "side"),
-            "gate": (nn.Tanh(), "sum"),
-        },
-        inputs=("a", "b"),
-        outputs=("gate", "sum"),
-    )
+    nodes = {"up": (nn.Linear(5, 4), "a"), "side": (nn.Linear(5, 4), "b")}
+    nodes |= {"sum": (nn.Add(), "up", "side"), "gate": (nn.Tanh(), "sum")}
+    return nn.Graph(nodes, inputs=("a", "b"), outputs=("gate", "sum"))
 
 
 def tied():
@@ -77,15 +71,11 @@ CASES = {
     "GatedMLP": (lambda: nn.GatedMLP(4, 6, bias=True), lambda: rows(3, 2, 4)),
     "RMSNormUnitOffset": (lambda: nn.RMSNorm(6, unit_offset=True), lambda: rows(3, 2, 6)),
     "GroupedQueryAttention": (
-        lambda: nn.GroupedQueryAttention(6, 4, 2, nn.Rotary(4), qk_norm=1e-5, qkv_bias=True),
-        lambda: rows(3, 4, 6),
-    ),
+        lambda: nn.GroupedQueryAttention(6, 4, 2, nn.Rotary(4), qk_norm=1e-5, qkv_bias=True), lambda: rows(3, 4, 6)),
     "AttentionBlock": (
         lambda: nn.AttentionBlock(
-            nn.GroupedQueryAttention(6, 2, 1, None, causal=False, segments=True), nn.MLP(6, 5), nn.LayerNorm(6), True
-        ),
-        lambda: (rows(3, 4, 6), ids(2, 3, 4)),
-    ),
+            nn.GroupedQueryAttention(6, 2, 1, None, causal=False, segments=True), nn.MLP(6, 5), nn.LayerNorm(6), True),
+        lambda: (rows(3, 4, 6), ids(2, 3, 4))),
     "Llama": (lambda: nn.Llama(11, 8, 1, 2, 6, kv_heads=1, scale_embedding=True), lambda: ids(11, 3, 5)),
     "LlamaSegments": (lambda: nn.Llama(11, 8, 1, 2, 6, segments=True), lambda: (ids(11, 3, 5), ids(2, 3, 5))),
     "First": (nn.FirstToken, lambda: rows(3, 4, 6)),
@@ -108,30 +98,22 @@ CASES = {
     "TokenEmbedding": (lambda: nn.TokenEmbedding(7, 4, 6, init=normal(1.0)), lambda: ids(7, 3, 5)),
     "GPT": (lambda: nn.GPT(11, 8, 1, 2, 6, dropout=0.1), lambda: ids(11, 3, 5)),
     # on an axis of one rank, where they move nothing; `test_tensor.py` has more
-    "ColumnParallelLinear": (lambda: nn.sharding.ColumnParallelLinear(5, 6, blocks=3, grain=2), lambda: rows(4, 5)),
+    "ColumnParallelLinear": (lambda: sharding.ColumnParallelLinear(5, 6, blocks=3, grain=2), lambda: rows(4, 5)),
     "ColumnLinearGathered": (
-        lambda: nn.sharding.ColumnParallelLinear(5, 6, gather_output=True, sequence=True),
-        lambda: rows(4, 2, 5),
-    ),
-    "RowParallelLinear": (lambda: nn.sharding.RowParallelLinear(5, 3), lambda: rows(4, 5)),
-    "RowLinearOfSequences": (lambda: nn.sharding.RowParallelLinear(5, 3, sequence=True), lambda: rows(4, 2, 5)),
-    "VocabParallelEmbedding": (lambda: nn.sharding.VocabParallelEmbedding(7, 4), lambda: ids(7, 3, 5)),
+        lambda: sharding.ColumnParallelLinear(5, 6, gather_output=True, sequence=True), lambda: rows(4, 2, 5)),
+    "RowParallelLinear": (lambda: sharding.RowParallelLinear(5, 3), lambda: rows(4, 5)),
+    "RowLinearOfSequences": (lambda: sharding.RowParallelLinear(5, 3, sequence=True), lambda: rows(4, 2, 5)),
+    "VocabParallelEmbedding": (lambda: sharding.VocabParallelEmbedding(7, 4), lambda: ids(7, 3, 5)),
     "VocabParallelTokenEmbedding": (
-        lambda: nn.sharding.VocabParallelTokenEmbedding(7, 4, 6, sequence=True),
-        lambda: ids(7, 3, 5),
-    ),
-    "SequenceParallelTokenEmbedding": (
-        lambda: nn.sharding.SequenceParallelTokenEmbedding(7, 4, 6),
-        lambda: ids(7, 3, 5),
-    ),
-    "ShardedDropout": (lambda: nn.sharding.ShardedDropout(0.3, dim=-1, total=6), lambda: rows(4, 6)),
-    "SplitSequence": (nn.sharding.SplitSequence, lambda: rows(4, 6, 2)),
-    "AllGatherFeatures": (lambda: nn.sharding.AllGatherFeatures(6), lambda: rows(4, 6)),
+        lambda: sharding.VocabParallelTokenEmbedding(7, 4, 6, sequence=True), lambda: ids(7, 3, 5)),
+    "SequenceParallelTokenEmbedding": (lambda: sharding.SequenceParallelTokenEmbedding(7, 4, 6), lambda: ids(7, 3, 5)),
+    "ShardedDropout": (lambda: sharding.ShardedDropout(0.3, dim=-1, total=6), lambda: rows(4, 6)),
+    "SplitSequence": (sharding.SplitSequence, lambda: rows(4, 6, 2)),
+    "AllGatherFeatures": (lambda: sharding.AllGatherFeatures(6), lambda: rows(4, 6)),
     "WithInputOutput": (
-        lambda: nn.sharding.WithInputOutput(nn.MLP(4), nn.sharding.SplitSequence(), nn.sharding.AllGatherFeatures(4)),
-        lambda: rows(4, 3, 4),
-    ),
-}
+        lambda: sharding.WithInputOutput(nn.MLP(4), sharding.SplitSequence(), sharding.AllGatherFeatures(4)),
+        lambda: rows(4, 3, 4)),
+}  # fmt: skip
 
 globals().update(contract_tests(CASES, "fsdpx.nn"))
 
@@ -168,8 +150,7 @@ class Wrong(nn.Layer):
         return y, (x,)
 
     def backward_input(self, env, p, saved, dy):
-        factor = 2 if self.wrong == "dx" else 3
-        return dy * p["weight"] * factor, (*saved, dy)
+        return dy * p["weight"] * (2 if self.wrong == "dx" else 3), (*saved, dy)
 
     def backward_params(self, env, g, kept):
         x, dy = kept
