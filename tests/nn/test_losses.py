@@ -97,8 +97,7 @@ def test_the_contract_compares_both_passes_together_with_both_apart(factor, acce
 
 def in_all_orders(*arrays):
     """Return the arrays with their channels first and last in memory, in all combinations, if they have cells."""
-    orders = [(a, channels_last(np, a)) if a.ndim > 2 else (a,) for a in arrays]
-    return itertools.product(*orders)
+    return itertools.product(*[(a, channels_last(np, a)) if a.ndim > 2 else (a,) for a in arrays])
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
@@ -181,10 +180,8 @@ def test_large_logits_do_not_overflow():
 @pytest.mark.parametrize(
     ("loss", "shape", "target", "message"),
     [
-        (
-            nn.CrossEntropyLoss, (2, 3, 10), [[0, 1, 2], [3, 12, 5]],
-            r"label 12 at position \(1, 1\) is out of range: it must be from 0 to 9, or ignore_index -100",
-        ),
+        (nn.CrossEntropyLoss, (2, 3, 10), [[0, 1, 2], [3, 12, 5]],
+         r"label 12 at position \(1, 1\) is out of range: it must be from 0 to 9, or ignore_index -100"),
         (nn.CrossEntropyLoss, (2, 10), [0, -1], r"label -1 at position \(1,\)"),
         (nn.CrossEntropyLoss, (2, 10), [[0], [1]],
          r"wants labels for an output of shape \(2, 10\): \(2,\), got \(2, 1\)"),
@@ -222,9 +219,6 @@ def test_a_loss_may_look_at_whole_samples_unless_it_says_otherwise():
         assert loss.acts_on == "position"
 
 
-KINDS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "uint64", ">i4", "bool", "float64"]
-
-
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()], ids=repr)
 def test_targets_of_every_format_are_compared_by_their_values_or_refused(loss):
     x = normal(4, 3).astype("float32")
@@ -235,7 +229,7 @@ def test_targets_of_every_format_are_compared_by_their_values_or_refused(loss):
         return trainer.evaluate(x, target), trainer.step(x, target), trainer.parameters()["weight"].tolist()
 
     wanted = run(labels)
-    for kind in KINDS:
+    for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "uint64", ">i4", "bool", "float64"):
         if isinstance(loss, nn.CrossEntropyLoss) and kind in ("bool", "float64"):
             with pytest.raises(DataError, match=r"labels must be whole numbers, got (bool|float32)"):
                 run(labels.astype(kind))

@@ -9,6 +9,7 @@ from present import needs
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from models import distributed, part  # noqa: E402
 from setting import env  # noqa: E402
 
 import fsdpx  # noqa: E402
@@ -24,20 +25,28 @@ TINY = {
     "tie_word_embeddings": False, "attn_implementation": "sdpa", "pad_token_id": None, "bos_token_id": 0,
     "eos_token_id": 0,
 }  # fmt: skip
+ENCODER = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "intermediate_size": 48, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "image_size": 8,
+    "patch_size": 4, "attention_probs_dropout_prob": 0.0, "num_labels": 5,
+}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 
 
+def make(kind, **options):
+    made = getattr(transformers, kind)
+    return made(made.config_class(**options))
+
+
 def theirs(kind, **options):
-    config = getattr(transformers, f"{kind}Config")(**{**TINY, **options})
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
+    return make(f"{kind}ForCausalLM", **{**TINY, **options})
 
 
 def ours(**options):
-    given = {"kv_heads": 2, "hidden": 48, "eps": 1e-5, **options}
-    return nn.Llama(VOCAB, WIDTH, LAYERS, HEADS, 64, **given)
+    return nn.Llama(VOCAB, WIDTH, LAYERS, HEADS, 64, **{"kv_heads": 2, "hidden": 48, "eps": 1e-5, **options})
 
 
 GEMMA = {"activation": "gelu_pytorch_tanh", "scale_embedding": True, "unit_offset": True, "tie": True, "d_head": 16}
@@ -59,34 +68,22 @@ PAIRS = {
         lambda: ours(experts=5, theta=1e6),
     ),
     "gpt2": (
-        lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=VOCAB, n_positions=64, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_inner=48,
-                layer_norm_epsilon=1e-3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            )
+        lambda: make(
+            "GPT2LMHeadModel", vocab_size=VOCAB, n_positions=64, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_inner=48,
+            layer_norm_epsilon=1e-3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         ),
         lambda: nn.GPT(VOCAB, WIDTH, LAYERS, HEADS, 64, hidden=48, activation="gelu_new", eps=1e-3),
     ),
-}  # fmt: skip
-ENCODER = {
-    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-    "intermediate_size": 48, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "image_size": 8,
-    "patch_size": 4, "attention_probs_dropout_prob": 0.0, "num_labels": 5,
-}  # fmt: skip
-PAIRS |= {
-    "bert": (
-        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)),
-        lambda: nn.Bert(VOCAB, WIDTH, LAYERS, HEADS, 16, hidden=48),
-    ),
+    "bert": (lambda: make("BertForMaskedLM", **ENCODER), lambda: nn.Bert(VOCAB, WIDTH, LAYERS, HEADS, 16, hidden=48)),
     "bert for classes": (
-        lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**ENCODER)),
+        lambda: make("BertForSequenceClassification", **ENCODER),
         lambda: nn.Bert(VOCAB, WIDTH, LAYERS, HEADS, 16, hidden=48, classes=5),
     ),
     "vit": (
-        lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**ENCODER)),
+        lambda: make("ViTForImageClassification", **ENCODER),
         lambda: nn.ViT(8, 4, WIDTH, LAYERS, HEADS, 5, hidden=48),
     ),
-}
+}  # fmt: skip
 NAMES = {
     "bert.embeddings.word_embeddings": "embed.tokens", "bert.embeddings.position_embeddings.weight":
     "embed.tokens.position", "bert.embeddings.token_type_embeddings": "embed.types",
@@ -150,8 +147,7 @@ def widened(net, model):
     def positions(self, x, position_ids):
         rotary = model.children()["blocks"].children()["0"].attn.rotary
         cos, sin = rotary.get_cos_sin(env(), 0, x.shape[1], x.shape[1], np.float64)
-        both = (torch.tensor(np.concatenate((a, a), axis=1))[None] for a in (cos, sin))
-        return tuple(both)
+        return tuple(torch.tensor(np.concatenate((a, a), axis=1))[None] for a in (cos, sin))
 
     def choice(self, x):
         logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
@@ -207,19 +203,24 @@ def test_logits_are_the_same(name):
     np.testing.assert_allclose(y[counts], want[counts], rtol=1e-5, atol=1e-5)
 
 
-def plain(name, net):
+@cache
+def trained_by_torch(name):
+    """Our model, and of theirs the parameters, the losses of three steps, the first gradients and the last parameters:
+    for all meshes."""
+    net, model = made(name, torch.float64)
+    net = widened(net, model) if isinstance(model, nn.Llama) else net
+    begin = arrays(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01)
     losses, first = [], {}
     for step in range(3):
         _, given, y = batch(name, step)
         optimizer.zero_grad()
-        logits = net(**given).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), torch.tensor(y).flatten())
+        loss = torch.nn.functional.cross_entropy(net(**given).logits.flatten(0, -2), torch.tensor(y).flatten())
         loss.backward()
         first = first or arrays(net, gradients=True)
         optimizer.step()
         losses.append(loss.item())
-    return losses, first, arrays(net)
+    return model, begin, losses, first, arrays(net)
 
 
 MESHES = {
@@ -239,31 +240,21 @@ CASES = [(name, "alone") for name in PAIRS] + [
 ]  # fmt: skip
 
 
-@cache
-def trained_by_torch(name):
-    """Our model, the parameters of theirs, and what `plain` gives: for all meshes."""
-    net, model = made(name, torch.float64)
-    net = widened(net, model) if isinstance(model, nn.Llama) else net
-    return model, arrays(net), *plain(name, net)
-
-
 @pytest.mark.parametrize(("name", "mesh"), sorted(CASES))
 def test_gradients_and_steps_are_the_same(name, mesh):
     (model, begin, losses, want, end), (ranks, options) = trained_by_torch(name), MESHES[mesh]
 
     def run(comm):
-        trainer = fsdpx.distribute(
-            model, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-3, weight_decay=0.01), comm=comm,
-            precision="float64", **options,
-        )  # fmt: skip
+        optimizer = optim.AdamW(lr=1e-3, weight_decay=0.01)
+        more = {"loss": nn.CrossEntropyLoss(), "precision": "float64", **options}
+        trainer = distributed(model, comm, optimizer=optimizer, **more)
         trainer.load_parameters({n: begin[n] for n in trainer.parameters()})
-        rank, size = trainer.data_group.rank, trainer.data_group.size
-        part = slice(SAMPLES * rank // size, SAMPLES * (rank + 1) // size)
+        mine = part(trainer.data_group, SAMPLES)
         found, first = [], {}
         for step in range(3):
             x, _, y = batch(name, step)
-            given = tuple(a[part] for a in x)
-            found.append(trainer.accumulate(given[0] if len(given) == 1 else given, y[part]))
+            given = tuple(a[mine] for a in x)
+            found.append(trainer.accumulate(given[0] if len(given) == 1 else given, y[mine]))
             first = first or trainer.gradients()
             trainer.update()
         return found, first, trainer.parameters()
@@ -300,13 +291,8 @@ def test_positions_are_stretched_as_there(scaling, time):
 def test_the_balancing_loss_is_theirs():
     """Of one block: theirs is of all blocks together, ours of each."""
     torch.manual_seed(1)
-    options = {
-        "num_local_experts": 5,
-        "num_hidden_layers": 1,
-        "router_aux_loss_coef": 0.1,
-        "output_router_logits": True,
-    }
-    net = theirs("Mixtral", experts_implementation="eager", **options).double()
+    options = {"num_local_experts": 5, "num_hidden_layers": 1, "experts_implementation": "eager"}
+    net = theirs("Mixtral", router_aux_loss_coef=0.1, output_router_logits=True, **options).double()
     with torch.no_grad():
         net.model.layers[0].mlp.gate.weight += torch.randn_like(net.model.layers[0].mlp.gate.weight)
     model = nn.Llama(VOCAB, WIDTH, 1, HEADS, 64, kv_heads=2, hidden=48, eps=1e-5, theta=1e6, experts=5, balance=0.1)
