@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from models import alike
+from models import alike, distributed
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import nn, spawn
 from fsdpx.data import DataLoader, FieldDataset, opening
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.shard_specs import FieldPartition
@@ -32,9 +32,8 @@ def grid_of(comm, layout="yxc"):
 def windows(whole, inputs, targets, stride, every):
     """From the whole array (n, t, y, x, c): all windows, as (y, x, states c)."""
     found = []
-    span = (inputs + targets - 1) * stride + 1
     for run in whole:
-        for begin in range(0, len(run) - span + 1, every):
+        for begin in range(0, len(run) - (inputs + targets - 1) * stride, every):
             states = [run[begin + k * stride] for k in range(inputs + targets)]
             found.append((np.concatenate(states[:inputs], -1), np.concatenate(states[inputs:], -1)))
     return found
@@ -83,9 +82,7 @@ def test_ghost_cells_come_with_the_part(tmp_path):
         rows, columns = np.arange(ROWS[comm.rank] - 3, ROWS[comm.rank + 1] + 3) % Y, np.arange(-11, X + 11) % X
         np.testing.assert_array_equal(x, whole[2][rows][:, columns])
         np.testing.assert_array_equal(y, whole[3][rows][:, columns])
-        net = nn.Conv2d(2, 2, 3, padding=1)
-        trainer = net.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid)
-        assert np.isfinite(trainer.step(x, y))
+        assert np.isfinite(distributed(nn.Conv2d(2, 2, 3, padding=1), comm, domain=grid).step(x, y))
         inner = ((2 * comm.rank, 2 * (1 - comm.rank)), 0)  # none at walls
         x, y = FieldDataset(tmp_path / "u.npy", fsdpx.Grid(comm, shape, dims=(2, 1), ghosts=inner), dims="tyxc")[2]
         rows = slice(ROWS[comm.rank] - inner[0][0], ROWS[comm.rank + 1] + inner[0][1])
@@ -170,8 +167,7 @@ def test_packed_numbers_of_netcdf(tmp_path, h5py):
 
 def test_folders_of_zarr(tmp_path, zarr):
     whole = values(N, T, Y, X, 2)
-    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
-    group.create_array("u", data=whole, chunks=(1, 2, 3, 4, 2))
+    zarr.open_group(tmp_path / "a.zarr", mode="w").create_array("u", data=whole, chunks=(1, 2, 3, 4, 2))
     demand(whole, tmp_path / "a.zarr")
 
 
@@ -276,9 +272,7 @@ def test_parts_from_a_file_train_as_the_whole_does(tmp_path):
     def run(comm, cut):
         grid = cut(comm)
         dataset = FieldDataset(tmp_path / "u.npy", grid, dims="ntyx", targets=2, dtype=np.float64)
-        trainer = nn.Rollout(nn.Conv2d(1, 1, 3, padding=1), 2).as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="float64", comm=comm, domain=grid
-        )
+        trainer = distributed(nn.Rollout(nn.Conv2d(1, 1, 3, padding=1), 2), comm, precision="float64", domain=grid)
         loader = DataLoader(dataset, 4, comm=trainer.data_group, shuffle=True, seed=3)
         return trainer.fit(loader, epochs=2, progress=False).losses
 
@@ -292,7 +286,7 @@ def test_parts_from_a_file_train_as_the_whole_does(tmp_path):
 def test_loaders_of_other_orders_are_refused(cut):
     def run(comm):
         grid = fsdpx.Grid(comm, (2, 3), dims=(2, 1)) if cut else None
-        trainer = nn.ReLU().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid)
+        trainer = distributed(nn.ReLU(), comm, domain=grid)
         samples = [(np.ones((2, 3, 1), np.float32),) * 2] * 4
         trainer.fit(DataLoader(samples, 2, comm=trainer.data_group, shuffle=True, seed=comm.rank), progress=False)
 

@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+from models import distributed
 
 import fsdpx
 from fsdpx import data, nn, optim
@@ -12,7 +13,6 @@ from fsdpx.data import tfrecord
 from fsdpx.errors import ConfigError, DataError
 
 STEPS, NODES = 4, 6
-RNG = np.random.default_rng(3)
 CELLS = np.array([[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]], np.int32)
 META = {
     "field_names": ["cells", "mesh_pos", "velocity", "world", "length_world"],
@@ -98,9 +98,8 @@ def test_a_trajectory_trains_on_its_mesh(tmp_path):
         mine = trajectory["cells"][comm.rank :: comm.size]
         mesh = fsdpx.Partition.from_cells(comm, mine, positions=trajectory["mesh_pos"][np.unique(mine)])
         u = mesh.take_local(trajectory["velocity"])
-        trainer = nn.MeshGraphNet(2, 3, 2, 8, 2).as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.01), comm=comm, domain=mesh, precision="float64"
-        )
+        options = {"optimizer": optim.SGD(lr=0.01), "precision": "float64", "domain": mesh}
+        trainer = distributed(nn.MeshGraphNet(2, 3, 2, 8, 2), comm, **options)
         return [trainer.step(u[:-1], u[1:]) for _ in range(3)]
 
     np.testing.assert_allclose(fsdpx.spawn(run, 3)[0], fsdpx.spawn(run, 1)[0], rtol=1e-12)
@@ -108,13 +107,13 @@ def test_a_trajectory_trains_on_its_mesh(tmp_path):
 
 @pytest.mark.parametrize("size", [0, 1, 32, 65535, 65536, 70001])
 def test_checksums_of_parts_join_to_that_of_the_whole(size):
-    values = RNG.bytes(size)
+    values = np.random.default_rng(3).bytes(size)
     assert tfrecord.compute_crc32c(values) == crc32c_of_bits(values)
     assert tfrecord.compute_crc32c(b"123456789") == 0xE3069283  # the check value of catalogs of checksums
 
 
 RECORD = record(GOOD[0])
-LIMITED = [n for n in range(len(RECORD)) if n < 12 or n % 97 == 0 or n > len(RECORD) - 5][1:]
+LIMITED = [n for n in range(1, len(RECORD)) if n < 12 or n % 97 == 0 or n > len(RECORD) - 5]
 FLIPPED = bytes([RECORD[20] ^ 1])
 
 

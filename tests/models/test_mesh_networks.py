@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from models import distributed
 
 import fsdpx
-from fsdpx import models, nn, optim, spawn
+from fsdpx import models, spawn
 from fsdpx.errors import CheckpointError
 from fsdpx.testing import assert_close
 
@@ -41,35 +42,27 @@ class SumMlp(torch.nn.Module):
         self.bias, self.model = whole.model[0].bias, torch.nn.Sequential(*list(whole.model)[1:])
 
 
-class Block(torch.nn.Module):
-    def __init__(self, name, mlp):
-        super().__init__()
-        self.name = name
-        self.add_module(name, mlp)
-
-
 class PhysicsNeMo(torch.nn.Module):
     def __init__(self, concat):
         super().__init__()
         self.register_buffer("device_buffer", torch.empty(0))
         self.edge_encoder, self.node_encoder = Mlp(4, HIDDEN), Mlp(3, HIDDEN)
-        self.node_decoder, self.processor = Mlp(HIDDEN, 2, norm=False), torch.nn.Module()
-        self.processor.processor_layers = torch.nn.ModuleList()
+        self.node_decoder, layers = Mlp(HIDDEN, 2, norm=False), torch.nn.ModuleList()
         for _ in range(STEPS):
-            self.processor.processor_layers.append(Block("edge_mlp", Mlp(3 * HIDDEN, HIDDEN) if concat else SumMlp()))
-            self.processor.processor_layers.append(Block("node_mlp", Mlp(2 * HIDDEN, HIDDEN)))
+            layers.append(torch.nn.ModuleDict({"edge_mlp": Mlp(3 * HIDDEN, HIDDEN) if concat else SumMlp()}))
+            layers.append(torch.nn.ModuleDict({"node_mlp": Mlp(2 * HIDDEN, HIDDEN)}))
+        self.processor = torch.nn.ModuleDict({"processor_layers": layers})
 
     def forward(self, x, features):
         e, h, (s, r) = self.edge_encoder.model(features), self.node_encoder.model(x), EDGES
         for block in self.processor.processor_layers:
-            mlp = getattr(block, block.name)
-            if block.name == "node_mlp":
+            ((name, mlp),) = block.items()
+            if name == "node_mlp":
                 h = h + mlp.model(torch.cat([aggregate(e), h], dim=1))
             elif isinstance(mlp, Mlp):
                 e = e + mlp.model(torch.cat([e, h[s], h[r]], dim=1))
             else:
-                first = e @ mlp.lin_efeat.T + (h @ mlp.lin_src.T)[s] + (h @ mlp.lin_dst.T + mlp.bias)[r]
-                e = e + mlp.model(first)
+                e = e + mlp.model(e @ mlp.lin_efeat.T + (h @ mlp.lin_src.T)[s] + (h @ mlp.lin_dst.T + mlp.bias)[r])
         return self.node_decoder.model(h)
 
 
@@ -139,12 +132,9 @@ def test_networks_of_other_projects_compute_the_same_and_go_back(name):
     state, forward, options = CASES[name]()
 
     def run(comm):
-        parts = np.arange(NODES) * comm.size // NODES
-        given = {"parts": parts, "edge_features": FEATURES, "undirected": False}
+        given = {"parts": np.arange(NODES) * comm.size // NODES, "edge_features": FEATURES, "undirected": False}
         mesh = fsdpx.Partition.from_replicated_graph(comm, EDGES, NODES, **given)
-        trainer = models.from_state_dict(state, **options).as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", domain=mesh
-        )
+        trainer = distributed(models.from_state_dict(state, **options), comm, precision="float64", domain=mesh)
         x, before = mesh.take_local(X), models.to_state_dict(trainer.parameters(), state, **options)
         found = [mesh.all_gather(trainer.predict(x))]
         trainer.step(x, x[:, :2])

@@ -5,9 +5,10 @@ import os
 
 import numpy as np
 import pytest
+from models import distributed
 
 import fsdpx
-from fsdpx import models, nn, optim
+from fsdpx import models, nn
 from fsdpx.core.checkpoint import format as layout
 from fsdpx.core.checkpoint.format import lay_out_files
 from fsdpx.core.comm import spawn
@@ -73,8 +74,7 @@ KINDS = {"gpt2": (SHAPES, CONFIG), "mixtral": (MIXTRAL_SHAPES, MIXTRAL)}
 
 def on(ranks, path, use, **options):
     def run(comm):
-        given = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), **options}
-        return use(fsdpx.distribute(models.from_pretrained(path), comm=comm, **given))
+        return use(distributed(models.from_pretrained(path), comm, loss=nn.CrossEntropyLoss(), **options))
 
     return spawn(run, ranks)[0]
 
@@ -92,11 +92,7 @@ def test_every_byte_is_read_once(kind, tmp_path, monkeypatch):
     model = models.from_pretrained(tmp_path / "a")
     monkeypatch.setattr(layout, "_read_part_into", counted)
 
-    def run(comm):
-        loss, optimizer = nn.CrossEntropyLoss(), optim.SGD(lr=0.1)
-        return fsdpx.distribute(model, comm=comm, loss=loss, optimizer=optimizer).parameters()
-
-    found = spawn(run, 3)[0]
+    found = spawn(lambda comm: distributed(model, comm, loss=nn.CrossEntropyLoss()).parameters(), 3)[0]
     assert sum(read) == sum(array.nbytes for array in arrays.values())
     if kind == "gpt2":
         np.testing.assert_array_equal(found["embed.weight"], arrays["transformer.wte.weight"])
@@ -217,7 +213,7 @@ def test_what_is_wrong_with_experts_is_said(tmp_path):
 
 
 def test_a_model_of_another_origin_is_not_saved(tmp_path):
-    trainer = nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
+    trainer = distributed(nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match=r"not of fsdpx\.models\.from_pretrained; trainer\.save writes any"):
         fsdpx.models.save_pretrained(trainer, tmp_path / "b")
     assert not list(tmp_path.iterdir())
