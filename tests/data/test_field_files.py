@@ -33,11 +33,9 @@ def test_zarr_arrays_that_are_in_no_group(form, tmp_path, zarr):
         zarr.save_array(tmp_path / "fields" / name, field, zarr_format=form)
     (tmp_path / "fields/notes").mkdir()
     np.testing.assert_array_equal(whole_of(FieldDataset(tmp_path / "fields/u.zarr", dims="tyx"))[:, 0], first)
-    both = FieldDataset(tmp_path / "fields", dims="tyx")
-    np.testing.assert_array_equal(whole_of(both), np.stack([first, second], 1))
+    np.testing.assert_array_equal(whole_of(FieldDataset(tmp_path / "fields", dims="tyx")), np.stack([first, second], 1))
     np.testing.assert_array_equal(whole_of(FieldDataset(tmp_path / "fields", fields="v", dims="tyx"))[:, 0], second)
-    files = [tmp_path / "fields/u.zarr", tmp_path / "fields/v.zarr"]
-    assert len(FieldDataset(files, dims="tyx")) == 2 * (T - 1)
+    assert len(FieldDataset([tmp_path / "fields/u.zarr", tmp_path / "fields/v.zarr"], dims="tyx")) == 2 * (T - 1)
     with pytest.raises(DataError, match="notes: this folder is no Zarr group or array, and has no Zarr arrays in it"):
         FieldDataset(tmp_path / "fields/notes", dims="tyx")
 
@@ -245,16 +243,14 @@ def test_workers_of_torch_read_fields(tmp_path):
     loader = torch.utils.data.DataLoader(
         FieldDataset(tmp_path / "u.h5", dims="tyx"), 50, num_workers=2, multiprocessing_context="forkserver"
     )
-    found = np.concatenate([x.numpy() for x, _ in loader])
-    np.testing.assert_array_equal(found[:, 0], whole[:-1])
+    np.testing.assert_array_equal(np.concatenate([x.numpy() for x, _ in loader])[:, 0], whole[:-1])
 
 
 def test_datasets_of_text_go_to_other_processes(tmp_path):
     (tmp_path / "a.txt").write_text("some text, and more of it, for windows " * 9)
     np.save(tmp_path / "tokens.npy", np.arange(99))
     for dataset in (data.TextDataset(tmp_path, 8, suffixes=".txt"), data.TokenDataset(tmp_path / "tokens.npy", 8)):
-        copy = pickle.loads(pickle.dumps(dataset))
-        np.testing.assert_array_equal(copy[1], dataset[1])
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(dataset))[1], dataset[1])
 
 
 def test_the_home_folder_is_that_of_the_user(tmp_path, monkeypatch):

@@ -72,8 +72,7 @@ def test_batches_in_order_and_a_short_one_last(prefetch):
 
 def test_ranks_share_every_global_batch():
     loaders = [DataLoader(numbers(), 4, comm=SimpleNamespace(rank=r, size=3), shuffle=True) for r in range(3)]
-    whole = DataLoader(numbers(), 4, shuffle=True)
-    for *parts, full in zip(*loaders, whole, strict=True):
+    for *parts, full in zip(*loaders, DataLoader(numbers(), 4, shuffle=True), strict=True):
         assert np.array_equal(np.concatenate([x for x, _ in parts]), full[0])
 
 
@@ -169,14 +168,6 @@ def test_close_and_with_end_the_thread_at_once():
     assert loader.epoch == 0
 
 
-def test_a_forgotten_loader_ends_its_thread():
-    running = iter(DataLoader(numbers(100), 1))
-    next(running)
-    del running
-    gc.collect()
-    wait_for_threads()
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_loops_at_once_have_batches_of_their_own(prefetch):
     """As in PyTorch. The place in the data is that of the loop that began first."""
@@ -215,8 +206,7 @@ def test_another_place_ends_the_passes_before():
 
 
 def test_samples_are_stacked_by_their_kind():
-    pairs = DataLoader(Single([(np.full(3, i), i) for i in range(4)]), 4)
-    ((x, y),) = list(pairs)
+    ((x, y),) = list(DataLoader(Single([(np.full(3, i), i) for i in range(4)]), 4))
     assert x.shape == (4, 3)
     assert y.tolist() == [0, 1, 2, 3]
     (batch,) = list(DataLoader(Single([{"a": i, "b": [i, i]} for i in range(2)]), 2))
@@ -236,8 +226,7 @@ def test_a_rank_without_samples_gets_no_rows_of_the_right_kind(dataset):
 
 
 def test_a_sampler_of_ones_own():
-    sampler = DistributedSampler(10, 1, 2, batch=4, shuffle=False)
-    loader = DataLoader(numbers(), sampler=sampler)
+    loader = DataLoader(numbers(), sampler=DistributedSampler(10, 1, 2, batch=4, shuffle=False))
     assert loader.batch_size == 4
     assert [x.tolist() for x, _ in loader] == [[2, 3], [6, 7], [9]]
     assert "DistributedSampler(10, rank=1, size=2, batch=4)" in repr(loader)
@@ -261,22 +250,13 @@ load, SAMPLER = partial(DataLoader, [1]), DistributedSampler(1)
         (ConfigError, r"DataLoader\(prefetch=-1\): a number of batches, 0 to", lambda: load(1, prefetch=-1)),
         (ConfigError, r"DistributedSampler\(rank=0, size=None\): give both, or neither", lambda: load(1, rank=0)),
         (ConfigError, "pass comm, or rank and size, not both", lambda: load(1, comm=PLACE, rank=0)),
-        (
-            ConfigError,
-            "determines batch_size, shuffle: pass them to the sampler",
-            lambda: load(1, sampler=SAMPLER, shuffle=True),
-        ),
+        (ConfigError, "determines batch_size, shuffle: pass them to the sampler",
+         lambda: load(1, sampler=SAMPLER, shuffle=True)),
         (ConfigError, "the sampler is of 2 samples, the dataset has 1", lambda: load(sampler=DistributedSampler(2))),
-        (
-            DataError,
-            r"shapes \(2,\) and \(3,\) do not stack to a batch: pad .* data\.ArrayDataset",
-            lambda: list(DataLoader(Single([np.zeros(2), np.zeros(3)]), 2)),
-        ),
-        (
-            DataError,
-            r"^1 of 2 elements are masked: give them values, as x\.filled\(0\.0\) does",
-            lambda: list(DataLoader(Single([MASKED]), 1)),
-        ),
+        (DataError, r"shapes \(2,\) and \(3,\) do not stack to a batch: pad .* data\.ArrayDataset",
+         lambda: list(DataLoader(Single([np.zeros(2), np.zeros(3)]), 2))),
+        (DataError, r"^1 of 2 elements are masked: give them values, as x\.filled\(0\.0\) does",
+         lambda: list(DataLoader(Single([MASKED]), 1))),
         (DataError, "needs at least one array", lambda: ArrayDataset()),
         (DataError, r"different numbers of samples: \[2, 3\]", lambda: ArrayDataset(ARRAY, np.zeros(3))),
         (DataError, "the dataset is empty", lambda: ArrayDataset(np.zeros((0, 4)))),
@@ -290,23 +270,14 @@ load, SAMPLER = partial(DataLoader, [1]), DistributedSampler(1)
         (ConfigError, r"\(batch=0\): a whole number, 1 or more", lambda: DistributedSampler(5, batch=0)),
         (ConfigError, r"\(seed=-1\)", lambda: DistributedSampler(5, seed=-1)),
         (ConfigError, r"\(reproducible_chunks=True\)", lambda: DistributedSampler(5, reproducible_chunks=True)),
-        (
-            ConfigError,
-            "a global batch of 10 cannot be divided into 4 equal chunks; the next that can is 12",
-            lambda: DistributedSampler(50, batch=10, reproducible_chunks=4),
-        ),
-        (
-            DataError,
-            r"3 samples do not give one global batch of 4 \(drop_last=True, reproducible_chunks=None\)",
-            lambda: DistributedSampler(3, batch=4, drop_last=True),
-        ),
-        (
-            DataError,
-            "3 samples do not give one global batch of 4",
-            lambda: DistributedSampler(3, batch=4, reproducible_chunks=4),
-        ),
+        (ConfigError, "a global batch of 10 cannot be divided into 4 equal chunks; the next that can is 12",
+         lambda: DistributedSampler(50, batch=10, reproducible_chunks=4)),
+        (DataError, r"3 samples do not give one global batch of 4 \(drop_last=True, reproducible_chunks=None\)",
+         lambda: DistributedSampler(3, batch=4, drop_last=True)),
+        (DataError, "3 samples do not give one global batch of 4",
+         lambda: DistributedSampler(3, batch=4, reproducible_chunks=4)),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said(error, text, make):
     with pytest.raises(error, match=text):
         make()

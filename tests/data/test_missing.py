@@ -1,7 +1,6 @@
 """Missing and packed numbers are read as xarray and netCDF4 read them: files that these write, file by file."""
 
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +11,11 @@ from hypothesis import strategies as st
 from fsdpx.data import FieldDataset
 
 T, Y, X = 3, 4, 5
-INTEGERS = ("i1", "u1", "i2", "u2", "i4", "u4")
-FLOATS = ("f4", "f8")
 
 
 def read(path, name="u"):
     """All states of a field, as float64."""
-    dataset = FieldDataset(path, fields=name, dims="tyx", inputs=1, targets=T - 1, dtype=np.float64)
-    return np.concatenate(dataset[0])
+    return np.concatenate(FieldDataset(path, fields=name, dims="tyx", inputs=1, targets=T - 1, dtype=np.float64)[0])
 
 
 def demand_same(found, expected):
@@ -30,7 +26,7 @@ def demand_same(found, expected):
 @st.composite
 def fields(draw):
     """Numbers as they are stored, some of which the attributes say to be missing, packed or unsigned."""
-    dtype = np.dtype(draw(st.sampled_from([*INTEGERS, *FLOATS])))
+    dtype = np.dtype(draw(st.sampled_from(["i1", "u1", "i2", "u2", "i4", "u4", "f4", "f8"])))
     fills = [-999.0, -9999.5, 1e20, np.nan]
     if dtype.kind != "f":
         fills = [int(np.iinfo(dtype).max) - 3, int(np.iinfo(dtype).min), 7]  # none of which is NetCDF's own
@@ -38,7 +34,7 @@ def fields(draw):
     stored = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 90, (T, Y, X)).astype(dtype)
     for n, value in enumerate(chosen):
         stored.reshape(-1)[n :: len(chosen) + 3] = value
-    kind, attributes = draw(st.sampled_from(["_FillValue", "missing_value", "both", "none"])), dict[str, Any]()
+    kind, attributes = draw(st.sampled_from(["_FillValue", "missing_value", "both", "none"])), {}
     if kind in ("_FillValue", "both"):
         attributes["_FillValue"] = dtype.type(chosen[0])
     if kind in ("missing_value", "both"):
@@ -112,10 +108,8 @@ def test_what_netcdf_writes_by_itself_is_missing_in_its_files_alone(tmp_path):
         for name, n in zip("tyx", (T, Y, X), strict=True):
             file.createDimension(name, n)
         for kind in kinds:
-            variable = file.createVariable(kind, kind, tuple("tyx"))
-            variable[1:] = 3
-            named = file.createVariable(f"named-{kind}", kind, tuple("tyx"), fill_value=7)
-            named[1:] = netcdf4.default_fillvals[kind]
+            file.createVariable(kind, kind, tuple("tyx"))[1:] = 3
+            file.createVariable(f"named-{kind}", kind, tuple("tyx"), fill_value=7)[1:] = netcdf4.default_fillvals[kind]
     (tmp_path / "u.nc").rename(tmp_path / "without-suffix")
     with h5py.File(tmp_path / "without-suffix") as file, h5py.File(tmp_path / "plain.h5", "w") as plain:
         for kind in kinds:
@@ -169,8 +163,6 @@ def test_text_in_zarr(tmp_path, zarr):
     stored[0, 1, 2] = np.inf
     for form in (2, 3):
         group = zarr.open_group(tmp_path / f"{form}.zarr", mode="w", zarr_format=form)
-        for name, text in (("nan", "NaN"), ("infinity", "Infinity"), ("number", "3.0")):
-            array = group.create_array(name, data=stored, fill_value=0.0)
-            array.attrs["_FillValue"] = text
-        for name, value in (("nan", np.nan), ("infinity", np.inf), ("number", 3.0)):
+        for name, text, value in (("nan", "NaN", np.nan), ("infinity", "Infinity", np.inf), ("number", "3.0", 3.0)):
+            group.create_array(name, data=stored, fill_value=0.0).attrs["_FillValue"] = text
             demand_same(read(tmp_path / f"{form}.zarr", name), np.where(stored == value, np.nan, stored))

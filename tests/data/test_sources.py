@@ -84,8 +84,7 @@ def test_a_dataset_of_another_library_goes_in_as_it_is(size):
             return [(x[:, 0].tolist(), y.tolist()) for x, y in loader]
 
     ranks = fsdpx.spawn(read, size)
-    found = [[y for part in ranks for y in part[step][1]] for step in range(3)]
-    assert found == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [[y for part in ranks for y in part[step][1]] for step in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
     assert all(x == y for part in ranks for x, y in part)
 
 

@@ -97,13 +97,10 @@ def test_what_cannot_be_counted(arrays, message):
         ([0.0], [1.0, 2.0], "Standardize: 1 means and 2 deviations: give both of each channel"),
         ([0.0, 1.0], [1.0, 0.0], "Standardize: channel 1 has mean 1.0 and std 0.0: finite, and std above 0"),
         ([float("nan")], [1.0], "channel 0 has mean nan and std 1.0"),
-        (
-            [0.1],
-            [np.full(10, 0.1).std() or 1.4e-17],
-            "which is rounding of its mean 0.1: give a channel that never changes std 1",
-        ),
+        ([0.1], [np.full(10, 0.1).std() or 1.4e-17],
+         "which is rounding of its mean 0.1: give a channel that never changes std 1"),
     ],
-)
+)  # fmt: skip
 def test_statistics_that_do_not_fit(mean, std, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         nn.Standardize(mean, std)

@@ -62,8 +62,7 @@ def test_files_of_a_folder_in_order_as_one_text(folder):
 
 
 def test_several_paths_and_a_file_once(folder):
-    data = TextDataset([folder / "b.py", folder, folder / "d.bin"], 1, split="all")
-    assert content(data) == b"bbbbnnnzzno"
+    assert content(TextDataset([folder / "b.py", folder, folder / "d.bin"], 1, split="all")) == b"bbbbnnnzzno"
 
 
 @pytest.mark.parametrize("size", [100, 70_000, 300_000, 1_100_003])
@@ -109,34 +108,30 @@ def test_the_standard_library_is_there():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("error", "path", "options", "message"),
     [
-        ({"seq_len": 0}, r"TextDataset\(seq_len=0\): a whole number of bytes, 1 or more, is needed"),
-        ({"seq_len": 2.0}, r"TextDataset\(seq_len=2.0\)"),
-        ({"split": "test"}, r"TextDataset\(split='test'\): choose one of train, validation, all"),
-        ({"fraction": 1.0}, r"TextDataset\(fraction=1.0\): a number between 0 and 1"),
-        ({"dtype": "float32"}, r"TextDataset\(dtype=float32\): an integer format that holds 0 to 255"),
-        ({"dtype": "int8"}, r"TextDataset\(dtype=int8\)"),
+        (ConfigError, "", {"seq_len": 0}, r"TextDataset\(seq_len=0\): a whole number of bytes, 1 or more, is needed"),
+        (ConfigError, "", {"seq_len": 2.0}, r"TextDataset\(seq_len=2.0\)"),
+        (ConfigError, "", {"split": "test"}, r"TextDataset\(split='test'\): choose one of train, validation, all"),
+        (ConfigError, "", {"fraction": 1.0}, r"TextDataset\(fraction=1.0\): a number between 0 and 1"),
+        (ConfigError, "", {"dtype": "float32"}, r"TextDataset\(dtype=float32\): an integer format that holds 0 to 255"),
+        (ConfigError, "", {"dtype": "int8"}, r"TextDataset\(dtype=int8\)"),
+        (DataError, "nowhere", {}, r"TextDataset: .*/nowhere does not exist \(looked from "),
+        (DataError, "", {"suffixes": (".rst", ".tex")}, r"no text in .*: no file of \.rst, \.tex that is not empty"),
+        (DataError, "c.txt", {}, r"no text in .*c\.txt: no file of "),
+        (DataError, "", {"seq_len": 9, "split": "all"},
+         r"seq_len 9 needs at least 10 bytes, but the all text of .* has 9: take a"),
+        (DataError, "", {"seq_len": 1, "split": "validation"}, r"but the validation text of .* has 0"),
     ],
-)
-def test_bad_options(folder, options, message):
-    with pytest.raises(ConfigError, match=message):
-        TextDataset(folder, **{"seq_len": 2, **options})
+)  # fmt: skip
+def test_options_and_texts_that_cannot_be_read(folder, error, path, options, message):
+    with pytest.raises(error, match=message):
+        TextDataset(folder / path, **{"seq_len": 2, **options})
 
 
-def test_bad_texts(folder, tmp_path):
-    with pytest.raises(DataError, match=r"TextDataset: .*/nowhere does not exist \(looked from "):
-        TextDataset(folder / "nowhere", 2)
+def test_no_path_is_no_text():
     with pytest.raises(DataError, match="no path was given"):
         TextDataset([], 2)
-    with pytest.raises(DataError, match=r"no text in .*: no file of \.rst, \.tex that is not empty"):
-        TextDataset(folder, 2, suffixes=(".rst", ".tex"))
-    with pytest.raises(DataError, match=r"no text in .*c\.txt: no file of "):
-        TextDataset(folder / "c.txt", 2)
-    with pytest.raises(DataError, match=r"seq_len 9 needs at least 10 bytes, but the all text of .* has 9: take a"):
-        TextDataset(folder, 9, split="all")
-    with pytest.raises(DataError, match=r"but the validation text of .* has 0"):
-        TextDataset(folder, 1, split="validation")
 
 
 END = 0
@@ -221,9 +216,8 @@ def test_it_is_read_by_data_ranks_and_goes_on_where_it_was(file):
         loader = DataLoader(data, 2, comm=comm, shuffle=True, seed=1)
         batches = iter(loader)
         next(batches)
-        state = loader.state_dict()
         again = DataLoader(data, 2, comm=comm, shuffle=True, seed=1)
-        again.load_state_dict(state)
+        again.load_state_dict(loader.state_dict())
         return [x.tolist() for x, _ in batches] == [x.tolist() for x, _ in again]
 
     assert fsdpx.spawn(read, 2) == [True, True]
