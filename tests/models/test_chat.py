@@ -5,7 +5,6 @@ import json
 import pickle
 import re
 import sys
-from typing import Any
 
 import pytest
 
@@ -142,10 +141,8 @@ def test_the_example_says_how_conversations_are_written(tmp_path, template, caps
     ("template", "error", "why"),
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", DataError, "1,000 rounds"),
-        (
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-            DataError, "1,000 rounds",
-        ),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            DataError, "1,000 rounds"),
         ("{{ lipsum(n=1) }}", DataError, "'lipsum' is undefined"),
         ("{{ messages | tojson(cls=namespace, encode=dict) }}", DataError, "unexpected keyword argument"),
         ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, ConfigError, "this is no template of Jinja2: too many"),
@@ -167,11 +164,8 @@ POWER = "{{ (9**(9**9)) % 7 }}"
     [
         (POWER, ConfigError, "it takes more than 0.2 s"),  # computed while it is compiled
         ("{% set n = messages | length + 8 %}{{ (n**(n**n)) % 7 }}", DataError, "it takes more than 0.2 s"),
-        (
-            "{% set ns = namespace(s='a') %}{% for i in range(9) %}{% set ns.s = range(99999) | join(ns.s[:9999]) %}"
-            "{% endfor %}",
-            DataError, "it takes more than (0.2 s|256 MiB)",
-        ),
+        ("{% set ns = namespace(s='a') %}{% for i in range(9) %}{% set ns.s = range(99999) | join(ns.s[:9999]) %}"
+            "{% endfor %}", DataError, "it takes more than (0.2 s|256 MiB)"),
         ("{{ range(99999) | sum(start=range(0)) }}", DataError, "unsupported operand"),
         ("{% set x = range(99999) | map('string') | list %}{{ x | sum(start='') }}", DataError, "sum|it takes more"),
         ("{{ range(99999) | groupby('a') | list }}{{ range(99999) | unique | batch(2) | list | tojson(indent=9) }}",
@@ -200,8 +194,6 @@ def test_a_single_step_of_a_template_ends_too(template, error, why, monkeypatch)
 class Tokens:
     """A tokenizer that gives the text back."""
 
-    ids: Any
-
     def encode(self, text, add_special_tokens):
         self.ids = list(text)
         return self
@@ -221,8 +213,7 @@ def test_a_template_that_was_ended_starts_anew_and_its_process_ends_with_it():
     assert made.encode_question("c") == ["c"]
     second = vars(made)["_started"]
     assert second is not first
-    again = pickle.loads(pickle.dumps(made))
-    assert again.encode_question("d") == ["d"]
+    assert pickle.loads(pickle.dumps(made)).encode_question("d") == ["d"]
     with pytest.raises(DataError, match="it does not take it: Object of type set is not JSON serializable"):
         made.encode_conversation([{"role": "user", "content": {1}}])
     child = second._child
