@@ -85,8 +85,7 @@ def test_any_cut_gives_the_bits_of_the_whole(optimizer, mode, cuts, seed, single
 
 @ALL
 def test_plain_blocks_do_not_show(optimizer, monkeypatch):
-    random = np.random.default_rng(3)
-    p, g = random.standard_normal((2, 5000))
+    p, g = np.random.default_rng(3).standard_normal((2, 5000))
     if isinstance(optimizer, optim.LAMB):
         monkeypatch.setattr("fsdpx.optim.lamb.BLOCK_ELEMENTS", 2048)
     before = train(optimizer, p, g, mode="plain")
@@ -145,19 +144,19 @@ def gradients(steps=20):
     return random.standard_normal(N), random.standard_normal((steps, N)) * 10 ** random.uniform(-3, 1, (steps, 1))
 
 
-def trained(optimizer, p, gs):
+def trained(optimizer, p, gs, segments=SEGMENTS):
     """The parameters after each step, and the averages."""
     p, found = p.copy(), []
-    slots = make_zero_slots(np, optimizer, SEGMENTS, p.dtype)
+    slots = make_zero_slots(np, optimizer, segments, p.dtype)
     for step, g in enumerate(gs, 1):
         lr = optim.get_learning_rate(optimizer, step)
-        optimizer.update(np, p, g * 4.0, slots, lr=lr, step=step, segments=SEGMENTS, scale=0.25)
+        optimizer.update(np, p, g * 4.0, slots, lr=lr, step=step, segments=segments, scale=0.25)
         found.append((p.copy(), p + slots[AVERAGE_SLOT] if AVERAGE_SLOT in slots else None))
     return found
 
 
-def ours(optimizer, p, gs):
-    return trained(optimizer, p, gs)[-1][0]
+def ours(optimizer, p, gs, segments=SEGMENTS):
+    return trained(optimizer, p, gs, segments)[-1][0]
 
 
 @pytest.mark.parametrize(
@@ -242,8 +241,7 @@ def test_lamb_as_in_its_paper():
 
 
 def test_lamb_steps_from_zero_with_a_ratio_of_one():
-    p = ours(optim.LAMB(lr=0.01, eps=0.0, weight_decay=0.0), np.zeros(N), np.full((1, N), 3.0))
-    assert np.allclose(p, -0.01)
+    assert np.allclose(ours(optim.LAMB(lr=0.01, eps=0.0, weight_decay=0.0), np.zeros(N), np.full((1, N), 3.0)), -0.01)
 
 
 class AnyCut(OptimizerContract):
@@ -309,9 +307,4 @@ def test_muon_as_in_its_papers(shape):
 def test_muon_leaves_matrices_of_some_names_to_the_other():
     p, gs = gradients()
     embed = ShardSegments((ShardSegment("embed.weight", 0, N, 0, N, (N, 1)),))
-    found = []
-    for optimizer in (optim.Muon(lr=0.01), optim.AdamW(lr=0.01)):
-        mine, slots = p.copy(), {name: np.zeros(N) for name in optimizer.slots}
-        optimizer.update(np, mine, gs[0], slots, lr=0.01, step=1, segments=embed)
-        found.append(mine)
-    assert np.array_equal(*found)
+    assert np.array_equal(*(ours(one, p, gs[:1], embed) for one in (optim.Muon(lr=0.01), optim.AdamW(lr=0.01))))

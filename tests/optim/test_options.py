@@ -1,7 +1,6 @@
 """Options, schedules and groups of optimizers, and the contract that all of them keep."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +8,11 @@ from amount import examples
 from bits import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modes import mode as mode
 from present import needs
 
 import fsdpx
 from fsdpx import optim
-from fsdpx.core.array import kernels
 from fsdpx.core.array.sums import EXPANSION_PARTS, compute_padded_sum_expansion, compute_sum_expansion
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim import HyperparameterSpan, ShardSegment, ShardSegments, schedules
@@ -45,10 +44,8 @@ from fsdpx.testing.optimizer import OptimizerContract
         (lambda: optim.SWA(every=True), r"SWA\(every=True\): a whole number of steps"),
         (lambda: AveragedOptimizer(optim.SGD(), 0.99), r"average=0.99: fsdpx.EMA\(...\) or fsdpx.SWA\(...\) is needed"),
         (lambda: AveragedOptimizer(optim.SGD(), optim.EMA), r"average=<class .*EMA'>: fsdpx.EMA\(...\) or"),
-        (
-            lambda: AveragedOptimizer(AveragedOptimizer(optim.AdamW(), optim.SWA()), optim.EMA()),
-            r"average=EMA\(decay=0.999\): AveragedOptimizer keeps an average itself; leave it out",
-        ),
+        (lambda: AveragedOptimizer(AveragedOptimizer(optim.AdamW(), optim.SWA()), optim.EMA()),
+         r"average=EMA\(decay=0.999\): AveragedOptimizer keeps an average itself; leave it out"),
         (lambda: optim.LAMB(eps=-1.0), r"LAMB\(eps=-1.0\)"),
         (lambda: optim.AdamW(groups=["*"]), r"AdamW\(groups=\['\*'\]\): a dict from name pattern to overrides"),
         (lambda: optim.AdamW(groups={"*": 0.1}), r"AdamW: group '\*': 0.1 is no name pattern with a dict"),
@@ -70,9 +67,13 @@ from fsdpx.testing.optimizer import OptimizerContract
         (lambda: schedules.Cosine(1e-3, steps_=3), r"Cosine\(steps_=...\): no such option; did you mean 'steps'\?"),
         (lambda: schedules.Cosine(1e-3, T_max=3), r"Cosine\(T_max=...\): no such option; here that is steps="),
         (lambda: optim.EMA(qqq=1), r"EMA\(qqq=...\): no such option: decay"),
+        (lambda: ShardSegments((ShardSegment("a", 1, 2, 0, 1),)), "the first segment 'a' starts at 1, not at 0"),
+        (lambda: ShardSegments((ShardSegment("a", 0, 2, 0, 2), ShardSegment("b", 3, 4, 0, 1))),
+         "segment 'b' starts at 3, but 'a' before it ends at 2"),
+        (lambda: ShardSegment("a", 0, 5, 2, 6), "is not inside its shard and its parameter"),
     ],
-)
-def test_bad_options(make, text):
+)  # fmt: skip
+def test_bad_options_and_segments(make, text):
     with pytest.raises(ConfigError, match=text):
         make()
 
@@ -146,8 +147,8 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("make", "options"), TABLE, ids=lambda value: getattr(value, "__name__", ""))
-def test_numbers_of_numpy_are_numbers(make: Any, options: dict[str, Any]) -> None:
-    def as_numpy(value: Any, turn: int) -> Any:
+def test_numbers_of_numpy_are_numbers(make, options):
+    def as_numpy(value, turn):
         if isinstance(value, tuple):
             return tuple(as_numpy(one, turn) for one in value)
         if isinstance(value, dict):
@@ -163,11 +164,11 @@ def test_numbers_of_numpy_are_numbers(make: Any, options: dict[str, Any]) -> Non
     assert optim.get_learning_rate(optim.SGD(lr=lambda step: np.float32(0.5)), 1) == 0.5
 
 
-def test_numbers_of_numpy_are_options_of_distribute_and_fit() -> None:
+def test_numbers_of_numpy_are_options_of_distribute_and_fit():
     options = {"microbatches": 2, "seed": 3, "clip_norm": 0.5, "group_bytes": 64, "check_finite": True, "tune": False}
     kinds = {int: np.int64, float: np.float32, bool: np.bool_}
 
-    def trained(wrap: Any) -> Any:
+    def trained(wrap):
         given = {name: wrap(value) for name, value in options.items()}
         trainer = fsdpx.nn.Linear(3, 2).as_distributed(loss=fsdpx.nn.MSELoss(), optimizer=optim.SGD(lr=0.5), **given)
         trainer.fit([(np.ones((4, 3)), np.ones((4, 2)))] * 4, epochs=wrap(1), steps=wrap(3))
@@ -231,8 +232,7 @@ def test_an_empty_shard_takes_part_in_the_exchange():
 @settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 @given(values=st.lists(st.floats(0, 1e300), max_size=40), cut=st.integers(0, 40))
 def test_sums_do_not_see_the_shards(values, cut):
-    parts = [*compute_sum_expansion(values[:cut]), *compute_sum_expansion(values[cut:])]
-    assert math.fsum(parts) == math.fsum(values)
+    assert math.fsum([*compute_sum_expansion(values[:cut]), *compute_sum_expansion(values[cut:])]) == math.fsum(values)
 
 
 def test_sums_that_are_not_finite_stay_so():
@@ -240,21 +240,6 @@ def test_sums_that_are_not_finite_stay_so():
     assert compute_sum_expansion([1e308, 1e308, 1e308]) == [math.inf]
     assert np.isnan(compute_sum_expansion([math.nan, 1.0])).all()
     assert segments("a").all_reduce_square_sums([[1e308, 1e308]]) == ([math.inf],)
-
-
-def test_gaps_and_places_outside_are_refused():
-    with pytest.raises(ConfigError, match="the first segment 'a' starts at 1, not at 0"):
-        ShardSegments((ShardSegment("a", 1, 2, 0, 1),))
-    with pytest.raises(ConfigError, match="segment 'b' starts at 3, but 'a' before it ends at 2"):
-        ShardSegments((ShardSegment("a", 0, 2, 0, 2), ShardSegment("b", 3, 4, 0, 1)))
-    with pytest.raises(ConfigError, match="is not inside its shard and its parameter"):
-        ShardSegment("a", 0, 5, 2, 6)
-
-
-@pytest.fixture(params=["plain", "numba"])
-def mode(request):
-    with kernels.use_mode(request.param):
-        yield
 
 
 KINDS = {
