@@ -1,18 +1,16 @@
-"""Examples as users start them: under mpiexec, several in one job, or on ranks that are threads."""
+"""Examples as users start them, several in one job under mpiexec, or on ranks that are threads."""
 
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-from trials import MPIEXEC, ROOT, environment
+from commands import start
 
 from fsdpx import spawn
 
-__all__ = ["ROOT", "run_several", "run_threads", "start"]
+__all__ = ["run_several", "run_threads"]
 
 BETWEEN = "=" * 40 + "\n"
 SEVERAL = f"""
@@ -33,15 +31,6 @@ for command in json.loads(sys.argv[1]):
     if fsdpx.init().rank == 0:
         print({BETWEEN!r}, end="", flush=True)
 """
-
-
-def start(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments on so many ranks, to its end."""
-    environ = environment(OPENBLAS_NUM_THREADS="1")  # small products on a busy machine: threads would only wait
-    command = [*([str(MPIEXEC), "-n", str(ranks)] if ranks > 1 else []), sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
-    )
 
 
 def run_several(ranks: int, *commands: list[str]) -> list[str]:

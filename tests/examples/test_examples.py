@@ -15,7 +15,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from amount import few
-from started import ROOT, run_threads, start
+from commands import start
+from started import run_threads
+from trials import ROOT
 
 import fsdpx
 from fsdpx import spawn

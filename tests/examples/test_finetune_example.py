@@ -10,7 +10,7 @@ import fsdpx
 from fsdpx.errors import ConfigError
 from fsdpx.examples import finetune
 
-pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers")
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +47,6 @@ def test_half_of_the_arguments_is_a_mistake() -> None:
 
 
 def test_a_folder_that_does_not_say_how_answers_end(tmp_path: Path) -> None:
-    import tokenizers
-
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text("{}")
     said = f"{tmp_path}: neither generation_config.json nor config.json has an eos_token_id, .*: add one to config.json"

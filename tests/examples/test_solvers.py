@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from started import ROOT, start
+from commands import start
+from trials import ROOT
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.jobs]
 PROGRAMS = {"dmda": "petsc4py", "devito_heat": "devito", "pypde_heat": "pde", "dolfinx_heat": "dolfinx"}

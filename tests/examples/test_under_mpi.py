@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from started import ROOT, run_several, run_threads, start
+from commands import start
+from started import run_several, run_threads
+from trials import ROOT
 
 from fsdpx.examples import digits, gan
 
@@ -140,6 +142,7 @@ def the_changed_solver_prints_what_the_page_says(shown: str) -> None:
 def pictures_are_those_of_the_page(drawn: Path) -> None:
     """Sizes of all; the parts, which depend on the solver alone, cell by cell; the others show a longer run."""
     from matplotlib import image
+
     names = sorted(path.name for path in PICTURES.glob("surrogate-*.png"))
     both = [(what, theme) for what in ("error", "field", "parts") for theme in ("dark", "light")]
     assert names == [f"surrogate-{what}-{theme}.png" for what, theme in both]

@@ -11,13 +11,12 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from commands import command, refused, shown
+from commands import command, refused, shown, start
 from models import make
 from savers import steps
 from stopped import READY, train
@@ -71,15 +70,12 @@ def noted(folder: Path) -> str:
     [
         (2, {"strategy": "ddp"}, "strategy ddp, mesh pipe=1 x replica=2 x shard=1 x tensor=1, ranks 2, "),
         (3, {"strategy": "fsdp", "precision": "bf16"}, "ranks 3, precision bf16, fsdpx "),
-        (
-            4,
-            {"strategy": "hybrid", "reproducible_chunks": 4},
-            "strategy hybrid, mesh pipe=1 x replica=2 x shard=2 x tensor=1, ",
-        ),
+        (4, {"strategy": "hybrid", "reproducible_chunks": 4},
+         "strategy hybrid, mesh pipe=1 x replica=2 x shard=2 x tensor=1, "),
         (4, {"strategy": "zero1", "mesh": Mesh(pipe=2)}, "schedule 1f1b, "),
     ],
-)
-def test_inspect_says_what_wrote_it(ranks: int, options: Any, words: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_inspect_says_what_wrote_it(ranks: int, options: dict[str, object], words: str, tmp_path: Path) -> None:
     spawn(lambda comm: make(comm, "wide", **options).save(tmp_path / "a"), ranks)
     line = noted(tmp_path / "a")
     assert words in line
@@ -223,20 +219,16 @@ def test_the_state_of_fit_is_short_and_compared_by_its_keys(tmp_path: Path) -> N
 
 
 def test_it_needs_no_mpi(made: Path) -> None:
-    code = (
-        "import sys; from fsdpx.__main__ import main; main(sys.argv[1:])\n"
-        "print([m for m in ('mpi4py', 'numba') if m in sys.modules])"
-    )
-    words = [sys.executable, "-c", code, "ckpt", "verify", str(made / "a")]
-    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.endswith("intact\n[]\n")
+    code = "import sys; from fsdpx.__main__ import main; main(sys.argv[1:])\n"
+    code += "print([m for m in ('mpi4py', 'numba') if m in sys.modules])"
+    assert start(1, "-c", code, "ckpt", "verify", str(made / "a")).stdout.endswith("intact\n[]\n")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(("script", "kills"), [("kills.py", 12), ("kills_ranks.py", 2)])
 def test_killed_while_saving(script: str, kills: int) -> None:
     """`make thorough` does more of them. kills.py: one process. kills_ranks.py: one of three ranks under mpiexec."""
-    words = [sys.executable, "-W", "error", str(SCRIPTS / script), str(kills)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = start(1, "-W", "error", str(SCRIPTS / script), str(kills))
     assert done.returncode == 0, done.stderr
     counted = re.search(rf"{kills} kills in (\d+) saves", done.stdout)
     assert counted
@@ -261,10 +253,8 @@ def test_stopped_by_a_signal_and_resumed(name: str, whom: str, tmp_path: Path) -
         _, complaint = job.communicate(timeout=60)
     assert job.returncode == PREEMPTED_STATUS, complaint
     assert f"was asked to stop by {name}; all ranks ended together after step " in complaint
-    own = [
-        line for line in complaint.splitlines() if line.strip() and not re.match(r"\[mpiexec|fsdpx: compiling", line)
-    ]
-    assert len(own) == 1, complaint
+    of_others = re.compile(r"\s*$|\[mpiexec|fsdpx: compiling")
+    assert len([line for line in complaint.splitlines() if not of_others.match(line)]) == 1, complaint
     assert none_left(tmp_path)
     (saved,) = (tmp_path / "run").iterdir()
     step = int(saved.name.removeprefix("step-"))

@@ -1,18 +1,14 @@
 """`mpirun -n 3 pytest`: the tests of the world run together, rank 0 reports, and a failure of one is one of all."""
 
-from __future__ import annotations
-
 import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from commands import start
 from ranks_of_mpi import in_turn
-from trials import MPIEXEC, ROOT, environment, none_left
+from trials import ROOT, none_left
 
 from fsdpx.testing.communicator import ALL_DTYPES, CommunicatorContract
 
@@ -39,26 +35,19 @@ def test_without_mpi():
 """
 
 
-Done = subprocess.CompletedProcess[str]
-
-
-def pytest_in(folder: Path, *options: str, by: Sequence[str] = (), **variables: str) -> Done:
-    """With our conftest.py. by: what starts it on several ranks."""
+def pytest_in(folder, *options, ranks=1, **variables):
+    """With our conftest.py."""
     shutil.copy(ROOT / "tests" / "conftest.py", folder)
     quick = "[pytest]\naddopts = -p no:zarr -p no:anyio -p no:hypothesispytest\n"
     (folder / "pytest.ini").write_text(f"{quick}markers =\n    world: all ranks\n    jobs: starts some\n")
     (folder / "tmp").mkdir(exist_ok=True)
-    path = f"{ROOT}:{ROOT / 'tests'}"
-    return subprocess.run(
-        [*by, sys.executable, "-m", "pytest", *options],
-        cwd=folder, env=environment(PYTHONPATH=path, TMPDIR=str(folder / "tmp"), **variables),
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    variables |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TMPDIR": str(folder / "tmp")}
+    return start(ranks, "-m", "pytest", *options, folder=folder, **variables)
 
 
-def run(folder: Path, *options: str, ranks: int = 2, **variables: str) -> Done:
+def run(folder, *options, ranks=2, **variables):
     (folder / "test_some.py").write_text(TESTS)
-    done = pytest_in(folder, *options, by=[str(MPIEXEC), "-n", str(ranks)], **variables)
+    done = pytest_in(folder, *options, ranks=ranks, **variables)
     assert none_left(folder)
     assert list((folder / "tmp").glob("rank-*")) == []
     return done
@@ -66,9 +55,9 @@ def run(folder: Path, *options: str, ranks: int = 2, **variables: str) -> Done:
 
 def test_each_dtype_is_tried_on_each_number_of_ranks_and_by_each_transport() -> None:
     classes = [type(f"Test{n}", (CommunicatorContract,), {}) for n in range(4)]
-    cases: list[Any] = [SimpleNamespace(cls=cls, callspec=SimpleNamespace(params={"dtype": dtype}))
-                        for cls in classes for dtype in ALL_DTYPES]  # fmt: skip
-    others: list[Any] = [SimpleNamespace(cls=classes[0]), SimpleNamespace()]
+    cases = [SimpleNamespace(cls=cls, callspec=SimpleNamespace(params={"dtype": dtype}))
+             for cls in classes for dtype in ALL_DTYPES]  # fmt: skip
+    others = [SimpleNamespace(cls=classes[0]), SimpleNamespace()]
     kept = {size: in_turn(cases + others, size) for size in (2, 3, 4, 5)}
     for size, found in kept.items():
         assert found[-2:] == others
@@ -79,7 +68,7 @@ def test_each_dtype_is_tried_on_each_number_of_ranks_and_by_each_transport() -> 
 
 
 def test_above_communicators_there_is_one_transport_and_with_two_ranks_more_the_other() -> None:
-    def case(name: str, world: str) -> Any:
+    def case(name, world):
         return SimpleNamespace(nodeid=name, callspec=SimpleNamespace(params={"world": world, "strategy": "fsdp"}))
 
     cases = [case(name, world) for world in ("node", "mpi") for name in ("tests/a.py::one[x]", "tests/a.py::two[x]")]

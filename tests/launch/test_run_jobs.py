@@ -1,53 +1,42 @@
 """Real jobs of `fsdpx run` and `fsdpx.launch`: what ranks print and return, and how they end."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from commands import start
 from trials import MPIEXEC, TRAINER, environment, none_left
 
 import fsdpx
 from fsdpx.__main__ import main
 from fsdpx.errors import LaunchError
-from fsdpx.launch import exit_status
 from fsdpx.launch.rank_status import LogFollower
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.jobs]
-RUN = [sys.executable, "-m", "fsdpx", "run", "-n"]
 
 
-def run(
-    folder: Path, program: str, *options: str, args: Sequence[str] = (), ranks: int = 2
-) -> tuple[subprocess.CompletedProcess[str], float]:
+def run(folder, program, *options, args=(), ranks=2):
     """A job, and the seconds from `open("at", "w")` in it to its end."""
     (folder / "job.py").write_text(program)
-    done = subprocess.run(
-        [*RUN, str(ranks), "--max-restarts", "0", *options, "job.py", *args],
-        cwd=folder, capture_output=True, text=True, timeout=100, env=environment(TMPDIR=str(folder)),
-    )  # fmt: skip
+    words = ["-m", "fsdpx", "run", "-n", str(ranks), "--max-restarts", "0", *options, "job.py", *args]
+    done = start(1, *words, folder=folder, TMPDIR=str(folder))
     at = folder / "at"
     return done, time.time() - at.stat().st_mtime if at.exists() else 0.0
 
 
-FAILS = (
-    "import threading\n"
-    + TRAINER
-    + """
+FAILS = """
+import threading
 trainer.step(*(array[mine] for array in batches[0]))
 if comm.rank == comm.size - 1:
     open("at", "w").close()
     {what}
 fsdpx.barrier()
 """
-)
 WAYS = [
     ("1 / 0", "ended with ZeroDivisionError", "1", 2),
     ("sys.exit(3)", "ended with exit status 3", "3", 2),
@@ -60,27 +49,28 @@ IDS = ["exception", "exit", "_exit", "thread", "SEGV", "KILL"]
 
 
 @pytest.mark.parametrize(("what", "said", "statuses", "ranks"), WAYS, ids=IDS)
-def test_however_one_rank_ends_the_job_ends_soon_and_names_it(
-    tmp_path: Path, what: str, said: str, statuses: str, ranks: int
-) -> None:
-    done, seconds = run(tmp_path, FAILS.format(what=what), ranks=ranks)
+def test_however_one_rank_ends_the_job_ends_soon_and_names_it(tmp_path, what, said, statuses, ranks):
+    done, seconds = run(tmp_path, TRAINER + FAILS.format(what=what), ranks=ranks)
     assert str(done.returncode) in statuses.split("|"), done.stderr
     assert f" {said}" in done.stderr.partition(f"fsdpx run: rank {ranks - 1} on ")[2], done.stderr
     assert seconds < 20  # most of a second when nothing else runs
     assert none_left(tmp_path)
 
 
+@pytest.fixture
+def in_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of a job whose launcher runs in this process."""
+    for name, value in environment(TMPDIR=str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(("what", "status"), [("pass", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 1)])
-def test_a_launcher_that_goes_on_without_ranks_is_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str, status: int
-) -> None:
+def test_a_launcher_that_goes_on_without_ranks_is_killed(tmp_path, capsys, monkeypatch, in_job, what, status):
     launcher, script = tmp_path / "mpiexec", tmp_path / "job.py"
     launcher.write_text(f'#!/bin/sh\n{MPIEXEC} "$@"\ntrap "" TERM\n[ $1 = --version ] || while :; do sleep 1; done\n')
     launcher.chmod(0o700)
     script.write_text(f"import os, sys, fsdpx\nfsdpx.init()\nfsdpx.barrier()\n{what}\n")
-    monkeypatch.setattr(exit_status, "_MAX_LAUNCHER_SECONDS", 0.2)
-    for name, value in environment(TMPDIR=str(tmp_path)).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("fsdpx.launch.exit_status._MAX_LAUNCHER_SECONDS", 0.2)
     assert main(["run", "-n", "2", "--max-restarts", "0", "--mpiexec", str(launcher), str(script)]) == status
     assert f"all ranks have ended, but the launcher, {launcher}, has not: it was killed\n" in capsys.readouterr().err
     assert none_left(tmp_path)
@@ -139,9 +129,7 @@ if comm.rank == 0: print("ended", comm.size, history.earlier_steps > 4, digest, 
 """
 
 
-def test_ranks_that_were_not_there_at_the_start_join_and_the_bits_stay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_were_not_there_at_the_start_join_and_the_bits_stay(tmp_path, capsys, monkeypatch):
     (tmp_path / "job.py").write_text(JOINED)
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path)
@@ -152,8 +140,8 @@ def test_ranks_that_were_not_there_at_the_start_join_and_the_bits_stay(
     elastic = ["--elastic"] if "(Open MPI) 5" in said else []
     (tmp_path / "job").mkdir()
     job = subprocess.Popen(
-        [*RUN, "2", "--max-restarts", "0", "--folder", "job", *elastic, "job.py", *elastic],
-        **kept, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-m", "fsdpx", "run", "-n", "2", "--max-restarts", "0", "--folder", "job", *elastic, "job.py",
+         *elastic], **kept, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     while not (tmp_path / "slow").exists() and job.poll() is None:
         time.sleep(0.05)
@@ -192,11 +180,7 @@ def add(comm, more):
 """
 
 
-def test_a_function_gives_what_it_returned_on_each_rank(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in environment(TMPDIR=str(tmp_path)).items():
-        monkeypatch.setenv(name, value)
+def test_a_function_gives_what_it_returned_on_each_rank(tmp_path, capsys, monkeypatch, in_job):
     monkeypatch.delenv("PYTHONPATH")  # ranks find fsdpx as this process does, from any folder
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sums.py").write_text(SUMS)
@@ -218,13 +202,10 @@ def add(comm, more):
 """
 
 
-def test_a_notebook_gives_functions_and_classes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_gives_functions_and_classes_of_its_own(monkeypatch: pytest.MonkeyPatch, in_job: None) -> None:
     pytest.importorskip("cloudpickle")
-    for name, value in environment(TMPDIR=str(tmp_path)).items():
-        monkeypatch.setenv(name, value)
     cell = ModuleType("__main__")
     exec(IN_A_NOTEBOOK, cell.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", cell)
     sums = fsdpx.launch(cell.add, cell.Sum(3), ranks=1)
-    assert sums is not None
     assert [(type(one), one.total) for one in sums] == [(cell.Sum, 3)]

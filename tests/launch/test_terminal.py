@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import command, shown
 
-from fsdpx.__main__ import COMMANDS, GROUPS, main, make_parser
+from fsdpx.__main__ import COMMANDS, GROUPS, make_parser
 from fsdpx.core.base.messages import SlowTaskReporter, format_table, wrap_for_terminal
 
 COLUMNS = 80
@@ -23,18 +24,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def show(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+
+
+def show(words: str) -> str:
     """What a command prints in the terminal; its status must be 0."""
-    terminal = Terminal()
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", terminal)
-        patch.setenv("COLUMNS", str(COLUMNS))
-        try:
-            status = main(words)
-        except SystemExit as end:  # --help
-            status = end.code
-    assert status == 0
-    return terminal.getvalue()
+    return shown(words, Terminal)
 
 
 def require_narrow(text: str) -> None:
@@ -46,23 +43,19 @@ def require_narrow(text: str) -> None:
 ACTIONS = ["bench comm", "bench step", "trace merge", "ckpt inspect", "ckpt verify", "ckpt diff", "ckpt convert"]
 
 
-@pytest.mark.parametrize("words", ACTIONS)
-def test_help_of_actions_fits(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_narrow(show([*words.split(), "--help"], monkeypatch))
-
-
 @pytest.mark.parametrize("name", [*(name for name in COMMANDS if name not in ("bench", "trace", "ckpt")), *ACTIONS])
-def test_every_option_has_a_help(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = show([*name.split(), "--help"], monkeypatch)
-    listed = re.findall(r"^  (\S.*(?:\n {10,}\S.*)*)", shown, re.M)
+def test_help_fits_and_says_something_of_every_option(name: str) -> None:
+    text = show(f"{name} --help")
+    require_narrow(text)
+    listed = re.findall(r"^  (\S.*(?:\n {10,}\S.*)*)", text, re.M)
     assert [one for one in listed if not re.search(r"\S(?:  +|\n +)\S", one)] == []
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_fits_and_has_an_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = show([*filter(None, [name]), "--help"], monkeypatch)
-    require_narrow(shown)
-    examples = re.findall(r"(?:mpiexec -n 4 )?python -m fsdpx (\S+)", shown.partition("\n\n")[2])
+def test_help_fits_and_has_an_example(name: str) -> None:
+    text = show(f"{name} --help")
+    require_narrow(text)
+    examples = re.findall(r"(?:mpiexec -n 4 )?python -m fsdpx (\S+)", text.partition("\n\n")[2])
     assert [name for name in examples if name in COMMANDS] == ([name] if name else list(COMMANDS))
 
 
@@ -77,22 +70,22 @@ LINES += ["verify --strategy ddp --precision float32 --steps 2"]
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_lines_fit(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_narrow(show(line.split(), monkeypatch))
+def test_lines_fit(line: str) -> None:
+    require_narrow(show(line))
 
 
-def test_a_command_to_copy_goes_on_in_the_next_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = show("run -n 2 --dry-run -m fsdpx.examples.gpt".split(), monkeypatch)
-    assert re.fullmatch(r"FSDPX_RUN=\S+ \\\n  FSDPX_RESTART=0 \\\n  FSDPX_EXPECT_SIZE=2 \\\n  \S+ .*\n", shown)
+def test_a_command_to_copy_goes_on_in_the_next_line() -> None:
+    text = show("run -n 2 --dry-run -m fsdpx.examples.gpt")
+    assert re.fullmatch(r"FSDPX_RUN=\S+ \\\n  FSDPX_RESTART=0 \\\n  FSDPX_EXPECT_SIZE=2 \\\n  \S+ .*\n", text)
 
 
-def test_runs_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_fit(tmp_path: Path) -> None:
     folder = tmp_path / "gpt-20261128-153628"
     folder.mkdir()
     (folder / "config.json").write_text('{"begun": "2026-11-28 15:36:28+0000", "ranks": 128}')
-    shown = show(["runs", "--in", str(tmp_path)], monkeypatch)
-    require_narrow(shown)
-    assert "11-28 15:36" in shown
+    text = show(f"runs --in {tmp_path}")
+    require_narrow(text)
+    assert "11-28 15:36" in text
 
 
 def test_a_real_terminal_is_asked_for_its_width() -> None:
@@ -111,24 +104,18 @@ def test_a_file_gets_whole_lines_and_a_launcher_those_of_a_terminal(monkeypatch:
     """A rank writes into a pipe of its launcher, which most often shows it in a terminal."""
     text = "key  " + " ".join(["value"] * 30)
     assert wrap_for_terminal(text) == text
-    for name, value in (("PMI_RANK", "0"), ("PMI_SIZE", "2"), ("COLUMNS", str(COLUMNS))):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
     require_narrow(wrap_for_terminal(text))
 
 
 @pytest.mark.parametrize("line", ["inf", "bench", "plan gpt-tiny", "compile", "plan gpt-tiny --ranks 4"])
 def test_errors_fit(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.chdir(tmp_path)
-    try:
-        status = main(line.split())
-    except SystemExit as end:
-        status = end.code
+    status, _, text = command(line, Terminal)
     assert status == 2
-    require_narrow(terminal.getvalue())
-    said = " ".join(terminal.getvalue().split())
+    require_narrow(text)
+    said = " ".join(text.split())
     assert said.startswith("fsdpx")
     assert "required: action" not in said
     assert ("did you mean 'info'?" in said) == (line == "inf")
@@ -145,10 +132,10 @@ def test_a_text_column_is_aligned_at_its_left_and_goes_below_rows_that_are_too_l
 def test_a_result_follows_progress_on_a_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    shown = SlowTaskReporter("searching:")
-    shown.show_progress()
-    shown.update_progress("3 configurations predicted, 2 fit")
-    shown.report_end(None)
+    reporter = SlowTaskReporter("searching:")
+    reporter.show_progress()
+    reporter.update_progress("3 configurations predicted, 2 fit")
+    reporter.report_end(None)
     assert terminal.getvalue().endswith("fsdpx: searching: 3 configurations predicted, 2 fit ...\r\x1b[K")
 
 

@@ -1,13 +1,8 @@
 """What Windows' Python lacks is not needed: import of everything, one process, thread ranks, checkpoints, `info`."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from trials import ROOT
+from commands import start
 
 HIDE = """
 import ctypes, importlib.abc, mmap, os, pathlib, select, signal, socket, subprocess, sys, time
@@ -81,9 +76,6 @@ print("used")
 
 
 def test_nothing_that_windows_lacks_is_needed(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HIDE + USE], cwd=tmp_path, capture_output=True, text=True, timeout=250,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = start(1, "-c", HIDE + USE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("used\n")
