@@ -2,8 +2,6 @@
 
 Each trains a small GPT; however often it is stopped, and why, its end has the hash of a run on one host."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,7 +43,7 @@ TEMPLATES = ROOT / "launch" / "slurm"
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory):
     """Two hosts; the working directory, on their disk, has what the templates want, some text and a hostfile."""
     here = tmp_path_factory.mktemp("cluster")
     before = Path.cwd()
@@ -54,7 +52,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     (here / ".venv" / "bin" / "activate").write_text(f"export PATH={Path(sys.executable).parent}:$PATH\n")
     (here / "data.txt").write_text("".join(page.read_text() for page in sorted(ROOT.glob("docs/*.md"))))
     (here / "hosts").write_text("n1:2\nn2:2\n")
-    with Lab(here / "lab", 2) as made:
+    with closing(Lab(here / "lab", 2)) as made:
         yield made
     os.chdir(before)
 
@@ -102,17 +100,20 @@ def saved(run: str) -> None:
     until(lambda: any(Path(run).rglob("manifest.json")), f"a checkpoint in {run}", 500)
 
 
+def run_over_ssh(lab: Lab, *words: str | Path, seconds: float = 100, **variables: str) -> str:
+    """What a command on n1 prints that reaches both hosts."""
+    return lab.run("n1", *words, env=environment(lab, **lab.ssh(), **variables), seconds=seconds)
+
+
 def test_hosts_of_a_hostfile_over_ssh(lab: Lab, undisturbed: str) -> None:
-    words = [*command("--hostfile", "hosts", "--logs", "logs"), "--no-save"]
-    text = lab.run("n1", *words, env=environment(lab, **lab.ssh()), seconds=200)
+    text = run_over_ssh(lab, *command("--hostfile", "hosts", "--logs", "logs"), "--no-save", seconds=200)
     assert hash_of(text.replace("[0] ", "")) == undisturbed
     assert sorted(path.name for path in Path("logs").glob("*.log")) == [f"rank-000{rank}.log" for rank in range(4)]
 
 
 def test_speed_is_measured_inside_hosts_and_between_them(lab: Lab) -> None:
-    comm = ["bench", "comm", "--verbs", "send,all_reduce", "--sizes", "64KiB", "--json", "links.json"]
-    words = [sys.executable, "-m", "fsdpx", "run", "-n", "4", "--hostfile", "hosts", "-m", "fsdpx", *comm]
-    text = lab.run("n1", *words, env=environment(lab, **lab.ssh()), seconds=100)
+    comm = ["-m", "fsdpx", "bench", "comm", "--verbs", "send,all_reduce", "--sizes", "64KiB", "--json", "links.json"]
+    text = run_over_ssh(lab, sys.executable, "-m", "fsdpx", "run", "-n", "4", "--hostfile", "hosts", *comm)
     found = json.loads(Path("links.json").read_text())
     levels = [(level["level"], level["host"], level["ranks"]) for level in found["levels"]]
     inside, between, whole = "inside a host", "between hosts", "all ranks"
@@ -130,7 +131,7 @@ def test_ranks_at_their_own_speed_on_two_hosts_finish(lab: Lab, python: str, str
         pytest.skip(NO_OPENMPI)
     Path("own_speed.py").write_text(OWN_SPEED)
     words = [python, "-m", "fsdpx", "run", "-n", "4", "--max-restarts", "0", "--hostfile", "hosts", "own_speed.py"]
-    text = lab.run("n1", *words, strategy, env=environment(lab, FSDPX_TIMEOUT="30", **lab.ssh()), seconds=100)
+    text = run_over_ssh(lab, *words, strategy, FSDPX_TIMEOUT="30")
     assert "all have finished" in text, text
 
 
@@ -212,14 +213,7 @@ def test_a_job_that_is_cancelled_has_saved(lab: Lab, undisturbed: str) -> None:
 
 def test_checkpoints_on_a_disk_of_one_host_are_refused(lab: Lab) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
-        lab.run(
-            "n1",
-            *command("--hostfile", "hosts"),
-            "--run",
-            lab.tmp / "run",
-            env=environment(lab, **lab.ssh()),
-            seconds=100,
-        )
+        run_over_ssh(lab, *command("--hostfile", "hosts"), "--run", lab.tmp / "run")
     said = r"CheckpointError: save to .*: rank [23]: n2 does not see .*: all hosts must share the disk of checkpoints"
     assert re.search(said, failed.value.output), failed.value.output
 
@@ -306,8 +300,7 @@ def begun(lab: Lab, words: list[str], run: str, **variables: str) -> subprocess.
     try:
         saved(run)
     except TimeoutError as error:
-        assert job.stdout is not None
         os.set_blocking(job.stdout.fileno(), False)  # the job itself may not have ended
-        said = job.stdout.buffer.read() or b""  # type: ignore[attr-defined]
+        said = job.stdout.buffer.read() or b""
         raise TimeoutError(f"{error}\n{said.decode()}") from None
     return job

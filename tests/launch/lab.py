@@ -4,8 +4,6 @@ Each host has its own network, host name, processes, /dev/shm and $TMPDIR. The d
 shell reads when it starts: what these begin may leave locks behind if it is killed. `python lab.py 2` starts some hosts
 until Ctrl-C and prints how to enter them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -103,10 +101,7 @@ class Lab:
         for name in ("log", "state", "spool", "tmp"):
             (folder / name).mkdir(parents=True)
         Path("/run/sshd").mkdir(exist_ok=True)
-        self._addresses = {
-            LOGIN: "10.99.0.100",
-            **{f"n{number}": f"10.99.0.{number}" for number in range(1, hosts + 1)},
-        }
+        self._addresses = {LOGIN: "10.99.0.100"} | {name: f"10.99.0.{name[1:]}" for name in self.names[1:]}
         (folder / "hosts").write_text(
             "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **self._addresses}.items())
         )
@@ -114,11 +109,8 @@ class Lab:
             for name in self.names:
                 self._host(name)
             self._keys()
-            for words in (
-                "link add br0 type bridge",
-                f"addr add {self._addresses[LOGIN]}/24 dev br0",
-                "link set br0 up",
-            ):
+            own = f"{self._addresses[LOGIN]}/24"
+            for words in ("link add br0 type bridge", f"addr add {own} dev br0", "link set br0 up"):
                 self.run(LOGIN, "ip", *words.split())
             for name in self.names[1:]:
                 self._connect(name)
@@ -127,14 +119,8 @@ class Lab:
             if slurm:
                 self._slurm(hosts)
         except BaseException:
-            self.down()
+            self.close()
             raise
-
-    def __enter__(self) -> Lab:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.down()
 
     def words(self, host: str, *words: str | Path) -> list[str]:
         """The command that runs `words` on a host."""
@@ -156,7 +142,7 @@ class Lab:
         done = subprocess.run(
             self.words(host, *words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, timeout=seconds, **options,
-        )  # type: ignore[call-overload]  # fmt: skip
+        )  # fmt: skip
         if done.returncode:
             raise subprocess.CalledProcessError(done.returncode, words, done.stdout)
         return str(done.stdout)
@@ -180,7 +166,7 @@ class Lab:
     def mend(self, host: str) -> None:
         self.run(LOGIN, "ip", "link", "set", f"v{host}", "up")
 
-    def down(self) -> None:
+    def close(self) -> None:
         for name in [*self._hosts]:
             self.kill(name)
 
@@ -235,18 +221,16 @@ class Lab:
         (self.folder / "slurm.conf").write_text(SLURM.format(folder=self.folder, tmp=self.tmp, hosts=hosts))
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o600)
-        for number in range(1, hosts + 1):
-            (self.folder / "spool" / f"n{number}").mkdir()
+        for name in self.names[1:]:
+            (self.folder / "spool" / name).mkdir()
         own = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munged.ns", "seed-file": "munge.seed"}
         files = [f"--{option}={self.folder / name}" for option, name in own.items()]
         self.run(LOGIN, "munged", "--force", *files, f"--log-file={self.folder}/log/munged")
         self.run(LOGIN, "slurmctld", "-i")
         for name in self.names[1:]:
             self.run(name, "slurmd")
-        until(
-            lambda: self.run(LOGIN, "sinfo", "-h", "-p", "debug", "-t", "idle", "-o", "%D").strip() == str(hosts),
-            "Slurm",
-        )
+        count_idle = "sinfo", "-h", "-p", "debug", "-t", "idle", "-o", "%D"
+        until(lambda: self.run(LOGIN, *count_idle).strip() == str(hosts), "Slurm")
 
 
 def until(true: Callable[[], object], what: str, seconds: float = 60.0) -> None:
@@ -261,12 +245,9 @@ def until(true: Callable[[], object], what: str, seconds: float = 60.0) -> None:
 def main(hosts: str) -> None:
     """Until it is interrupted."""
     folder = Path(os.environ.get("LAB", "/tmp/fsdpx-lab"))
-    with Lab(folder, int(hosts)) as lab, contextlib.suppress(KeyboardInterrupt):
-        print(
-            shutil.which("env"),
-            *(f"{k}={lab.environment()[k]}" for k in ("SLURM_CONF", "TMPDIR")),
-            *lab.words(LOGIN, "bash"),
-        )
+    with contextlib.closing(Lab(folder, int(hosts))) as lab, contextlib.suppress(KeyboardInterrupt):
+        variables = [f"{name}={lab.environment()[name]}" for name in ("SLURM_CONF", "TMPDIR")]
+        print(shutil.which("env"), *variables, *lab.words(LOGIN, "bash"))
         signal.pause()
 
 

@@ -1,7 +1,5 @@
 """`bench step` lets strategies take turns on the same ranks, and says how their steps compare."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run files: what they build is what the same calls build, and what cannot be is said with its place."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -115,7 +113,6 @@ def test_changes_of_a_file(tmp_path):
 
 def test_train_runs_the_file_of_the_page_and_goes_on(tmp_path, monkeypatch, capsys):
     block = re.search(r"```toml\n(.*?)```", (ROOT / "docs" / "run-file.md").read_text(), re.S)
-    assert block is not None
     assert (ROOT / "launch" / "run.toml").read_text().endswith(block[1])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # the curve is drawn in tests/examples
@@ -143,13 +140,7 @@ def test_train_runs_the_file_of_the_page_and_goes_on(tmp_path, monkeypatch, caps
 
 
 def test_objects_stand_for_themselves():
-    plan = {
-        **PLAN,
-        "model": nn.Linear(3, 2),
-        "loss": nn.CrossEntropyLoss(),
-        "optimizer": optim.SGD(lr=0.5),
-        "distribute": {},
-    }
+    plan = {"model": nn.Linear(3, 2), "loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.5)}
     builder = fsdpx.ModelBuilder(plan)
     assert builder.make_model() is plan["model"]
     assert builder.build_trainer().inspect.placement.optimizer is plan["optimizer"]

@@ -1,7 +1,5 @@
 """What the environment says: launchers, nodes, ranks and meshes."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

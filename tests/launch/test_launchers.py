@@ -1,7 +1,5 @@
 """What `fsdpx run` starts: the command of every launcher, hostfiles, and mistakes that are said in one line."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os
@@ -212,7 +210,7 @@ def test_ranks_are_shared_host_after_host() -> None:
         ("--nodes 2", "how many ranks on 2 hosts? Say -n or --nproc-per-node"),
         ("--join job", "how many ranks? -n 4"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line_with_a_remedy(options: str, text: str, site: Site) -> None:
     site.has("hydra")
     files = {
@@ -413,16 +411,14 @@ def test_no_parser_takes_the_beginning_of_an_option_for_it() -> None:
 
 
 def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(site: Site) -> None:
-    def find_spec(name, path, target=None):
-        """A package that lies on no path, as those that are installed as links to their sources do."""
-        return ModuleSpec(name, None) if name == "linked" else None
-
     (site.folder / "beside.py").write_text("")
     run._require_existing_program(["-m", "beside"])
     run._require_existing_program(["-m", "json.tool"])
     with pytest.raises(LaunchError, match=r"^there is no module 'linked\.train' on Python's path or in "):
         run._require_existing_program(["-m", "linked.train"])
-    site.patch.setattr(sys, "meta_path", [*sys.meta_path, SimpleNamespace(find_spec=find_spec)])
+    # a package that lies on no path, as those that are installed as links to their sources do
+    links = SimpleNamespace(find_spec=lambda name, *_: ModuleSpec(name, None) if name == "linked" else None)
+    site.patch.setattr(sys, "meta_path", [*sys.meta_path, links])
     run._require_existing_program(["-m", "linked.train"])
 
 

@@ -1,7 +1,5 @@
 """What killed jobs leave behind: the next start removes what is ours, `info` names what is MPI's."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import platform
@@ -11,12 +9,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import shown
 from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_left
 
-from fsdpx.__main__ import main
 from fsdpx.core.base import safe_files
 from fsdpx.core.comm.mpi.start import find_leftover_files, identify_process, is_process_alive, remove_leftover_files
 from fsdpx.ext.watch.flight_recorder import FlightRecorder
@@ -68,7 +65,7 @@ def test_records_that_go_meanwhile_are_no_records(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ends, scan = record(tmp_path / "fsdpx-flight-ends", os.getpid(), platform.node()), os.scandir
 
-    def late(path: Any) -> Any:
+    def late(path):
         if Path(path) == ends:
             (ends / "rank-00000.flight").unlink(missing_ok=True)
             ends.rmdir()
@@ -156,25 +153,20 @@ def test_names_of_windows_are_listed_and_the_next_start_removes_them(tmp_path: P
     assert set(tmp_path.iterdir()) == {new, other}
 
 
-def test_nothing_is_printed_where_nothing_is_left(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_printed_where_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty line would be a name for xargs."""
     monkeypatch.setattr("fsdpx.launch.info.find_leftover_files", list)
-    assert main(["info", "--left"]) == 0
-    assert capsys.readouterr().out == ""
+    assert shown("info --left") == ""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_root_sees_only_its_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_root_sees_only_its_own_files(tmp_path: Path) -> None:
     for name, owner in (("mpich_shm_a", 0), ("mpich_shm_b", 65534)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (0, 0))
         os.chown(tmp_path / name, owner, owner)
     assert find_leftover_files(tmp_path) == [tmp_path / "mpich_shm_a"]
-    with pytest.raises(SystemExit):
-        main(["info", "--help"])
-    assert "belong to this user (as root: only root's)" in " ".join(capsys.readouterr().out.split())
+    assert "belong to this user (as root: only root's)" in " ".join(shown("info --help").split())
 
 
 def test_info_describes_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
