@@ -6,7 +6,6 @@ import io
 import re
 import runpy
 import shlex
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -143,14 +142,11 @@ def test_the_walk_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_files_and_make_targets_of_a_page_exist(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert missing == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_make_targets_exist(page: Path) -> None:
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+    files = re.findall(r"`((?:fsdpx|tests|bench|docs|launch)/[\w./-]+)`", page.read_text())
+    assert [file for file in files if not (ROOT / file).exists()] == []
     rules = re.findall(r"^([a-z][\w%-]*(?: [\w%-]+)*):(?!=)", (ROOT / "Makefile").read_text(), re.M)
     known = "|".join(target.replace("%", r"\d+") for rule in rules for target in rule.split())
     code = [*re.findall(r"`make ([^`]+)`", page.read_text()), *(c[5:] for c in shell(page) if c.startswith("make "))]
@@ -192,13 +188,6 @@ def test_command_lines_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None
             target.main(arguments)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_files_that_a_page_names_exist(page: Path) -> None:
-    code = re.findall(r"`([^`\n]+)`", page.read_text())
-    files = {text for text in code if re.fullmatch(r"(?:fsdpx|tests|bench|docs|launch)/[\w./-]+", text)}
-    assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
-
-
 def test_tables_name_what_there_is() -> None:
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     for extension in list_extensions("verbs"):
@@ -208,8 +197,3 @@ def test_tables_name_what_there_is() -> None:
     assert set(rows) >= {(preset, "") for preset in PRESETS if preset not in ("zero3", "fsdp")}
     variables = set(re.findall(r'"(FSDPX_\w+)"', Path(environment.__file__).read_text()))
     assert variables == set(re.findall(r"^\| `(FSDPX_\w+?)=", (DOCS / "reference/environment.md").read_text(), re.M))
-
-
-@pytest.mark.parametrize("script", [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/**/*.sbatch")], ids=name)
-def test_launch_scripts_are_bash(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True)

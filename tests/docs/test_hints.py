@@ -1,11 +1,8 @@
 """What errors, help and pages tell a reader to do works: installs that some index serves, pages that there are."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ ROOT = Path(fsdpx.__file__).parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="there is no folder docs beside fsdpx")
 
 
-def texts() -> Iterator[tuple[str, str]]:
+def texts():
     """Each text of files of the library that name pages, pip or extras, and where it stands."""
     for path in sorted((ROOT / "fsdpx").rglob("*.py")):
         source = path.read_text()

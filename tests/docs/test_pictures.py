@@ -4,7 +4,6 @@ import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ FOLDER = ROOT / "docs" / "pictures"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-make: Any = SimpleNamespace(**runpy.run_path(str(FOLDER / "make.py")))
+make = SimpleNamespace(**runpy.run_path(str(FOLDER / "make.py")))
 
 
 @pytest.mark.parametrize("theme", make.THEMES)

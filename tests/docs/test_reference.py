@@ -4,7 +4,6 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -68,20 +67,6 @@ def _last(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def reached(dotted: str) -> Any:
-    """What a dotted name leads to; a function before a module of the same name."""
-    parts = dotted.split(".")
-    for last in (*range(len(parts) - 1, 0, -1), len(parts)):
-        try:
-            value: Any = importlib.import_module(".".join(parts[:last]))
-            for part in parts[last:]:
-                value = getattr(value, part)
-        except (ImportError, AttributeError):
-            continue
-        return value
-    raise AssertionError(dotted)
-
-
 def public(thing: Any) -> list[str]:
     """What autodoc lists of a class: its own members with a docstring."""
     return [name for name, value in vars(thing).items() if not name.startswith("_") and getattr(value, "__doc__", None)]
@@ -99,13 +84,13 @@ def sections(page: Path) -> list[Section]:
             if found[-1].programs:
                 found.append(Section([], []))
             for kind, name, result, members in DIRECTIVE.findall(body):
-                thing = reached(name)
+                thing, _ = apipages.find(name)
                 listed = re.split(r"[\s,]+", members.strip()) if members.strip() else public(thing) if members else []
                 found[-1].entries.append(Entry(kind, name, bool(result), listed, thing))
     return [section for section in found if section.entries]
 
 
-def options(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def options(function: Any) -> list[inspect.Parameter]:
     """What a function takes by name; of a class what its `__init__` does, or its fields where that says nothing."""
     function = getattr(function, "__func__", function)  # of a classmethod
     if isinstance(function, type):
@@ -120,7 +105,7 @@ def options(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [p for p in given if p.name not in ("self", "cls") and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def shown(section: Section, name: str, function: Callable[..., Any]) -> set[str]:
+def shown(section: Section, name: str, function: Any) -> set[str]:
     """The options of a function that the programs of a section give, by name or by place."""
     by_place = [p.name for p in options(function) if p.kind is not p.KEYWORD_ONLY]
     found = {keyword.arg for call in section.called("dict") for keyword in call.keywords if keyword.arg}

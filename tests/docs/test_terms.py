@@ -1,7 +1,6 @@
 """docs/terms.py makes links of terms where they first stand on a page."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -9,7 +8,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 core = pytest.importorskip("docutils.core")
 
 
-TERMS: Any = pytest.importorskip("terms")
+TERMS = pytest.importorskip("terms")
 PLACES = TERMS.terms((DOCS / "glossary.md").read_text())
 
 
