@@ -17,9 +17,7 @@ PICTURES = ROOT / "docs" / "tutorial"
 PAGE = (PICTURES / "surrogate.md").read_text()
 SOURCE = str(ROOT / "fsdpx" / "core" / "comm")
 LEARNS = ["--runs", "2", "--steps", "1"]
-UNTRAINED = "from fsdpx.examples import surrogate as s; s.run_solver_and_train = lambda *_: 0; s.main({})"
 SMALL_SOLVER = "from fsdpx.examples import solver as s; s.SIDE, s.STEPS, s.GOOD = 11, 16, 1e-3; "
-WITHOUT_WEIGHTS = "s.fsdpx.Trainer.load_parameters = lambda *_: None; s.main(['--rounds=20'])"
 
 
 def test_examples_of_four_ranks(tmp_path: Path) -> None:
@@ -29,7 +27,7 @@ def test_examples_of_four_ranks(tmp_path: Path) -> None:
     channel, surrogate, solver, rates = run_several(
         4,
         ["-m", "fsdpx.examples.channel"],
-        ["-c", UNTRAINED.format(drawn)],
+        ["-c", f"from fsdpx.examples import surrogate as s; s.run_solver_and_train = lambda *_: 0; s.main({drawn})"],
         ["-c", SMALL_SOLVER + "s.main(['--trainers=2', '--rounds=20'])"],
         ["-m", "fsdpx.examples.sweep", *sweep],
     )
@@ -56,7 +54,7 @@ def test_examples_of_two_ranks(tmp_path: Path) -> None:
         ["-m", "fsdpx.examples.heat"],
         ["-m", "fsdpx.examples.surrogate", *LEARNS],
         ["-c", f"import runpy; runpy.run_path({str(tmp_path / 'learn.py')!r}, run_name='__main__')"],
-        ["-c", SMALL_SOLVER + WITHOUT_WEIGHTS],
+        ["-c", SMALL_SOLVER + "s.fsdpx.Trainer.load_parameters = lambda *_: None; s.main(['--rounds=20'])"],
     )
     accuracy = [float(text.split()[-2]) for text in (shown, run_threads(1, digits.main, *of_digits)[0])]
     assert re.fullmatch(r"accuracy on 1,000 new digits: \d+\.\d %\n", shown)

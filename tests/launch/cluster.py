@@ -39,7 +39,6 @@ trainer.close()
 print("all have finished" if rank == 0 else "", flush=True)
 """
 NO_OPENMPI = "ranks outlive others under Open MPI 5 only: make MPI=openmpi train"
-TEMPLATES = ROOT / "launch" / "slurm"
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +79,12 @@ def undisturbed(lab: Lab) -> str:
 def submitted(lab: Lab, template: str, *words: str, more: tuple[str, ...] = ("--output=%j.out",)) -> str:
     """The number of a job of one of the templates, with 2 ranks on each host. more: options of sbatch."""
     asked = ["--parsable", "--ntasks-per-node=2", "--cpus-per-task=1", "--time=5", *more]
-    text = lab.run(LOGIN, "sbatch", *asked, TEMPLATES / template, *GPT, *words, env=environment(lab))
-    return text.strip()
+    file = ROOT / "launch" / "slurm" / template
+    return lab.run(LOGIN, "sbatch", *asked, file, *GPT, *words, env=environment(lab)).strip()
 
 
 def state(lab: Lab, job: str) -> str:
-    text = lab.run(LOGIN, "scontrol", "show", "job", job)
-    return str(re.findall(r"JobState=(\w+)", text)[0])
+    return re.findall(r"JobState=(\w+)", lab.run(LOGIN, "scontrol", "show", "job", job))[0]
 
 
 def output(lab: Lab, job: str, *states: str, seconds: float = 200) -> str:

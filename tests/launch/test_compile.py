@@ -54,9 +54,8 @@ def test_a_job_compiles_nothing_more(tmp_path: Path) -> None:
 
 
 def test_every_kernel_of_every_model_is_one_of_all() -> None:
-    known = {
-        name for name in list_kernel_names() if name in OTHER_WARMUPS or choice.SAMPLE_CALLS[name.partition(" ")[0]]
-    }
+    names = list_kernel_names()
+    known = {name for name in names if name in OTHER_WARMUPS or choice.SAMPLE_CALLS[name.partition(" ")[0]]}
     compiled = {*choice.import_all_compiled_kernels(), *OTHER_WARMUPS}
     for model in CATALOG:
         needed = {name for name in list_kernels_of_model_and_loss(model) if name.partition(" ")[0] in compiled}

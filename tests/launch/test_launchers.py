@@ -34,7 +34,6 @@ SAYS = {
     "hydra": "HYDRA build details:\n    Version: 5.0.2",
     "unknown": "launch-o-matic 3",
 }
-LOADED = {"openmpi": "Open MPI v5.0.11", "msmpi": "Microsoft MPI 10.1"}
 OURS = ("FSDPX_EXPECT_SIZE", "FSDPX_RESTART", "FSDPX_RUN")
 TAIL = "-n 4 python -m fsdpx.launch.rank train.py --fast"
 
@@ -49,8 +48,8 @@ class Site:
         file = self.folder / "bin" / (name if name in ("srun", "flux") else "mpiexec")
         file.write_text(f"#!/bin/sh\n[ $1 = --mpi=list ] && echo '{also}' && exit\ncat <<X\n{SAYS[name]}\nX\n")
         file.chmod(0o755)
-        library = loaded or LOADED.get(name, "MPICH Version: 5.0.2")
-        self.patch.setattr(launchers, "probe_mpi_library", lambda: (library, ""))
+        own = {"openmpi": "Open MPI v5.0.11", "msmpi": "Microsoft MPI 10.1"}.get(name, "MPICH Version: 5.0.2")
+        self.patch.setattr(launchers, "probe_mpi_library", lambda: (loaded or own, ""))
 
 
 @pytest.fixture

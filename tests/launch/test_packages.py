@@ -41,10 +41,8 @@ def read_spack_calls(directive: str) -> list[tuple[str, dict[str, Any]]]:
     """The first argument and the keywords of each call of a directive in the recipe."""
     calls = [node for node in ast.walk(ast.parse(SPACK.read_text())) if isinstance(node, ast.Call)]
     named = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == directive]
-    return [
-        (ast.literal_eval(node.args[0]), {word.arg: ast.literal_eval(word.value) for word in node.keywords})
-        for node in named
-    ]
+    read = ast.literal_eval
+    return [(read(node.args[0]), {word.arg: read(word.value) for word in node.keywords}) for node in named]
 
 
 def read_easyconfig() -> dict[str, Any]:
@@ -60,11 +58,8 @@ def test_spack_needs_what_pip_needs() -> None:
     extras = {VARIANTS.get(name, name): text for name, text in project["optional-dependencies"].items()}
     variants = {name: texts for name, texts in extras.items() if name is not None and name not in NO_VARIANTS}
     needs = {"cuda": "+cuda", "gloo": "+gloo"}
-    wanted |= {
-        (translate_to_spack(text)[0] + needs.get(name, ""), f"+{name}")
-        for name, texts in variants.items()
-        for text in texts
-    }
+    for name, texts in variants.items():
+        wanted |= {(translate_to_spack(text)[0] + needs.get(name, ""), f"+{name}") for text in texts}
     found = read_spack_calls("depends_on")
     assert {(spec, more.get("when", "")) for spec, more in found} == wanted
     assert len(found) == len(wanted)

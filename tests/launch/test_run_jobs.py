@@ -37,18 +37,17 @@ if comm.rank == comm.size - 1:
     {what}
 fsdpx.barrier()
 """
-WAYS = [
-    ("1 / 0", "ended with ZeroDivisionError", "1", 2),
-    ("sys.exit(3)", "ended with exit status 3", "3", 2),
-    ("os._exit(3)", "ended with exit status 3", "3", 3),
-    ("threading.Thread(target=lambda: 1 / 0).start()", "ended with ZeroDivisionError", "1", 2),
-    ("import ctypes; ctypes.string_at(0)", "died (status ", "11|139", 2),
-    ("os.kill(os.getpid(), signal.SIGKILL)", "died (status ", "9|137", 2),
-]
-IDS = ["exception", "exit", "_exit", "thread", "SEGV", "KILL"]
+WAYS = {
+    "exception": ("1 / 0", "ended with ZeroDivisionError", "1", 2),
+    "exit": ("sys.exit(3)", "ended with exit status 3", "3", 2),
+    "_exit": ("os._exit(3)", "ended with exit status 3", "3", 3),
+    "thread": ("threading.Thread(target=lambda: 1 / 0).start()", "ended with ZeroDivisionError", "1", 2),
+    "SEGV": ("import ctypes; ctypes.string_at(0)", "died (status ", "11|139", 2),
+    "KILL": ("os.kill(os.getpid(), signal.SIGKILL)", "died (status ", "9|137", 2),
+}
 
 
-@pytest.mark.parametrize(("what", "said", "statuses", "ranks"), WAYS, ids=IDS)
+@pytest.mark.parametrize(("what", "said", "statuses", "ranks"), WAYS.values(), ids=WAYS)
 def test_however_one_rank_ends_the_job_ends_soon_and_names_it(tmp_path, what, said, statuses, ranks):
     done, seconds = run(tmp_path, TRAINER + FAILS.format(what=what), ranks=ranks)
     assert str(done.returncode) in statuses.split("|"), done.stderr
@@ -94,9 +93,8 @@ def test_each_rank_has_its_log_and_a_record_of_its_end(tmp_path: Path) -> None:
     for rank in range(2):
         text = (tmp_path / "logs" / f"rank-000{rank}.log").read_text()
         assert f"begun {rank} {args}\nraw\n" in text
-        assert f"[{rank}] begun {rank} {args}\n[{rank}] raw\n" in "".join(
-            line for line in done.stdout.splitlines(keepends=True) if line.startswith(f"[{rank}]")
-        )
+        own = "".join(line for line in done.stdout.splitlines(keepends=True) if line.startswith(f"[{rank}]"))
+        assert f"[{rank}] begun {rank} {args}\n[{rank}] raw\n" in own
     assert not (tmp_path / "other").exists()
     assert "threads 1" in (tmp_path / "logs" / "rank-0001.log").read_text()
     assert json.loads((tmp_path / "logs" / "rank-0001.json").read_text())["status"] == 3
