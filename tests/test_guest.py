@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,15 +25,13 @@ def pools():
 
 def process():
     \"\"\"All that a library may change in a process.\"\"\"
-    handlers = {}
-    for number in signal.valid_signals():
-        handlers[int(number)] = signal.getsignal(number)
     umask = os.umask(0)
     os.umask(umask)
     root = logging.getLogger()
     return {
         "excepthook": sys.excepthook, "threading": threading.excepthook, "exit": sys.exit, "_exit": os._exit,
-        "unraisable": sys.unraisablehook, "display": sys.displayhook, "signals": handlers,
+        "signals": {int(number): signal.getsignal(number) for number in signal.valid_signals()},
+        "unraisable": sys.unraisablehook, "display": sys.displayhook,
         "environment": dict(os.environ), "umask": umask, "folder": os.getcwd(), "filters": list(warnings.filters),
         "showwarning": warnings.showwarning, "root": (root.level, list(root.handlers)), "errors": np.geterr(),
         "locale": locale.setlocale(locale.LC_ALL), "random": random.getstate(), "trace": sys.gettrace(),
@@ -232,8 +231,6 @@ def test_a_thread_rank_that_ends_the_process_is_named(tmp_path: Path) -> None:
 
 
 def test_exits_are_as_before_after_a_spawn() -> None:
-    import os
-
     before = os._exit
     assert spawn(lambda comm: os._exit is not before, 2) == [True, True]
     assert os._exit is before

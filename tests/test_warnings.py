@@ -42,10 +42,7 @@ def loader(x: np.ndarray) -> data.DataLoader:
 
 def line(later: int) -> int:
     """The number of a line of the caller's, so many after the call."""
-    frame = inspect.currentframe()
-    assert frame is not None
-    assert frame.f_back is not None
-    return frame.f_back.f_lineno + later
+    return inspect.stack()[1].lineno + later
 
 
 def partial_step() -> int:

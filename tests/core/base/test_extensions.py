@@ -8,15 +8,17 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from models import distributed
 from parts import GPT, MLP, PACKAGE, loaded_files
 from present import needs
 from reading import count_code_lines
 
 import fsdpx
-from fsdpx import nn, optim
+from fsdpx import nn
 from fsdpx.core.base import extensions
 from fsdpx.core.base.extensions import (
     EXTENSIONS,
@@ -75,26 +77,22 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     extensions._read_entry_points_of_kind.cache_clear()
 
 
-def _trained(codec: str) -> np.ndarray:
-    def train(comm: Communicator) -> np.ndarray:
-        model = nn.Linear(4, 3, bias=False)
-        trainer = fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), compression=codec, comm=comm)
-        before = trainer.parameters()["weight"]
-        x = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
-        trainer.step(x, x[:, :3])
-        moved: np.ndarray = trainer.parameters()["weight"] - before
-        return moved
-
-    found: np.ndarray = spawn(train, 2)[0]
-    return found
+def train_with(comm: Communicator, codec: str) -> Any:
+    """Return by how much a step moves the weight."""
+    trainer = distributed(nn.Linear(4, 3, bias=False), comm, compression=codec)
+    before = trainer.parameters()["weight"]
+    x = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
+    trainer.step(x, x[:, :3])
+    return trainer.parameters()["weight"] - before
 
 
 @pytest.mark.usefixtures("installed")
 def test_the_codec_of_an_installed_package_is_found_by_its_name() -> None:
     assert list_extensions("codec") == [*EXTENSIONS["codec"], "half"]
-    np.testing.assert_allclose(_trained("half"), 0.5 * _trained("plain"), rtol=1e-5)
+    half, plain = (spawn(train_with, 2, codec)[0] for codec in ("half", "plain"))
+    np.testing.assert_allclose(half, 0.5 * plain, rtol=1e-5)
     with pytest.raises(ConfigError, match=r"unknown codec 'hlaf': choose one of plain, .*powersgd, half, or pass"):
-        fsdpx.distribute(nn.Linear(2, 2), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), compression="hlaf")
+        distributed(nn.Linear(2, 2), compression="hlaf")
 
 
 @needs("compression")
@@ -141,23 +139,16 @@ def test_missing_files_are_named(module: str, monkeypatch: pytest.MonkeyPatch) -
         import_extension_if_declared("codec", "gone")
 
 
-def test_what_an_extension_lacks_is_not_said_to_be_the_extension(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "needs_more.py").write_text("import surely_not_installed\n")
+def test_an_extension_is_told_from_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(EXTENSIONS["codec"], "needing", "needs_more:Codec")
+    for name, needed in (("needs_more", "surely_not_installed"), ("needs_ours", "fsdpx.ext.gone")):
+        (tmp_path / f"{name}.py").write_text(f"import {needed}\n")
+        monkeypatch.setitem(EXTENSIONS["codec"], name, f"{name}:Codec")
     with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
-        import_extension_if_declared("codec", "needing")
-
-
-def test_an_extension_that_another_one_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "needs_ours.py").write_text("import fsdpx.ext.gone\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(EXTENSIONS["codec"], "needing", "needs_ours:Codec")
+        import_extension_if_declared("codec", "needs_more")
     for optional in (False, True):
-        with pytest.raises(ConfigError, match=r"codec 'needing' is .* missing: there is no fsdpx\.ext\.gone;"):
-            import_extension_if_declared("codec", "needing", optional)
+        with pytest.raises(ConfigError, match=r"codec 'needs_ours' is .* missing: there is no fsdpx\.ext\.gone;"):
+            import_extension_if_declared("codec", "needs_ours", optional)
 
 
 def test_an_unknown_name_is_refused() -> None:

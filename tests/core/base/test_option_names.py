@@ -34,10 +34,7 @@ TABLES = {
     "SequenceMode": [name for name in SEQUENCES if name],
     "Strategy": [*PRESETS, *EXTENSIONS["strategy"], *EXTENSIONS["planner"]],
 }
-TAKEN_BY = {
-    "DtypeName": [fsdpx.Precision, SaveChoices],
-    "WeightsChoice": [require_valid_weights_choice],
-}
+TAKEN_BY = {"DtypeName": [fsdpx.Precision, SaveChoices], "WeightsChoice": [require_valid_weights_choice]}
 
 
 def find_node(file: str, name: str) -> Any:

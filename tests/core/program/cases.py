@@ -1,13 +1,15 @@
 """Small stages and requests that the program tests share."""
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
 
+import pytest
 from present import is_present
 
 from fsdpx.core.program import Program, ProgramRequest, Slot, Stage, compile, make_schedule, make_stages
+from fsdpx.errors import ProgramError
 
 CHAIN = Stage.single_stage_from_units([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
 """Four units in a row, one page each."""
@@ -55,17 +57,8 @@ TWINS = [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (2,), (3,)), ((3, 4), (3
 def twins(home: Iterable[int], frozen: Iterable[int] = ()) -> tuple[Stage, ...]:
     """One stage per unit of TWINS; unit 1 has running statistics, the codec of page 2 keeps memory."""
     trained = [page not in frozen for page in range(5)]
-    return make_stages(
-        TWINS,
-        trained,
-        [0],
-        [4],
-        (0, 1, 2, 3),
-        tuple(home),
-        ((0, 4),),
-        units_with_statistics=[1],
-        pages_with_codec_memory=[2],
-    )
+    known = TWINS, trained, [0], [4], (0, 1, 2, 3), tuple(home), ((0, 4),)
+    return make_stages(*known, units_with_statistics=[1], pages_with_codec_memory=[2])
 
 
 def pipe(
@@ -83,10 +76,9 @@ def pipe(
     again = frozenset(range(4)) if recompute else frozenset()
     scales = (*scales, *(["COMMIT"] if commit else []))
     asked = [requests("step", stage, microbatches, placement, scales=scales) for stage in twins(made.home, frozen)]
-    orders = [(request, request.stage, made.ranks[request.stage.rank]) for request in asked]
     return [
-        compile(replace(request, order=order, recompute=again & set(stage.own_units)))
-        for request, stage, order in orders
+        compile(replace(one, order=made.ranks[one.stage.rank], recompute=again & set(one.stage.own_units)))
+        for one in asked
     ]
 
 
@@ -118,10 +110,8 @@ def offloaded() -> dict[str, Program]:
     from fsdpx.ext.offload.choice import OffloadConfig as OffloadConfig  # its verbs and its pass
     from fsdpx.ext.offload.records import pair_with_stored_slots
 
-    disk, kinds = (
-        replace(TIED, stored_slots=pair_with_stored_slots(RECORDS)),
-        ("step", "update", "evaluate", "backward"),
-    )
+    disk = replace(TIED, stored_slots=pair_with_stored_slots(RECORDS))
+    kinds = ("step", "update", "evaluate", "backward")
     state = {f"{k}-tied-fsdp-offload-1": compile(requests(k, disk, 1, "fsdp")) for k in kinds}
     spilled = replace(CHAIN, stored_slots=pair_with_stored_slots(tuple(Slot("saved", unit) for unit in range(4))))
     return state | {"step-chain-fsdp-spilled-2": compile(requests("step", spilled, 2, "fsdp"))}
@@ -138,8 +128,9 @@ def own_speed() -> dict[str, Program]:
     found = {"at-once": RoundSchedule(4, (frozenset(range(3)),)).get_replica_communication(4), "between": OuterStep()}
     found |= {f"apart-{step}": RoundSchedule(4, apart, delay=2).get_replica_communication(step) for step in (6, 7, 8)}
     step = requests("step", TIED, 1, "fsdp")
-    pairs = ("push", "frozen"), ("mix", "tied")
-    pushed = {f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in pairs}
+    pushed = {
+        f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in (("push", "frozen"), ("mix", "tied"))
+    }
     return pushed | {
         f"step-tied-rounds-{n}": compile(replace(step, sync=outer.communication_rules)) for n, outer in found.items()
     }
@@ -154,3 +145,15 @@ def everything() -> dict[str, Program]:
 def kept(program: Program) -> str:
     """The text of a golden file: longer lines than a page has, so that a change shows in fewer of them."""
     return textwrap.fill(" ".join(map(str, program.actions)), 110, break_long_words=False) + "\n"
+
+
+def demand_refusals(name: str, program: Program, require: Callable[[Program], None]) -> None:
+    """`require` raises if any one action of the program is dropped or repeated."""
+    actions = program.actions
+    for i, action in enumerate(actions):
+        for what, made in (("without", actions[:i] + actions[i + 1 :]), ("twice", actions[: i + 1] + actions[i:])):
+            try:
+                require(replace(program, actions=made))
+            except ProgramError:
+                continue
+            pytest.fail(f"{name} {what} {i} {action} was accepted")

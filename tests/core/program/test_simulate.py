@@ -271,45 +271,46 @@ def task(
     return SimulatedTask(Action(name), name, keys, seconds, lane or None, until or None)
 
 
-def spans(rows: list[list[ActionEvent]]) -> list[list[tuple[float, float]]]:
-    return [[(event.start, event.end) for event in row] for row in rows]
+def meet(rank: int) -> SimulatedTask:
+    return SimulatedTask(Action("M", rank), "met", lane=rank, until="met")
 
 
-def test_a_rank_does_one_task_after_the_other() -> None:
-    events, stuck = simulate_tasks([[task("A"), task("B", seconds=2)], [task("C")]])
-    assert events[0] == [ActionEvent(0, Action("A"), 0, 1), ActionEvent(0, Action("B"), 1, 3)]
-    assert spans(events) == [[(0, 1), (1, 3)], [(0, 1)]]
-    assert stuck == []
+TASKS: dict[str, tuple[list[list[SimulatedTask]], list[list[tuple[float, float]]]]] = {
+    "a rank does one task after the other": (
+        [[task("A"), task("B", seconds=2)], [task("C")]],
+        [[(0, 1), (1, 3)], [(0, 1)]],
+    ),
+    "what comes from elsewhere takes its way": (
+        [[task("A", "B", way=0.5)], [task("B", seconds=2)]],
+        [[(2.5, 3.5)], [(0, 2)]],
+    ),
+    "tasks on a lane run beside the rank one at a time": (
+        [[task("A", lane="x"), task("B", lane="x"), task("C", seconds=5), task("D", lane="y"), task("E", "B")]],
+        [[(0, 1), (1, 2), (0, 5), (5, 6), (5, 6)]],
+    ),
+    "a key of several tasks is complete with the last": (
+        [[task("A", seconds=3), meet(0)], [meet(1), task("B"), task("C", "met")]],
+        [[(0, 3), (3, 3)], [(0, 3), (0, 1), (3, 4)]],
+    ),
+    "a task may end with another": (
+        [[task("A", lane="x", seconds=0, until="B"), task("C", "B")], [task("B", seconds=4)]],
+        [[(0, 4), (4, 5)], [(0, 4)]],
+    ),
+}
+"""Tasks of each rank, and when each of them starts and ends."""
 
 
-def test_what_comes_from_elsewhere_takes_its_way() -> None:
-    events, _ = simulate_tasks([[task("A", "B", way=0.5)], [task("B", seconds=2)]])
-    assert spans(events) == [[(2.5, 3.5)], [(0, 2)]]
-
-
-def test_tasks_on_a_lane_run_beside_the_rank_one_at_a_time() -> None:
-    row = [task("A", lane="x"), task("B", lane="x"), task("C", seconds=5), task("D", lane="y"), task("E", "B")]
-    events, _ = simulate_tasks([row])
-    assert spans(events) == [[(0, 1), (1, 2), (0, 5), (5, 6), (5, 6)]]
-
-
-def test_a_key_of_several_tasks_is_complete_with_the_last() -> None:
-    def meet(rank: int) -> SimulatedTask:
-        return SimulatedTask(Action("M", rank), "met", lane=rank, until="met")
-
-    events, stuck = simulate_tasks([[task("A", seconds=3), meet(0)], [meet(1), task("B"), task("C", "met")]])
-    assert spans(events) == [[(0, 3), (3, 3)], [(0, 3), (0, 1), (3, 4)]]
-    assert stuck == []
-
-
-def test_a_task_may_end_with_another() -> None:
-    events, _ = simulate_tasks([[task("A", lane="x", seconds=0, until="B"), task("C", "B")], [task("B", seconds=4)]])
-    assert spans(events) == [[(0, 4), (4, 5)], [(0, 4)]]
+@pytest.mark.parametrize("rule", TASKS)
+def test_tasks_start_and_end_by_rules(rule: str) -> None:
+    rows, spans = TASKS[rule]
+    wanted = [
+        [ActionEvent(rank, one.action, *span) for one, span in zip(row, of_rank, strict=True)]
+        for rank, (row, of_rank) in enumerate(zip(rows, spans, strict=True))
+    ]
+    assert simulate_tasks(rows) == (wanted, [])
 
 
 def test_who_waits_for_whom() -> None:
-    events, stuck = simulate_tasks(
-        [[task("A"), task("B", "A", "D")], [task("C", "B"), task("D")], [task("E", "nobody")]]
-    )
-    assert spans(events) == [[(0, 1)], [], []]
-    assert stuck == [Deadlock(0, 1, ("D",), (1,)), Deadlock(1, 0, ("B",), (0,)), Deadlock(2, 0, ("nobody",), ())]
+    rows = [[task("A"), task("B", "A", "D")], [task("C", "B"), task("D")], [task("E", "nobody")]]
+    stuck = [Deadlock(0, 1, ("D",), (1,)), Deadlock(1, 0, ("B",), (0,)), Deadlock(2, 0, ("nobody",), ())]
+    assert simulate_tasks(rows) == ([[ActionEvent(0, Action("A"), 0, 1)], [], []], stuck)

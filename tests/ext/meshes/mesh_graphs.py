@@ -70,25 +70,16 @@ def make_partition(comm: Communicator, graph: Graph, way: str, **more: Any) -> A
         mine = mine[(ends[1, mine] == comm.rank) | ~double[mine]]
     own = np.flatnonzero(graph.parts == comm.rank)
     known = np.unique(np.concatenate([own, graph.edges[:, mine].reshape(-1)]))
-    if way == "owned":
-        ghosts = np.random.default_rng(comm.rank).permutation(np.setdiff1d(known, own))
-        rows = np.concatenate([own, ghosts])
-        assert (own == np.arange(own.size) + (graph.parts < comm.rank).sum()).all()
-        where = np.zeros(graph.nodes, np.int64)
-        where[rows] = np.arange(rows.size)
-        made = fsdpx.Partition(
-            comm, owned=own.size, ghosts=ghosts, owners=graph.parts[ghosts], edges=where[graph.edges[:, mine]],
-            positions=graph.positions[rows], **more,
-        )  # fmt: skip
-        made.passed = mine
-        return made
-    rows = np.random.default_rng(comm.rank).permutation(known)
+    ghosts = np.random.default_rng(comm.rank).permutation(np.setdiff1d(known, own))
+    rows = np.concatenate([own, ghosts]) if way == "owned" else np.random.default_rng(comm.rank).permutation(known)
     where = np.zeros(graph.nodes, np.int64)
     where[rows] = np.arange(rows.size)
-    made = fsdpx.Partition.from_numbers(
-        comm, rows, graph.parts[rows] == comm.rank, edges=where[graph.edges[:, mine]], positions=graph.positions[rows],
-        **more,
-    )  # fmt: skip
+    more |= {"edges": where[graph.edges[:, mine]], "positions": graph.positions[rows]}
+    if way == "owned":
+        assert (own == np.arange(own.size) + (graph.parts < comm.rank).sum()).all()
+        made = fsdpx.Partition(comm, owned=own.size, ghosts=ghosts, owners=graph.parts[ghosts], **more)
+    else:
+        made = fsdpx.Partition.from_numbers(comm, rows, graph.parts[rows] == comm.rank, **more)
     made.passed = mine
     return made
 

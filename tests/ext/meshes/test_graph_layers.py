@@ -26,6 +26,7 @@ from mesh_graphs import (
 from torch_graphs import (
     assert_trained_alike,
     edge_features_in_torch,
+    graph_conv_in_torch,
     mesh_graph_net_in_torch,
     mlp_in_torch,
     reduce_in_torch,
@@ -116,11 +117,10 @@ def run_in_torch(name: str, p: Any, x: Any, graph: Graph) -> Any:
         got = reduce_in_torch(mlp(features + x[:, s]) + mlp(x[:, r]), r, n, "mean")
         return mlp_in_torch(p, "update", torch.cat([got, x], dim=-1), torch.nn.functional.silu)
     if name == "ghosts first":
-        conv = run_in_torch("conv sum", {key[5:]: a for key, a in p.items() if key.startswith("conv.")}, x, graph)
+        conv = graph_conv_in_torch(p, "conv.", x, graph.edges)
         return mlp_in_torch(p, "update", torch.cat([conv + x, x], dim=-1), torch.nn.functional.silu)
     if name.startswith("conv"):
-        got = reduce_in_torch(x[:, s], r, n, name[5:] or "sum")
-        return torch.nn.functional.linear(got, p["lin_rel.weight"], p.get("lin_rel.bias")) + x @ p["lin_root.weight"].T
+        return graph_conv_in_torch(p, "", x, graph.edges, name[5:] or "sum")
     if name.startswith("gat"):
         h = (x @ p["lin.weight"].T).reshape(x.shape[0], n, *p["att_src"].shape[1:])
         score = (h * p["att_src"]).sum(-1)[:, s] + (h * p["att_dst"]).sum(-1)[:, r]
@@ -183,10 +183,9 @@ def test_each_step_of_a_rollout_reads_its_forcing():
         made = make_partition(
             comm, Graph(graph.nodes, graph.edges, graph.positions, graph.parts % comm.size), "anywhere"
         )
-        options = {"comm": comm, "domain": made, "precision": "float64"}
-        options |= {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
-        trainer = nn.Rollout(Forced(), 3, constants=1, forcing="f").as_distributed(**options)
-        one, (u, g, later) = Forced().as_distributed(**options), map(made.take_local, (x, f, t))
+        rollout = nn.Rollout(Forced(), 3, constants=1, forcing="f")
+        trainer, one = (make_trainer(model, comm, made, optimizer=optim.SGD(lr=0.1)) for model in (rollout, Forced()))
+        u, g, later = map(made.take_local, (x, f, t))
         states = [u[..., :2]]
         for i in range(3):
             states.append(one.predict((np.concatenate([states[-1], u[..., 2:]], axis=2), g[..., i : i + 1])))
@@ -319,10 +318,8 @@ def test_losses_of_nodes_are_those_of_one_process(name):
 def test_weights_are_of_nodes_or_of_their_features(shape):
     rng = np.random.default_rng(0)
     y, target, weights = rng.standard_normal((3, 5, 2)), rng.standard_normal((3, 5, 2)), rng.random(shape)
-    loss, env = (
-        bind_loss_to_local_nodes(0.5 * nn.MSELoss(weights=weights), ((0, 5),)),
-        env_of(spawn(lambda comm: comm, 1)[0]),
-    )
+    loss = bind_loss_to_local_nodes(0.5 * nn.MSELoss(weights=weights), ((0, 5),))
+    env = env_of(spawn(lambda comm: comm, 1)[0])
     if shape[0] != 5:
         with pytest.raises(DataError, match="this rank owns 5 nodes, of 2 features here; give one for") as text:
             loss.validate(y.shape, target)

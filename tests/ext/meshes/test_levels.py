@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mesh_graphs import WAYS, Graph, env_of, make_partition, make_trainer
 from threads import on_ranks
-from torch_graphs import assert_trained_alike, train_in_torch
+from torch_graphs import assert_trained_alike, graph_conv_in_torch, reduce_in_torch, train_in_torch
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -68,18 +68,10 @@ def test_edges_of_no_level_are_replaced_between_forward_and_backward(comm, repla
 
 
 def run_in_torch(p: Any, x: Any, fine: Graph, coarse: Graph) -> Any:
-    def conv(name, x, graph, mean = False):
-        s, r = torch.tensor(graph.edges)
-        got = torch.zeros_like(x).index_add(1, r, x[:, s])
-        if mean:
-            got = got / torch.bincount(r, minlength=graph.nodes).clamp(min=1)[:, None]
-        return got @ p[f"{name}.lin_rel.weight"].T + p[f"{name}.lin_rel.bias"] + x @ p[f"{name}.lin_root.weight"].T
-
-    h, belongs = conv("first", x, fine).tanh(), torch.tensor(BELONGS)
-    total = torch.zeros(x.shape[0], COARSE, 4, dtype=x.dtype).index_add(1, belongs, h)
-    mean = total / torch.bincount(belongs, minlength=COARSE).clamp(min=1)[:, None]
-    below = conv("coarse", torch.cat([mean, total], dim=2), coarse, True).tanh()
-    return conv("last", torch.cat([h, below[:, belongs]], dim=2), fine)
+    h, belongs = graph_conv_in_torch(p, "first.", x, fine.edges).tanh(), torch.tensor(BELONGS)
+    below = torch.cat([reduce_in_torch(h, belongs, COARSE, how) for how in ("mean", "sum")], dim=2)
+    below = graph_conv_in_torch(p, "coarse.", below, coarse.edges, "mean").tanh()
+    return graph_conv_in_torch(p, "last.", torch.cat([h, below[:, belongs]], dim=2), fine.edges)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])

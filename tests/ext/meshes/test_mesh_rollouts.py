@@ -111,11 +111,8 @@ def test_numbers_of_rows_are_those_of_the_larger_array(width):
     whole = random.get_number_range((2, total, width)).make_fractions(np).reshape(2, total, width)
     found = random.get_numbers_for_rows_of_array((2, rows.size, width), rows, total).make_fractions(np)
     np.testing.assert_array_equal(found, whole[:, rows])
-    assert random.get_numbers_for_rows_of_array((2, 0, width), rows[:0], total).make_fractions(np).shape == (
-        2,
-        0,
-        width,
-    )
+    none = random.get_numbers_for_rows_of_array((2, 0, width), rows[:0], total).make_fractions(np)
+    assert none.shape == (2, 0, width)
 
 
 @pytest.mark.parametrize(

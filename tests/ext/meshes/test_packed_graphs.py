@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from mesh_graphs import Graph, make_trainer
-from torch_graphs import assert_trained_alike, edge_features_in_torch, mesh_graph_net_in_torch, train_in_torch
+from torch_graphs import (
+    assert_trained_alike,
+    edge_features_in_torch,
+    graph_conv_in_torch,
+    mesh_graph_net_in_torch,
+    reduce_in_torch,
+    train_in_torch,
+)
 
 import fsdpx
 from fsdpx import data, nn, optim, spawn
@@ -103,15 +110,13 @@ def train_readouts(comm: Communicator) -> Any:
 @pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
 def test_values_of_each_graph_train_as_in_pytorch(ranks):
     found, packed = spawn(train_readouts, ranks), pack()
-    (s, r), numbers = torch.tensor(packed.edges), torch.tensor(packed.graph_numbers)
-    sizes = torch.tensor(SIZES)[:, None]
+    numbers = torch.tensor(packed.graph_numbers)
 
     def compute_loss(p, i):
         x, targets = torch.tensor(packed.pack([a[i] for a in X])), [torch.tensor(a[i]) for a in TARGETS]
-        got = torch.zeros_like(x).index_add(1, r, x[:, s])
-        h = torch.tanh(got @ p["conv.lin_rel.weight"].T + p["conv.lin_rel.bias"] + x @ p["conv.lin_root.weight"].T)
-        total = torch.zeros(2, len(SIZES), 4, dtype=h.dtype).index_add(1, numbers, h)
-        y = h, total / sizes @ p["head.weight"].T + p["head.bias"], total
+        h = torch.tanh(graph_conv_in_torch(p, "conv.", x, packed.edges))
+        mean, total = (reduce_in_torch(h, numbers, len(SIZES), how) for how in ("mean", "sum"))
+        y = h, mean @ p["head.weight"].T + p["head.bias"], total
         return sum(torch.nn.functional.mse_loss(*pair) for pair in zip(y, targets, strict=True))
 
     losses, p = train_in_torch(found[0][2], compute_loss, [(i,) for i in range(STEPS)], momentum=0.0)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mesh_graphs import WAYS, Graph, make_partition, make_trainer
-from torch_graphs import assert_trained_alike, train_in_torch
+from torch_graphs import assert_trained_alike, graph_conv_in_torch, train_in_torch
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -65,8 +65,7 @@ def run_in_torch(p: Any, x: Any, s: Any, edges: Any) -> tuple[Any, Any]:
     scale, shift = (s @ p["film.linear.weight"].T + p["film.linear.bias"]).chunk(2, dim=1)
     film = (1 + scale[:, None]) * x + shift[:, None]
     wide = torch.cat([film, s[:, None].expand(-1, NODES, -1)], dim=2)
-    got = torch.zeros_like(wide).index_add(1, edges[1], wide[:, edges[0]])
-    act = torch.tanh(got @ p["conv.lin_rel.weight"].T + p["conv.lin_rel.bias"] + wide @ p["conv.lin_root.weight"].T)
+    act = torch.tanh(graph_conv_in_torch(p, "conv.", wide, edges))
     w = torch.tensor(VOLUMES)[:, None]
     found = torch.cat([(act * w).sum(1) / w.sum(), film.sum(1), act.amax(1), s], dim=1)
     h = torch.nn.functional.linear(found, p["drag.0.weight"], p["drag.0.bias"])

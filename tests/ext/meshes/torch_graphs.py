@@ -48,6 +48,13 @@ def mlp_in_torch(p: Any, path: str, x: Any, activation: Any, norm: bool = True) 
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
 
 
+def graph_conv_in_torch(p: Any, path: str, x: Any, edges: Any, how: str = "sum") -> Any:
+    """`GraphConv` with the parameters whose names begin with path."""
+    got = reduce_in_torch(x[:, edges[0]], torch.as_tensor(edges[1]), x.shape[1], how)
+    got = torch.nn.functional.linear(got, p[f"{path}lin_rel.weight"], p.get(f"{path}lin_rel.bias"))
+    return got + x @ p[f"{path}lin_root.weight"].T
+
+
 def mesh_graph_net_in_torch(
     p: Any, x: Any, features: Any, graph: Graph, activation: Any, residual: str = "messages", how: str = "sum"
 ) -> Any:
