@@ -4,7 +4,7 @@ on them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,10 @@ class Graph:
         if ranks > 2:
             parts[parts == 1] = 0  # rank 1 is empty
         return cls(nodes, ends, rng.standard_normal((nodes, 2)), parts)
+
+    def assign(self, parts: np.ndarray) -> Graph:
+        """Return the same graph with nodes on other ranks."""
+        return replace(self, parts=parts)
 
     def in_rank_order(self) -> tuple[Graph, np.ndarray]:
         """Return the same graph with nodes numbered in rank order, and the old number of each node."""

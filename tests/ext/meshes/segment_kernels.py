@@ -1,12 +1,8 @@
 """Calls of the mesh kernels, with which tests compare their implementations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
-
-__all__ = ["CALLS"]
 
 OFFSETS = np.array([0, 3, 3, 4, 9])
 """Segments of three rows, of none, of one and of five."""

@@ -8,8 +8,6 @@ from segment_kernels import MOST, OFFSETS, ORDER, SEGMENTS
 
 from fsdpx.ext.meshes import kernels
 
-__all__ = ["FAMILIES", "KERNELS"]
-
 
 def segments(x, dy, dtype) -> Cases:
     """Two samples of nine rows with three features, segment by segment."""
@@ -29,47 +27,31 @@ def segments(x, dy, dtype) -> Cases:
     y = np.resize(np.abs(x), (2, 9, 3))
     product = sum_rows(y * slope)[:, SEGMENTS]
     sizes = np.abs(y) * (np.abs(slope) + sum_rows(np.abs(y * slope))[:, SEGMENTS])
-    taken, other = np.array([1, 0, 1]), np.array([2, 2, 0])
+    taken, other, few, in_order = np.array([1, 0, 1]), np.array([2, 2, 0]), rows[:, :3], rows[:, ORDER]
+    first, second = rows[:, taken], slope[:, other]
 
     def add_rows(xp, a, b, c):
         return kernels.add_gathered_row_pairs(xp, a.copy(), b, taken, c, other)
 
-    added = [rows[:, :3], rows, slope]
+    def case(kernel, arrays, want, size, *layout) -> Case:
+        """A kernel that takes the layout of segments after the arrays."""
+        return Case(lambda xp, *given: kernel(xp, *given, *layout), arrays, want, size)
+
+    added = np.abs(first) + np.abs(second)
+    by_row = OFFSETS, SEGMENTS, MOST
+    terms = softmax * (4.0 + np.abs(rows - largest[:, SEGMENTS]))
     return {
         "add_gathered_row_pairs": [
-            Case(
-                add_rows,
-                (rows[:, :3], rows, slope),
-                added[0] + added[1][:, taken] + added[2][:, other],
-                np.abs(added[0]) + np.abs(added[1][:, taken]) + np.abs(added[2][:, other]),
-                rounded=np.abs(added[1][:, taken]) + np.abs(added[2][:, other]),
-            )
+            Case(add_rows, (few, rows, slope), few + first + second, np.abs(few) + added, rounded=added)
         ],
         "segment_sum": [
-            Case(
-                lambda xp, a, order=order: kernels.segment_sum(xp, a, OFFSETS, order, MOST),
-                (rows,),
-                sum_rows(rows if order is None else rows[:, order]),
-                sum_rows(np.abs(rows if order is None else rows[:, order])),
-            )
-            for order in (None, ORDER)
+            case(kernels.segment_sum, (rows,), sum_rows(rows), sum_rows(np.abs(rows)), OFFSETS, None, MOST),
+            case(kernels.segment_sum, (rows,), sum_rows(in_order), sum_rows(np.abs(in_order)), OFFSETS, ORDER, MOST),
         ],
         "segment_max": [Case(lambda xp, a: kernels.segment_max(xp, a, OFFSETS, MOST)[0], (rows,), largest, 0.0)],
-        "segment_softmax": [
-            Case(
-                lambda xp, a: kernels.segment_softmax(xp, a, OFFSETS, SEGMENTS, MOST),
-                (rows,),
-                softmax,
-                softmax * (4.0 + np.abs(rows - largest[:, SEGMENTS])),
-            )
-        ],
+        "segment_softmax": [case(kernels.segment_softmax, (rows,), softmax, terms, *by_row)],
         "segment_softmax_backward": [
-            Case(
-                lambda xp, a, b: kernels.segment_softmax_backward(xp, a, b, OFFSETS, SEGMENTS, MOST),
-                (y, slope),
-                y * (slope - product),
-                sizes,
-            )
+            case(kernels.segment_softmax_backward, (y, slope), y * (slope - product), sizes, *by_row)
         ],
     }
 

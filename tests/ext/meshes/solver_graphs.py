@@ -2,8 +2,6 @@
 
 Prints for each mesh and space: nodes, edges, and a number that depends on every edge, but not on the ranks."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Features of edges that differ between samples, and types of nodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -82,35 +80,36 @@ def test_edges_of_samples_and_types_of_nodes_train_as_in_pytorch(ranks):
     np.testing.assert_allclose(de, e.grad.numpy(), rtol=0, atol=1e-12)
 
 
-def exchange(rows: int, width: int = 1, **more: Any) -> Any:
-    def run(mesh):
-        return mesh.exchange_edges(np.zeros((rows if mesh.offsets[0] else EDGES, width if mesh.offsets[0] else 1)))
-
-    return run, more
+def exchange(rows: int, width: int = 1) -> Any:
+    return lambda mesh: mesh.exchange_edges(np.zeros((rows, width) if mesh.offsets[0] else (EDGES, 1)))
 
 
 def predict(model: nn.Layer, x: Any) -> Any:
-    return lambda mesh: model.as_distributed(comm=mesh.comm, domain=mesh).predict(x), {}
+    return lambda mesh: model.as_distributed(comm=mesh.comm, domain=mesh).predict(x)
 
 
 @pytest.mark.parametrize(
-    ("call", "text"),
+    ("ranks", "undirected", "call", "text"),
     [
-        (exchange(92), r"Partition.exchange_edges: rank 1: an array of shape \(92, 1\) has not the 93 edges"),
-        (exchange(93, 2), "rank 0 has .*, and rank 1 "),
-        (exchange(93, undirected=True), "rank 0: undirected=True: compute values of each direction"),
-        (predict(nn.Sequential(nn.Aggregate()), np.zeros((5, 2))), r"has shape \(5, 2\), but this rank has \d+ edges"),
-        (predict(nn.OneHot(2), np.full((NODES, 1), 2)), "types must be whole numbers from 0 to 1"),
-        (predict(nn.OneHot(2), np.zeros((NODES, 2))), r"wants types of shape \(samples, nodes, 1\)"),
+        (2, None, exchange(92), r"Partition.exchange_edges: rank 1: an array of shape \(92, 1\) has not the 93 edges"),
+        (2, None, exchange(93, 2), "rank 0 has .*, and rank 1 "),
+        (2, True, exchange(93), "rank 0: undirected=True: compute values of each direction"),
+        (
+            1,
+            None,
+            predict(nn.Sequential(nn.Aggregate()), np.zeros((5, 2))),
+            r"has shape \(5, 2\), but this rank has \d+ edges",
+        ),
+        (1, None, predict(nn.OneHot(2), np.full((NODES, 1), 2)), "types must be whole numbers from 0 to 1"),
+        (1, None, predict(nn.OneHot(2), np.zeros((NODES, 2))), r"wants types of shape \(samples, nodes, 1\)"),
     ],
 )
-def test_edges_and_types_that_do_not_fit_are_refused(call, text):
-    run, more = call
-    ranks = 2 if run.__name__ == "run" else 1
+def test_edges_and_types_that_do_not_fit_are_refused(ranks, undirected, call, text):
+    graph = Graph.random(9, ranks)
+    options = {"parts": graph.parts, "undirected": undirected}
 
     def one(comm):
-        graph = Graph.random(9, ranks)
-        run(fsdpx.Partition.from_replicated_graph(comm, graph.edges, NODES, parts=graph.parts, **more))
+        call(fsdpx.Partition.from_replicated_graph(comm, graph.edges, NODES, **options))
 
     with pytest.raises((DataError, ShapeError), match=text):
         spawn(one, ranks)

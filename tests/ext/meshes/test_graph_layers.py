@@ -1,7 +1,5 @@
 """Graph layers on any partition, compared with PyTorch on the whole graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -180,9 +178,7 @@ def test_each_step_of_a_rollout_reads_its_forcing():
     x, f, t = (rng.standard_normal((2, graph.nodes, n)) for n in (3, 3, 6))
 
     def run(comm):
-        made = make_partition(
-            comm, Graph(graph.nodes, graph.edges, graph.positions, graph.parts % comm.size), "anywhere"
-        )
+        made = make_partition(comm, graph.assign(graph.parts % comm.size), "anywhere")
         rollout = nn.Rollout(Forced(), 3, constants=1, forcing="f")
         trainer, one = (make_trainer(model, comm, made, optimizer=optim.SGD(lr=0.1)) for model in (rollout, Forced()))
         u, g, later = map(made.take_local, (x, f, t))
@@ -225,13 +221,9 @@ def test_of_equal_values_the_first_in_the_order_of_senders_is_the_maximum():
     """Also if the edges or the ranks of their senders are in another order."""
     graph = Graph(4, np.array([[3, 1, 2], [0, 0, 0]]), np.zeros((4, 2)), np.array([0, 2, 1, 0]))
     x = np.array([5.0, 1.0, 1.0, 1.0]).reshape(1, 4, 1)
-
-    class Max(nn.Composite):
-        def compose(self, x):
-            return nn.Aggregate("max")(nn.GatherNodes("sender")(x))
-
+    largest = nn.Sequential(nn.GatherNodes("sender"), nn.Aggregate("max"))
     for way in ("split", "anywhere"):
-        got = run_layer(Max(), {}, x, np.ones, graph, way, 3)
+        got = run_layer(largest, {}, x, np.ones, graph, way, 3)
         assert got.dx[0, :, 0].tolist() == [0, 1, 0, 0]
 
 
@@ -240,7 +232,7 @@ def test_sums_at_nodes_have_the_same_bits_on_any_partition():
     x = np.random.default_rng(0).standard_normal((1, graph.nodes, 2))
     found = []
     for ranks in RANKS:
-        cut = Graph(graph.nodes, graph.edges, graph.positions, np.random.default_rng(1).integers(0, ranks, graph.nodes))
+        cut = graph.assign(np.random.default_rng(1).integers(0, ranks, graph.nodes))
         found.append(run_layer(Pool("sum"), {}, x, slope_of, cut, "anywhere", ranks).y)
     assert all((y == found[0]).all() for y in found)
 
@@ -300,14 +292,12 @@ def test_losses_of_nodes_are_those_of_one_process(name):
     weights[:4] = 0
 
     def run(comm):
-        loss = nn.MSELoss(weights=weights[graph.parts == comm.rank]) if name == "weights" else LOSSES[name]
-        return train(comm, graph, "split", loss)
+        cut = graph.assign(graph.parts % comm.size)
+        loss = nn.MSELoss(weights=weights[cut.parts == comm.rank]) if name == "weights" else LOSSES[name]
+        return train(comm, cut, "split", loss)
 
-    many = spawn(run, 4)
-    parts, graph.parts = graph.parts, np.zeros(graph.nodes, np.int64)
     wanted = spawn(run, 1)[0]
-    graph.parts = parts
-    for losses, predicted, _, after in many:
+    for losses, predicted, _, after in spawn(run, 4):
         np.testing.assert_allclose(losses, wanted[0], rtol=1e-12)
         np.testing.assert_allclose(predicted, wanted[1], rtol=0, atol=1e-12)
         for key, value in wanted[3].items():
@@ -389,8 +379,7 @@ def test_a_model_that_does_not_fit_is_refused(make, text):
 
     def run(comm):
         partition = make_partition(comm, graph, "split")
-        trainer = make().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=partition)
-        trainer.predict(partition.take_local(np.zeros((graph.nodes, 3))))
+        make_trainer(make(), comm, partition).predict(partition.take_local(np.zeros((graph.nodes, 3))))
 
     with pytest.raises(ConfigError, match=text):
         spawn(run, 2)
@@ -421,10 +410,8 @@ def test_a_mesh_trains_alike_with_each_strategy(name):
 
     def run(comm, parts, **options):
         own = comm.subgroup([comm.rank // parts * parts + r for r in range(parts)]) if parts < comm.size else comm
-        cut = Graph(graph.nodes, graph.edges, graph.positions, graph.parts % parts)
-        partition = make_partition(own, cut, "split")
-        options = {"comm": comm, "precision": "float64", "domain": partition, **options}
-        trainer = LAYERS["net"]().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.05), **options)
+        partition = make_partition(own, graph.assign(graph.parts % parts), "split")
+        trainer = make_trainer(make_net(), comm, partition, optimizer=optim.SGD(lr=0.05), **options)
         return [trainer.step(partition.take_local(a), partition.take_local(b)) for a, b in zip(x, t, strict=True)]
 
     wanted = spawn(run, 1, 1)[0]
@@ -445,11 +432,8 @@ def test_a_part_of_a_mesh_takes_a_part_of_the_memory():
     def measure(comm):
         mesh = fsdpx.Partition.from_replicated_graph(comm, edges, n * n, positions=points, undirected=True)
         x, y = (np.zeros((1, *mesh.local_shape, f), np.float32) for f in (4, 2))
-        net = nn.MeshGraphNet(4, 3, 2, 16, 4)
-        run = fsdpx.dry_run(
-            net, x, y, loss=nn.MSELoss(), optimizer=optim.SGD(), ranks=comm.size, rank=comm.rank, domain=mesh
-        )
-        return run.peak_heap_bytes
+        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "ranks": comm.size, "rank": comm.rank}
+        return fsdpx.dry_run(nn.MeshGraphNet(4, 3, 2, 16, 4), x, y, domain=mesh, **options).peak_heap_bytes
 
     (whole,) = spawn(measure, 1)
     assert max(spawn(measure, 4)) < 0.3 * whole

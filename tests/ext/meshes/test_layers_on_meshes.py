@@ -1,7 +1,5 @@
 """Every layer either has the same results on any partition of a mesh, or is refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -51,10 +49,14 @@ def test_every_layer_is_tried():
     assert {layer.__name__ for layer in missing} <= tried_elsewhere
 
 
+def make_cycle(comm: Communicator, parts: np.ndarray) -> fsdpx.Partition:
+    edges = np.stack([np.arange(NODES), np.roll(np.arange(NODES), 1)])
+    return fsdpx.Partition.from_replicated_graph(comm, edges, NODES, parts=parts % comm.size)
+
+
 def run(comm: Communicator) -> dict[str, Any]:
     """Text of the error, or results, gradients of the inputs and of the parameters, of each layer."""
-    cycle = np.stack([np.arange(NODES), np.roll(np.arange(NODES), 1)])
-    mesh = fsdpx.Partition.from_replicated_graph(comm, cycle, NODES, parts=np.array([0, 1, 1, 0, 1, 0]) % comm.size)
+    mesh = make_cycle(comm, np.array([0, 1, 1, 0, 1, 0]))
     return {name: run_case(comm, mesh, *case) for name, case in ALL.items()}
 
 
@@ -81,18 +83,17 @@ def run_case(comm: Communicator, mesh: fsdpx.Partition, make: Any, inputs: Any, 
     env = env_of(comm, training=(more or {}).get("training", True))
     y, saved = made.forward(env, p, tuple(x) if len(x) > 1 else x[0])
     results = y if isinstance(y, tuple) else (y,)
+    scalars = [isinstance(kind, Replicated) for kind in gives]
     slopes = tuple(
-        slope_of(one.shape) / comm.size
-        if isinstance(kind, Replicated)
-        else mesh.take_local(slope_of((2, NODES, *one.shape[2:])))
-        for one, kind in zip(results, gives, strict=True)
+        slope_of(one.shape) / comm.size if is_scalar else mesh.take_local(slope_of((2, NODES, *one.shape[2:])))
+        for one, is_scalar in zip(results, scalars, strict=True)
     )
     g = {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
     dx = made.backward(env, p, g, saved, slopes if len(slopes) > 1 else slopes[0])
     dxs = dx if isinstance(dx, tuple) else (dx,)
     slopes_of_inputs = [(d, isinstance(kind, Replicated)) for d, kind in zip(dxs, reads, strict=True) if d is not None]
     return (
-        [y if isinstance(kind, Replicated) else mesh.all_gather(y) for y, kind in zip(results, gives, strict=True)],
+        [y if is_scalar else mesh.all_gather(y) for y, is_scalar in zip(results, scalars, strict=True)],
         [mesh.all_gather(d) for d, is_scalar in slopes_of_inputs if not is_scalar],
         [d for d, is_scalar in slopes_of_inputs if is_scalar] + list(g.values()),
     )
@@ -121,8 +122,7 @@ def test_features_are_standardized_on_nodes_and_edges():
     net = nn.Sequential(first, nn.GatherNodes("sender"), last, nn.Aggregate())
 
     def run(comm):
-        cycle = np.stack([np.arange(NODES), np.roll(np.arange(NODES), 1)])
-        mesh = fsdpx.Partition.from_replicated_graph(comm, cycle, NODES, parts=np.arange(NODES) % comm.size)
+        mesh = make_cycle(comm, np.arange(NODES))
         found = [model.as_distributed(comm=comm, domain=mesh, precision="float64") for model in (net, first)]
         return [mesh.all_gather(trainer.predict(mesh.take_local(x))) for trainer in found]
 

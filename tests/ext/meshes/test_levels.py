@@ -1,7 +1,5 @@
 """Values that move between a mesh and a coarser one, each with a partition of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

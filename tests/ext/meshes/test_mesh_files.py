@@ -1,7 +1,5 @@
 """Files with values of all nodes, of which each rank reads those of its own nodes."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

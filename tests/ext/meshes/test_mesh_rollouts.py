@@ -1,7 +1,5 @@
 """Several steps of a model of a mesh, with noise and dropout that do not depend on the partition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 from amount import few
 from mesh_graphs import WAYS, Graph, make_partition, make_trainer
 
-from fsdpx import nn, optim, spawn
+from fsdpx import nn, spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, ShapeError
@@ -128,8 +126,7 @@ def test_numbers_of_rows_are_those_of_the_larger_array(width):
 def test_a_step_that_does_not_fit_is_refused(net, more, text):
     def run(comm):
         mesh = make_partition(comm, Graph.random(9, 1), "split")
-        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "comm": comm, "domain": mesh}
-        nn.Rollout(net, 2, **more).as_distributed(**options).step(X[0], np.concatenate([X[0], X[0]], axis=-1))
+        make_trainer(nn.Rollout(net, 2, **more), comm, mesh).step(X[0], np.concatenate([X[0], X[0]], axis=-1))
 
     with pytest.raises((ConfigError, ShapeError), match=text):
         spawn(run, 1)

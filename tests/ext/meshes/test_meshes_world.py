@@ -1,7 +1,5 @@
 """A mesh on an mpi4py communicator, and the program of the documentation, on any number of ranks."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

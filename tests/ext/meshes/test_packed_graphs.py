@@ -1,7 +1,5 @@
 """Different graphs in one batch, each on one rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Scalars and the nodes of a mesh: reductions over all nodes, and scalars that modulate nodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

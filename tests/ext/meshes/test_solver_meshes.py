@@ -1,7 +1,5 @@
 """Meshes of dolfinx, DMPlex and meshio: the same graph on any ranks, with and without ghost cells."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Graph networks on a whole graph in PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
