@@ -128,9 +128,8 @@ def own_speed() -> dict[str, Program]:
     found = {"at-once": RoundSchedule(4, (frozenset(range(3)),)).get_replica_communication(4), "between": OuterStep()}
     found |= {f"apart-{step}": RoundSchedule(4, apart, delay=2).get_replica_communication(step) for step in (6, 7, 8)}
     step = requests("step", TIED, 1, "fsdp")
-    pushed = {
-        f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in (("push", "frozen"), ("mix", "tied"))
-    }
+    pairs = ("push", "frozen"), ("mix", "tied")
+    pushed = {f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in pairs}
     return pushed | {
         f"step-tied-rounds-{n}": compile(replace(step, sync=outer.communication_rules)) for n, outer in found.items()
     }

@@ -14,26 +14,11 @@ from present import needs
 
 import fsdpx
 from fsdpx import nn
-from fsdpx.core.program import (
-    SLOTS,
-    VERBS,
-    Action,
-    Program,
-    ProgramRequest,
-    Slot,
-    SlotLifetime,
-    Stage,
-    TrafficSizes,
-    check,
-    compile,
-    count_traffic,
-    find_lifetimes,
-    get_buffer_slot,
-    get_buffer_slots_of_action,
-    make_stages,
-    parse_actions,
-)
-from fsdpx.core.program.pipeline import SPECIAL_WORDS
+from fsdpx.core.program.compiler import Program, ProgramRequest, compile
+from fsdpx.core.program.pipeline import SPECIAL_WORDS, Stage, get_buffer_slots_of_action, make_stages
+from fsdpx.core.program.traffic import SlotLifetime, TrafficSizes, count_traffic, find_lifetimes
+from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Slot, get_buffer_slot, parse_actions
+from fsdpx.core.program.verifier import check
 from fsdpx.errors import ProgramError
 
 PROGRAMS = golden()
@@ -143,10 +128,9 @@ def test_programs_of_accumulation_follow_each_other(name: str) -> None:
         check(program)
 
 
-ROWS = [((0,), (0,), (1,)), ((1, 2), (1,), (2,)), ((3,), (2,), (3,))]
-STAGE = Stage.single_stage_from_units(
-    ROWS, [True, False, True, True], [0], [3], units_with_statistics=[1], pages_with_codec_memory=[1, 2]
-)
+UNITS = [((0,), (0,), (1,)), ((1, 2), (1,), (2,)), ((3,), (2,), (3,))], [True, False, True, True], [0], [3]
+"""Three units, of which the second one has a page that is not trained."""
+STAGE = Stage.single_stage_from_units(*UNITS, units_with_statistics=[1], pages_with_codec_memory=[1, 2])
 
 
 def texts(slots: tuple[Slot, ...]) -> list[str]:
@@ -154,9 +138,8 @@ def texts(slots: tuple[Slot, ...]) -> list[str]:
 
 
 def test_slots_print_as_kind_number_and_microbatch() -> None:
-    assert texts((Slot("full", 3), Slot("act", 5, 0), Slot("seed", None, 0), Slot("mean"))) == [
-        "full3", "act5.0", "seed.0", "mean",
-    ]  # fmt: skip
+    slots = Slot("full", 3), Slot("act", 5, 0), Slot("seed", None, 0), Slot("mean")
+    assert texts(slots) == ["full3", "act5.0", "seed.0", "mean"]
 
 
 def test_buffers_keep_number_and_microbatch() -> None:
@@ -191,10 +174,8 @@ def test_a_reduce_touches_the_part_and_the_memory_of_its_codec() -> None:
 
 @pytest.mark.parametrize("kind", ["step", "local", "update", "predict", "backward"])
 def test_what_lasts_is_there_before_and_after(kind: str) -> None:
-    updates = kind == "update"
-    program = compile(
-        ProgramRequest(kind, STAGE, grads=frozenset({0, 2, 3} if updates else ()), has_loss_weight=updates)
-    )
+    given = {"grads": frozenset({0, 2, 3}), "has_loss_weight": True} if kind == "update" else {}
+    program = compile(ProgramRequest(kind, STAGE, **given))
     check(program)
     lasting = {"shard0", "shard1", "shard2", "shard3", "slots0", "slots2", "slots3", "memory2", "stats1"}
     assert lasting <= set(texts(tuple(program.begins)))
@@ -202,19 +183,9 @@ def test_what_lasts_is_there_before_and_after(kind: str) -> None:
 
 
 def test_each_rank_of_a_pipe_has_what_lasts_of_its_own_units() -> None:
-    found = [
-        {str(slot) for slot in compile(ProgramRequest("predict", stage)).begins if slot.kind in ("memory", "stats")}
-        for stage in make_stages(
-            ROWS,
-            [True, False, True, True],
-            [0],
-            [3],
-            [0, 0, 1],
-            (0, 1),
-            units_with_statistics=[1],
-            pages_with_codec_memory=[0, 3],
-        )
-    ]
+    stages = make_stages(*UNITS, [0, 0, 1], (0, 1), units_with_statistics=[1], pages_with_codec_memory=[0, 3])
+    begins = [compile(ProgramRequest("predict", stage)).begins for stage in stages]
+    found = [{str(slot) for slot in slots if slot.kind in ("memory", "stats")} for slots in begins]
     assert found == [{"memory0", "stats1"}, {"memory3"}]
 
 

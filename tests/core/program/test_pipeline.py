@@ -5,16 +5,12 @@ from dataclasses import replace
 import pytest
 from cases import PLACEMENTS, demand_refusals, pipe, pipes, twins
 
-from fsdpx.core.program import (
-    SCHEDULES,
-    Action,
-    ActionTimes,
-    Program,
-    check,
-    make_stages,
-    require_pipeline_programs_finish,
-    simulate_programs,
-)
+from fsdpx.core.program.compiler import Program
+from fsdpx.core.program.pipeline import make_stages
+from fsdpx.core.program.schedules import SCHEDULES
+from fsdpx.core.program.simulator import ActionTimes, simulate_programs
+from fsdpx.core.program.verbs import Action
+from fsdpx.core.program.verifier import check, require_pipeline_programs_finish
 from fsdpx.errors import ProgramError
 
 PIPES = pipes() | {f"{name}-again": pipe(name, 2, recompute=True) for name in SCHEDULES}
@@ -84,12 +80,16 @@ def test_no_rank_gets_a_value_twice() -> None:
     assert [(e.value, e.source, e.target) for e in edges if e.gradient and e.value == 1] == [(1, 2, 1), (1, 1, 0)]
 
 
+def move_to_mean(program: Program, moved: list[Action], behind: int) -> Program:
+    """Move actions right before MEAN, or behind it."""
+    rest = [action for action in program.actions if action not in moved]
+    at = rest.index(Action("MEAN")) + behind
+    return replace(program, actions=(*rest[:at], *moved, *rest[at:]))
+
+
 def test_a_deadlock_is_shown_with_an_arrow_on_every_rank() -> None:
     found = pipe("gpipe", 2)
-    first, message = found[0], Action("SEND", 0, 0)
-    late = [a for a in first.actions if a != message]
-    late.insert(late.index(Action("MEAN")), message)
-    found[0] = replace(first, actions=tuple(late))
+    found[0] = move_to_mean(found[0], [Action("SEND", 0, 0)], behind=0)
     with pytest.raises(ProgramError) as caught:
         require_pipeline_programs_finish(found)
     text = str(caught.value)
@@ -113,17 +113,12 @@ def test_a_message_on_the_wrong_rank_is_named() -> None:
 def test_a_message_behind_a_meeting_of_all_ranks_is_a_deadlock() -> None:
     """Nobody leaves MEAN before all have come; in simulated time, ranks go on until they need the mean."""
     found = pipe("1f1b", 1)
-    moved = [a for a in found[0].actions if a.op == "SEND"]
-    rest = [a for a in found[0].actions if a.op != "SEND"]
-    mean = rest.index(Action("MEAN"))
-    found[0] = replace(found[0], actions=(*rest[: mean + 1], *moved, *rest[mean + 1 :]))
+    found[0] = move_to_mean(found[0], [a for a in found[0].actions if a.op == "SEND"], behind=1)
     with pytest.raises(ProgramError, match=r"wait for each other\nrank 0 .* at B0\.0, waits for SEND\d\.0 of rank 1\n"):
         require_pipeline_programs_finish(found)
     late = pipe("1f1b", 1)
     last = next(a for a in reversed(late[3].actions) if a.op == "SEND")
-    others = [a for a in late[3].actions if a != last]
-    mean = others.index(Action("MEAN"))
-    late[3] = replace(late[3], actions=(*others[: mean + 1], last, *others[mean + 1 :]))
+    late[3] = move_to_mean(late[3], [last], behind=1)
     with pytest.raises(ProgramError, match=rf"rank 3 of the pipe, at {last}, waits for rank 0, rank 1, rank 2\n"):
         require_pipeline_programs_finish(late)
     assert simulate_programs(late, ActionTimes({}))

@@ -1,6 +1,7 @@
 """Simulated times equal the published figures and the closed formulas; programs take the time of their schedule."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from cases import CHAIN, STAGES, pipe, requests
@@ -70,10 +71,8 @@ def test_published_bubbles_of_interleaved_leave_out_a_message_per_microbatch(row
     plan, costs = make_schedule("interleaved", row.ranks, row.microbatches, row.per_rank), row.costs(row.per_rank)
     events = simulate(plan, costs)
     assert round(compute_bubble(events, plan, costs), 4) == row.interleaved_here
-    span = (
-        max(line[-1].end - line[0].start for line in group_events_by_rank(events).values())
-        - row.ranks * row.communication
-    )
+    spans = [line[-1].end - line[0].start for line in group_events_by_rank(events).values()]
+    span = max(spans) - row.ranks * row.communication
     work = row.microbatches * (row.forward + row.backward_input + row.backward_params)
     assert round((span - work) / span, 4) == pytest.approx(row.bubbles["interleaved"], abs=1e-9)
 
@@ -163,13 +162,13 @@ def test_a_plan_that_waits_for_ever_is_named() -> None:
 # compiled programs
 
 
-def compiled(plan: PipelineSchedule, keep_full: bool = True) -> list[Program]:
+def compiled(plan: PipelineSchedule, **options: Any) -> list[Program]:
     """A chain with one unit per stage, all of which have a gradient of their input to make."""
     units = [((u,), (u,), (u + 1,)) for u in range(plan.stages)]
     known = (units, [True] * plan.stages, [0], [plan.stages], range(plan.stages), plan.home)
-    stages = make_stages(*known, constant=frozenset())
+    stages = make_stages(*known, constant=frozenset(), **options)
     return [
-        compile(ProgramRequest("step", stage, plan.microbatches, keep_full=keep_full, reduce_each=False, order=row))
+        compile(ProgramRequest("step", stage, plan.microbatches, keep_full=True, reduce_each=False, order=row))
         for stage, row in zip(stages, plan.ranks, strict=True)
     ]
 
@@ -244,31 +243,21 @@ def test_the_norm_waits_for_all_ranks() -> None:
 def test_programs_that_wait_for_each_other_are_named() -> None:
     first, second = compiled(make_schedule("1f1b", 2, 1))
     silent = replace(first, actions=tuple(a for a in first.actions if a.op != "SEND"))
-    with pytest.raises(
-        ProgramError, match=r"wait for each other\nrank 0 of .*, at B0\.0, waits for SEND1\.0 of rank 1\n"
-    ):
+    message = r"wait for each other\nrank 0 of .*, at B0\.0, waits for SEND1\.0 of rank 1\n"
+    with pytest.raises(ProgramError, match=message):
         simulate_programs([silent, second], ActionTimes({}))
 
 
 def test_pages_that_are_one_parameter_wait_for_each_other() -> None:
     """The last unit has a twin of the first one's page; the ranks of both add up before they update."""
-    plan = make_schedule("1f1b", 3, 1)
-    units = [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (2,), (3,))]
-    stages = make_stages(units, [True] * 3, [0], [3], range(3), plan.home, twins=((0, 2),))
-    programs = [
-        compile(ProgramRequest("step", stage, order=row)) for stage, row in zip(stages, plan.ranks, strict=True)
-    ]
-    events = simulate_programs(programs, speeds(EQUAL))
+    events = simulate_programs(compiled(make_schedule("1f1b", 3, 1), twins=((0, 2),)), speeds(EQUAL))
     ties = [e for e in events if e.action.op == "TIE"]
     assert [(e.rank, e.start, e.end) for e in ties] == [(0, 9, 9), (2, 5, 9)]
 
 
-def task(
-    name: str, *waits: str, seconds: float = 1.0, way: float = 0.0, lane: str = "", until: str = ""
-) -> SimulatedTask:
-    """A task that completes the key of its name."""
-    keys = tuple((key, way) for key in waits)
-    return SimulatedTask(Action(name), name, keys, seconds, lane or None, until or None)
+def task(name: str, *waits: str, way: float = 0.0, **options: Any) -> SimulatedTask:
+    """A task of a second that completes the key of its name."""
+    return SimulatedTask(Action(name), name, tuple((key, way) for key in waits), **{"seconds": 1.0, **options})
 
 
 def meet(rank: int) -> SimulatedTask:
