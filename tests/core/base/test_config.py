@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from models import distributed
 
 import fsdpx
-from fsdpx import nn, optim
+from fsdpx import nn
 from fsdpx.__main__ import main
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.config import Precision, normalize_half_name, parse_byte_count, resolve_precision
@@ -40,9 +41,7 @@ def test_what_is_no_number_of_bytes(given: object) -> None:
 
 def trainer(**options: object) -> fsdpx.Trainer:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    return model.as_distributed(
-        loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=make_single_rank_communicator(), **options
-    )
+    return distributed(model, make_single_rank_communicator(), **options)
 
 
 def test_units_are_as_large_as_a_text_says() -> None:

@@ -1,8 +1,6 @@
 """Which files are believed: attacks on every rule of `fsdpx.core.base.safe_files`, as another user where the tests run
 as root."""
 
-from __future__ import annotations
-
 import os
 import stat
 import warnings

@@ -29,26 +29,22 @@ def held(trainer: Trainer) -> list[bytes]:
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
     """One of the ways in which files go bad."""
-    kind, at = chance.randrange(8), chance.randrange(len(data))
-    other = chance.randrange(len(data))
+    at, other = chance.randrange(len(data)), chance.randrange(len(data))
     first, last = min(at, other), max(at, other)
-    if kind == 0:
-        return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
-    if kind == 1:
-        return data[:at]
-    if kind == 2:
-        return data + chance.randbytes(chance.randrange(1, 20))
-    if kind == 3:
-        return data[:first] + data[last:]
-    if kind == 4:
-        return data[:first] + bytes(last - first) + data[last:]
-    if kind == 5:
-        return data[:at] + chance.randbytes(chance.randrange(1, 9)) + data[at:]
-    if kind == 6:
-        return data[:last] + data[first:last] + data[last:]
-    digits = [i for i, byte in enumerate(data[:2000]) if 48 <= byte < 58]
-    at = chance.choice(digits or [at])
-    return data[:at] + str(chance.randrange(10)).encode() + data[at + 1 :]
+    digit = chance.choice([i for i, byte in enumerate(data[:2000]) if 48 <= byte < 58] or [at])
+    start, stop, new = chance.choice(
+        [
+            (at, at + 1, bytes([data[at] ^ 1 << chance.randrange(8)])),
+            (at, len(data), b""),
+            (len(data), len(data), chance.randbytes(chance.randrange(1, 20))),
+            (first, last, b""),
+            (first, last, bytes(last - first)),
+            (at, at, chance.randbytes(chance.randrange(1, 9))),
+            (last, last, data[first:last]),
+            (digit, digit + 1, str(chance.randrange(10)).encode()),
+        ]
+    )
+    return data[:start] + new + data[stop:]
 
 
 class Fuzz:

@@ -16,7 +16,7 @@ import safetensors.numpy
 from amount import examples, few
 from hypothesis import Phase, given, reject, settings
 from hypothesis import strategies as st
-from models import KNOWN, make
+from models import make
 from savers import ALL, CUT, MESHES, build, contents, everywhere, steps
 
 from fsdpx import FakeCommunicator, Mesh, nn, optim, spawn
@@ -24,7 +24,6 @@ from fsdpx.core.checkpoint import write
 from fsdpx.core.checkpoint.local_shards import iterate_shards_to_write
 from fsdpx.core.checkpoint.write import Worker
 from fsdpx.core.comm import Communicator
-from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.testing import assert_close
 
@@ -281,15 +280,6 @@ def test_saving_and_loading_take_a_few_blocks_of_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def states(case: str, mesh: Mesh, **options: Any) -> list[TrainState]:
-    """Of all ranks, without data."""
-    chosen = KNOWN[case]
-    options = {"loss": chosen.loss, "optimizer": optim.AdamW(), "mesh": mesh, "device": "shape", **options}
-    ranks = range(mesh.size)
-    made = [chosen.model().as_distributed(comm=FakeCommunicator(r, mesh.size), **options) for r in ranks]
-    return [trainer.inspect.engine.state for trainer in made]
-
-
 ANY_MESH = st.builds(
     Mesh, replica=st.integers(1, 2), shard=st.integers(1, 3), pipe=st.integers(1, 2), tensor=st.integers(1, 3)
 )
@@ -304,9 +294,11 @@ ANY_MESH = st.builds(
     sequence=st.sampled_from([None, None, "parallel", "ulysses"]),
 )
 def test_every_element_is_written_once(mesh, reproducible_chunks, group_bytes, elements, sequence):
-    options = {"sequence": sequence} if sequence and mesh.tensor > 1 else {}
+    options = {"reproducible_chunks": reproducible_chunks, "group_bytes": group_bytes, "mesh": mesh, "device": "shape"}
+    options |= {"sequence": sequence} if sequence and mesh.tensor > 1 else {}
     try:
-        ranks = states("wide", mesh, reproducible_chunks=reproducible_chunks, group_bytes=group_bytes, **options)
+        trainers = [make(FakeCommunicator(rank, mesh.size), "wide", **options) for rank in range(mesh.size)]
+        ranks = [trainer.inspect.engine.state for trainer in trainers]
     except ConfigError:  # heads that this way of cutting sequences does not divide
         reject()
     written = defaultdict(list)
@@ -335,6 +327,8 @@ def test_tasks_run_beside_their_owner_in_order() -> None:
         assert hand.is_free
         assert done == [0, 1, 2]
         hand.wait_for_task_end()  # nothing to wait for
+        hand.begin_task(lambda: done.append(3))
+    assert done == [0, 1, 2, 3], "leaving waits for the task"
 
 
 @pytest.mark.parametrize("by", ["begin", "end"])
@@ -346,10 +340,3 @@ def test_errors_come_out_once_at_the_next_call(by: str) -> None:
             hand.begin_task(fail) if by == "begin" else hand.wait_for_task_end()
         assert hand.is_free
         hand.wait_for_task_end()
-
-
-def test_leaving_waits_for_the_task() -> None:
-    done: list[int] = []
-    with Worker("test") as hand:
-        hand.begin_task(lambda: done.append(1))
-    assert done == [1]

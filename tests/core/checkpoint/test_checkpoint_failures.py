@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -77,13 +78,11 @@ def test_a_full_disk(old: Any, after: int, in_background: bool, short: int, monk
     """One rank meets it."""
     path, _ = old
     monkeypatch.setattr(write, "INLINE_WRITE_BYTES", short)
-    count = iter(range(10_000))
-    lock = threading.Lock()
+    writes = count()  # atomic, as `next` of it is no Python code
 
     def full(fd: int, data: Any, offset: int) -> None:
-        with lock:
-            if next(count) >= after:
-                raise FULL
+        if next(writes) >= after:
+            raise FULL
         layout.write_at(fd, data, offset)
 
     monkeypatch.setattr(write, "write_at", full)

@@ -17,48 +17,39 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from amount import examples, few
-from fuzz import Fuzz, held
+from fuzz import FILES, Fuzz, held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from savers import contents, refused
 
 from fsdpx import Trainer, data, nn, optim, spawn
 from fsdpx.__main__ import main
-from fsdpx.core.checkpoint.format import (
-    PartialCrc,
-    cast_array,
-    code_to_dtype,
-    compute_crc_from_xor,
-    dtype_to_code,
-    make_file_header,
-    parse_header,
-)
+from fsdpx.core.checkpoint import format as layout
 from fsdpx.core.checkpoint.write import Manifest
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
 
-DTYPES = [
-    *(np.dtype(name) for name in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?")),
-    np.dtype(ml_dtypes.bfloat16),
-]
+NUMBERS = "f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?", ml_dtypes.bfloat16
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 
 
 def parsed(file: bytes) -> Any:
-    return parse_header(lambda n: file[:n], len(file), "file")
+    return layout.parse_header(lambda n: file[:n], len(file), "file")
 
 
-@given(st.dictionaries(NAMES, st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=6), st.booleans())
+@given(st.dictionaries(NAMES, st.tuples(st.sampled_from([*map(np.dtype, NUMBERS)]), SHAPES), max_size=6), st.booleans())
 def test_a_header_is_that_of_the_library(tensors: dict[str, Any], named: bool) -> None:
     arrays = {name: np.zeros(shape, dtype) for name, (dtype, shape) in tensors.items() if name != "__metadata__"}
     metadata = {"format": "pt"} if named else None
     data = safetensors.numpy.save(arrays, metadata)
-    made = make_file_header({name: (dtype_to_code(a.dtype), a.shape) for name, a in arrays.items()}, metadata)
+    made = layout.make_file_header(
+        {name: (layout.dtype_to_code(a.dtype), a.shape) for name, a in arrays.items()}, metadata
+    )
     assert made.header == data[: len(made.header)]
     assert made.size == len(data)
     assert parsed(data).tensors == made.tensors
-    assert all(code_to_dtype(entry.code) == arrays[name].dtype for name, entry in made.tensors.items())
+    assert all(layout.code_to_dtype(entry.code) == arrays[name].dtype for name, entry in made.tensors.items())
 
 
 def file_of(table: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -113,13 +104,13 @@ def test_deep_and_long_headers_end_in_an_error(text: bytes) -> None:
 def test_sums_of_parts_are_the_crc_of_the_whole(data: bytes, cuts: list[int], ranks: int, random: Any) -> None:
     data *= random.choice([1, 30])
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    sums = [PartialCrc() for _ in range(ranks)]
+    sums = [layout.PartialCrc() for _ in range(ranks)]
     for start, stop in zip(edges, edges[1:], strict=False):
         random.choice(sums).add_bytes(start, data[start:stop])
     total = 0
     for one in sums:
         total ^= one.get_crc_share(len(data))
-    assert compute_crc_from_xor(total, len(data)) == zlib.crc32(data)
+    assert layout.compute_crc_from_xor(total, len(data)) == zlib.crc32(data)
 
 
 @given(st.floats(allow_nan=False, width=64), st.integers(0, 255), st.integers(-60, -8))
@@ -127,7 +118,7 @@ def test_bf16_is_the_nearest_of_a_float64(x: float, top: int, exponent: int) -> 
     """Also just beside a tie, where rounding to float32 in between would go wrong."""
     tie = 1 + top / 128 + 1 / 256
     for value in (x, tie * (1 + 2.0**exponent), tie * (1 - 2.0**exponent)):
-        got = cast_array(np.array([value]), np.dtype(ml_dtypes.bfloat16))
+        got = layout.cast_array(np.array([value]), np.dtype(ml_dtypes.bfloat16))
         bits = int(got.view(np.uint16)[0])
         if not np.isfinite(float(got[0])):
             assert abs(value) >= (2 - 2**-8) * 2.0**127
@@ -142,16 +133,16 @@ def test_bf16_is_the_nearest_of_a_float64(x: float, top: int, exponent: int) -> 
 
 def test_what_has_no_number_stays_so() -> None:
     given = np.array([np.nan, np.inf, -np.inf, 1e300, -0.0])
-    got = cast_array(given, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
+    got = layout.cast_array(given, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
     np.testing.assert_array_equal(got, [np.nan, np.inf, -np.inf, np.inf, 0.0])
     assert np.signbit(got[4])
 
 
 def test_unknown_dtypes_are_refused() -> None:
     with pytest.raises(CheckpointError, match="arrays of complex128 cannot be saved: choose one of float64"):
-        dtype_to_code(np.dtype("c16"))
+        layout.dtype_to_code(np.dtype("c16"))
     with pytest.raises(CheckpointError, match="format F8_E4M3 cannot be loaded"):
-        code_to_dtype("F8_E4M3")
+        layout.code_to_dtype("F8_E4M3")
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +189,6 @@ def test_any_bytes_are_a_file_or_an_error(data: bytes) -> None:
 
 LARGE = 1 << 70
 OTHERS = (None, True, "1", "", "\ud800", 1.5, float("nan"), -1, LARGE, [], [1, 2], ["m", "v"], {}, {"a": 1})
-FILES = ("manifest.json", "model.safetensors", "state.safetensors")
 
 
 def small(comm: Communicator, seed: int = 0) -> Trainer:

@@ -1,7 +1,5 @@
 """A run that stops and goes on ends with the bits of one that did not, also with codecs and from an earlier version."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -96,12 +94,13 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
         assert spawn(scales, 2, stop)[0] == whole
 
 
-def fitted(comm: Communicator, name: str, folder: Path | None, **options: Any) -> tuple[str, Any]:
-    trainer = build(comm, name, reproducible_chunks=4, precision="float32", seed=options.pop("seed", 3))
-    batches = loader(trainer, rows=28)
-    kept = CheckpointConfig(folder, every=2, keep=2, background=options.pop("background", False)) if folder else None
-    validation = [(x, y) for x, y in [next(iter(loader(trainer)))]]
-    history = trainer.fit(batches, progress=False, checkpoints=kept, validation=validation, every=4, **options)
+def fitted(
+    comm: Communicator, name: str, folder: Path | None, seed: int = 3, background: bool = False, **options: Any
+) -> tuple[str, Any]:
+    trainer = build(comm, name, reproducible_chunks=4, precision="float32", seed=seed)
+    options["checkpoints"] = CheckpointConfig(folder, every=2, keep=2, background=background) if folder else None
+    options["validation"] = [next(iter(loader(trainer)))]
+    history = trainer.fit(loader(trainer, rows=28), progress=False, every=4, **options)
     digest = trainer.inspect.compute_fingerprint()
     trainer.close()
     return digest, history
@@ -238,7 +237,7 @@ def test_after_load_a_shared_mesh_still_trains_alike(tmp_path: Path) -> None:
 
     found = {strategy: set(spawn(body, 2, strategy)) for strategy in STRATEGIES}
     assert len(set().union(*found.values())) == 1, found
-    (_, begun, again), = found["ddp"]
+    ((_, begun, again),) = found["ddp"]
     assert again == begun
 
 
