@@ -8,8 +8,6 @@ import numpy as np
 from fsdpx import Trainer
 from fsdpx.testing import find_difference
 
-__all__ = ["Bits", "bits", "demand_same", "explained"]
-
 
 class Bits:
     """Equal to another if and only if all bits of all parameters are, as fingerprints are."""

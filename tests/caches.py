@@ -6,8 +6,6 @@ import pytest
 
 from fsdpx.core.base import environment
 
-__all__ = ["set_own_cache"]
-
 
 def set_own_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     """Let this process keep measurements in a new folder, and find machine code where all tests have it."""

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["is_contract", "merge_checks"]
-
 Cases = list[tuple[str, dict[str, Any]]]
 """Names of checks, and the arguments of each call."""
 

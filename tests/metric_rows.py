@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["rows_of"]
-
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, which those of metrics.csv must equal."""

@@ -9,8 +9,6 @@ replaced by something odd, for each argument and each odd value. What is not an 
 for users: no AttributeError from the inside.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

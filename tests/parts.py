@@ -61,14 +61,7 @@ SPINE = (
 )
 """Where a path inside the package begins that belongs to the spine."""
 BRANCH = re.compile(r"\b(if|elif|else|and|or)\b")
-STEPS = """
-with tempfile.TemporaryDirectory() as folder:
-    for _ in range(10):
-        trainer.step(x, y)
-    trainer.save(f"{folder}/saved")
-    trainer.load(f"{folder}/saved")
-"""
-MLP = f"""
+MLP = """
 import sys, tempfile
 import numpy as np
 import fsdpx
@@ -76,7 +69,12 @@ from fsdpx import nn, optim
 model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
 trainer = fsdpx.distribute(model, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-3), strategy="fsdp")
 x, y = np.zeros((4, 8), np.float32), np.zeros(4, np.int64)
-{STEPS}"""
+with tempfile.TemporaryDirectory() as folder:
+    for _ in range(10):
+        trainer.step(x, y)
+    trainer.save(f"{folder}/saved")
+    trainer.load(f"{folder}/saved")
+"""
 GPT = """
 import sys, tempfile
 import numpy as np

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from reading import used_at_import
 
-__all__ = ["ABSENT", "absent", "extension_of", "is_present", "needs"]
-
 ABSENT = "the extension {} is not there"
 BESIDE = ("data", "examples", "launch", "models", "plan")
 """Extensions whose folders are not in `fsdpx/ext/`."""

@@ -1,7 +1,5 @@
 """One test on all ranks: it fails everywhere if it fails anywhere."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import traceback
@@ -11,8 +9,6 @@ from typing import Any
 from fsdpx.core.base import environment
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.message_backend import MessageBackend
-
-__all__ = ["OVER_GLOO", "carrier", "from_rank_0", "on_every_rank", "together"]
 
 _LAUNCHER = environment.read_environment().launcher
 OVER_GLOO = _LAUNCHER is not None and not _LAUNCHER.mpi

@@ -13,8 +13,6 @@ from amount import THOROUGH
 from fsdpx.core.comm import calls
 from fsdpx.testing.communicator import ALL_DTYPES, CommunicatorContract
 
-__all__ = ["TRANSPORTS", "Ranks", "in_turn"]
-
 TRANSPORTS = ["node", "mpi"]
 """Shared memory of the host, and messages alone."""
 SPINS_WITHOUT_CORE = 32

@@ -1,6 +1,7 @@
 """What the sources of a package say without being run: fields, lengths, what they open, the environment."""
 
 import ast
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,20 +53,15 @@ class Package:
 
     def lines(self) -> dict[str, int]:
         """By folder of the core or extension; the files beside the folders together under ""."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for file, source in self.sources.items():
-            folder = folder_of(file)
-            found[folder] = found.get(folder, 0) + len(source.splitlines())
+            found[folder_of(file)] += len(source.splitlines())
         return found
 
     def fields(self) -> dict[str, set[str]]:
         """Of each class: names annotated in its body and names given to the object in its methods."""
-        found = {}
-        for file in self.sources:
-            for node in self.nodes(file):
-                if isinstance(node, ast.ClassDef):
-                    found[f"{file}:{node.lineno} {node.name}"] = _fields(node)
-        return found
+        classes = [(file, n) for file in self.sources for n in self.nodes(file) if isinstance(n, ast.ClassDef)]
+        return {f"{file}:{node.lineno} {node.name}": _fields(node) for file, node in classes}
 
     def lengths(self) -> dict[str, int]:
         """Of each function: its lines without its docstring and without decorators."""

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -56,18 +55,6 @@ OPENED_ELSEWHERE = {
 SHARE, FIELDS, LINES = 0.18, 15, 65
 
 
-def folders(package: Package) -> set[str]:
-    """Parts of the core and extensions, "core/comm" or "data", with modules beside them."""
-    names = {folder_of(file) or file.removesuffix(".py") for file in package.sources}
-    return names - {"core", "ext", "__init__", "__main__"}
-
-
-def readers(package: Package) -> list[str]:
-    """`launch` hands all variables on to the processes it starts, and reads none."""
-    found = [where for file in {*package.sources} - {"core/base/environment.py"} for where in package.environment(file)]
-    return [where for where in found if not (where.startswith("launch/") and where.endswith(" whole"))]
-
-
 def none(wrong: list[str]) -> None:
     """All that is wrong is shown, one below the other."""
     if wrong:
@@ -101,30 +88,30 @@ def test_every_folder_is_in_the_core_or_an_extension() -> None:
     layers, core, *_ = PROJECT["tool"]["importlinter"]["contracts"]
     floors = {name.strip() for layer in layers["layers"] for name in re.split("[|:]", layer)}
     extensions = set(core["forbidden_modules"])
-    for name in (f"{NAME}.{part.replace('/', '.')}" for part in folders(PACKAGE)):
+    parts = {folder_of(file) or file.removesuffix(".py") for file in PACKAGE.sources}
+    for part in parts - {"core", "ext", "__init__", "__main__"}:
+        name = f"{NAME}.{part.replace('/', '.')}"
         assert (name in floors) != (name in extensions or name.startswith(f"{NAME}.ext.")), name
 
 
-def core_tests_that_import(tests: Mapping[str, str]) -> list[str]:
-    """Extensions that tests of the core import as soon as they are collected. Contracts (`testing`) and what feeds a
-    trainer (`data`) are no tests' subject."""
+def test_tests_of_the_core_begin_without_extensions() -> None:
+    """Which they would import as soon as they are collected. Contracts (`testing`) and what feeds a trainer (`data`)
+    are no tests' subject."""
     places = {NAME: "__init__.py", "nn": "nn/__init__.py", "optim": "optim/__init__.py"}
     homes = {}
     for part, file in places.items():
         module = NAME if part == NAME else f"{NAME}.{part}"
         homes |= {f"{part}.{name}": home for name, home in _map_names_to_modules(module, PACKAGE.sources[file]).items()}
     outside = tuple(f"{NAME}.{name}" for name in ("ext", "plan", "models", "launch", "examples"))
-    return [
+    tests = Package.of(ROOT / "tests").sources
+    wrong = [
         f"{file} imports {module}: import it in the test, and mark that with needs()"
-        for file, source in tests.items()
-        for module in sorted(used_at_import(source, homes))
+        for file in tests
+        if file.startswith(("core/", "nn/", "optim/"))
+        for module in sorted(used_at_import(tests[file], homes))
         if module.startswith(outside)
     ]
-
-
-def test_tests_of_the_core_begin_without_extensions() -> None:
-    here = Package.of(ROOT / "tests").sources
-    none(core_tests_that_import({f: s for f, s in here.items() if f.startswith(("core/", "nn/", "optim/"))}))
+    none(wrong)
 
 
 def test_no_folder_is_too_large() -> None:
@@ -143,8 +130,10 @@ def test_no_function_is_too_long() -> None:
 
 
 def test_one_file_reads_the_environment() -> None:
+    """`launch` hands all variables on to the processes it starts, and reads none."""
     assert PACKAGE.environment("core/base/environment.py")
-    none(readers(PACKAGE))
+    found = [where for file in {*PACKAGE.sources} - {"core/base/environment.py"} for where in PACKAGE.environment(file)]
+    none([where for where in found if not (where.startswith("launch/") and where.endswith(" whole"))])
 
 
 def test_files_that_others_may_have_written_are_opened_in_one_file() -> None:

@@ -1,7 +1,5 @@
 """The process of a solver is as it was: before a trainer, between its steps, and after it, whatever ends it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

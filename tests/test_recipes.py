@@ -298,8 +298,8 @@ def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch, forge
 
 
 # -- a communicator: one class; a schedule: one function ---------------------------------------------------------------
-# A backend and a wrapper stand in tests/core/comm/test_recipes.py, a schedule in tests/core/program/test_recipes.py;
-# here a whole training runs on a wrapper and on a schedule of its own.
+# A backend and a wrapper stand in tests/core/comm/test_recipes.py; here a whole training runs on a wrapper. A schedule
+# stands in tests/core/program/test_recipes.py, and tests/core/engine/test_pipe.py trains with one.
 
 
 def test_a_wrapper_is_one_class() -> None:
@@ -315,16 +315,3 @@ def test_a_wrapper_is_one_class() -> None:
     losses = spawn(lambda comm: trained(comm)[1], 2)[0]
     assert spawn(lambda comm: trained(Traced(comm))[1], 2)[0] == losses
     assert {"all_gather", "reduce_scatter"} <= set(Traced.calls)
-
-
-def test_a_schedule_is_one_function() -> None:
-    def all_at_once(ranks: int, microbatches: int, per_rank: int) -> list[str]:
-        """All forwards, then the backwards in the order of the microbatches."""
-        return [
-            " ".join([f"F{r}.{m}" for m in range(microbatches)] + [f"B{r}.{m}" for m in range(microbatches)])
-            for r in range(ranks)
-        ]
-
-    losses = spawn(lambda comm: trained(comm)[1], 1)[0]
-    options = {"mesh": Mesh(pipe=2, shard=1), "microbatches": 3, "schedule": all_at_once}
-    np.testing.assert_allclose(spawn(lambda comm: trained(comm, **options)[1], 2)[0], losses, rtol=1e-12)

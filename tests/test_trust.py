@@ -1,7 +1,5 @@
 """What another user plants where fsdpx looks is neither believed nor run, ends no process and holds none."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -7,7 +7,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = {path.name: path.read_text() for path in sorted((ROOT / "tests" / "typed_programs").glob("*.py"))}
 MARK = re.compile(r"# error: (\S+)$")
 
-Errors = dict[tuple[str, int], str]
-"""File and line -> all that a checker says there."""
+Errors = Iterator[tuple[str, int, str]]
+"""File, line, and what a checker says there."""
 
 
 def list_marks(programs: Mapping[str, str]) -> dict[tuple[str, int], str]:
@@ -26,18 +27,18 @@ def list_marks(programs: Mapping[str, str]) -> dict[tuple[str, int], str]:
     return {(name, number): found[1] for name, number, line in lines if (found := MARK.search(line))}
 
 
+def run_checker(*command: str) -> str:
+    done = subprocess.run((sys.executable, "-m", *command), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout
+
+
 def run_mypy(folder: Path, names: Sequence[str]) -> Errors:
     """Errors inside of the package are left to a run of mypy over it, whose cache this one shares."""
-    command = sys.executable, "-m", "mypy", "--no-error-summary", *(str(folder / name) for name in names)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    errors: Errors = {}
-    for line in done.stdout.splitlines():
+    for line in run_checker("mypy", "--no-error-summary", *(str(folder / name) for name in names)).splitlines():
         path, number, kind, text = (part.strip() for part in line.split(":", 3))
         if kind == "error" and Path(path).name in names and not path.startswith("fsdpx/"):
-            where = Path(path).name, int(number)
-            errors[where] = f"{errors.get(where, '')} {text}"
-    return errors
+            yield Path(path).name, int(number), text
 
 
 def run_pyright(folder: Path, names: Sequence[str]) -> Errors:
@@ -45,13 +46,8 @@ def run_pyright(folder: Path, names: Sequence[str]) -> Errors:
     settings = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)], "include": list(names)}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     options = "--outputjson", "--project", str(folder), "--pythonpath", sys.executable
-    done = subprocess.run((sys.executable, "-m", "basedpyright", *options), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    errors: Errors = {}
-    for one in json.loads(done.stdout)["generalDiagnostics"]:
-        where = Path(one["file"]).name, one["range"]["start"]["line"] + 1
-        errors[where] = f"{errors.get(where, '')} {one['message']}"
-    return errors
+    for one in json.loads(run_checker("basedpyright", *options))["generalDiagnostics"]:
+        yield Path(one["file"]).name, one["range"]["start"]["line"] + 1, one["message"]
 
 
 @pytest.mark.parametrize(("checker", "module"), [(run_mypy, "mypy"), (run_pyright, "basedpyright")])
@@ -61,7 +57,9 @@ def test_programs_of_users(checker, module, tmp_path) -> None:
     programs = {name: text for name, text in PROGRAMS.items() if has_torch or name != "torch_module.py"}
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
-    errors, marks = checker(tmp_path, [*programs]), list_marks(programs)
+    errors, marks = defaultdict[tuple[str, int], str](str), list_marks(programs)
+    for name, line, said in checker(tmp_path, [*programs]):
+        errors[name, line] += f" {said}"
     unexpected = [f"{name}:{line} {errors[name, line]}" for name, line in sorted(errors.keys() - marks.keys())]
     missing = [
         f"{name}:{line} no error with the word {word!r}: {errors.get((name, line), 'none')}"

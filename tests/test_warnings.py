@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from models import distributed
 
 import fsdpx
-from fsdpx import data, nn, optim, spawn
+from fsdpx import data, nn, spawn
 
 PACKAGE = Path(fsdpx.__file__).parent
 X, Y = np.random.default_rng(0).standard_normal((16, 4)), np.arange(16) % 3
@@ -31,9 +32,7 @@ class Unread(nn.Composite):
 
 
 def trainer(model: nn.Layer | None = None, comm: Any = None) -> fsdpx.Trainer:
-    return (model or nn.Linear(4, 3)).as_distributed(
-        loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=1e-2), precision="float64", comm=comm
-    )
+    return distributed(model or nn.Linear(4, 3), comm, loss=nn.CrossEntropyLoss(), precision="float64")
 
 
 def loader(x: np.ndarray) -> data.DataLoader:

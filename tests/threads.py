@@ -7,8 +7,6 @@ from typing import Any
 
 import fsdpx
 
-__all__ = ["on_ranks"]
-
 
 def on_ranks(size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The test runs on `size` ranks; its first argument is the communicator of each. options: of `fsdpx.spawn`."""

@@ -1,7 +1,5 @@
 """Real MPI jobs in which a rank misbehaves at a chosen place."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
