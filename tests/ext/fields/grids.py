@@ -54,8 +54,10 @@ def bounds(cuts: Cuts, place: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def grid_at(comm: Any, dims: Sequence[int], cuts: Cuts, **more: Any) -> fsdpx.Grid:
-    """The grid of a rank that has its part of the cuts. more: arguments of `fsdpx.Grid`."""
-    return fsdpx.Grid(comm, [b - a for a, b in bounds(cuts, place_of(comm.rank, dims))], dims=dims, **more)
+    """The grid of a rank that has its part of the cuts. Of more ranks, each so many neighbors are a member of an
+    ensemble. more: arguments of `fsdpx.Grid`."""
+    place = place_of(comm.rank % int(np.prod(dims)), dims)
+    return fsdpx.Grid(comm, [b - a for a, b in bounds(cuts, place)], dims=dims, **more)
 
 
 def numbered(comm: Any, dims: Sequence[int], cuts: Cuts, order: Sequence[int], **more: Any) -> fsdpx.Grid:
@@ -93,6 +95,15 @@ def index_with_ghosts(grid: fsdpx.Grid, width: int | None = None, first: int = 2
 def part_with_ghosts(a: np.ndarray, grid: fsdpx.Grid, width: int | None = None, first: int = 2) -> np.ndarray:
     """What a rank has of an array with ghost cells, as in `index_with_ghosts`."""
     return np.ascontiguousarray(a[index_with_ghosts(grid, width, first)])
+
+
+def sum_over_ranks(grid: fsdpx.Grid, mine: np.ndarray, width: int = 1, first: int = 2) -> np.ndarray:
+    """Add up what ranks have for their cells and ghost cells, of which the whole has `width` at each end: a cell has a
+    gradient on each rank that reads it."""
+    sizes = [n + 2 * width for n in grid.shape]
+    total = np.zeros((*mine.shape[:first], *sizes, *mine.shape[first + len(sizes) :]))
+    total[index_with_ghosts(grid, width, first)] = mine
+    return sum(grid.all_gather_value(total))
 
 
 def whole(found: Sequence[np.ndarray], parts: FieldPartition, dims: Sequence[int], first: int = 2) -> np.ndarray:

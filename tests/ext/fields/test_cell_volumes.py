@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import cuts_of, env_of, grid_at, noise, part, place_of, uneven, whole
-from layers_on_parts import run_alone
-from trainings import demand_error, demand_like_alone, make_trainer
+from grids import cuts_of, grid_at, noise, part, uneven
+from layers_on_parts import run_alone, run_over
+from trainings import demand_error, demand_like_alone, make_trainer, train_on_parts
 
 from fsdpx import Grid, data, nn, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.shard_specs import ShardingContext
 
 volumes_of, latitudes_of = data.compute_cell_volumes, data.compute_latitude_weights
 
@@ -43,11 +42,11 @@ def test_weighted_losses_are_those_of_the_whole_field() -> None:
 
     def run(comm: Communicator, *cut: Any) -> Any:
         grid = grid_at(comm, *cut)
-        mine, x = volumes_of(widths, grid), grid.take_local(u)
+        mine = volumes_of(widths, grid)
         np.testing.assert_array_equal(mine, grid.take_local(whole))
         np.testing.assert_array_equal(volumes_of((widths[0], 0.5), grid)[:, :0], mine[:, :0])
         trainer = make_trainer(nn.Conv2d(1, 1, 3, padding=1), grid, loss=nn.RelativeL2(weights=mine))
-        return [trainer.step(x, x + 1) for _ in range(2)], trainer.parameters()["weight"]
+        return train_on_parts(trainer, grid.take_local(u), u + 1)
 
     demand_like_alone(run, (7, 6), uneven((7, 6), (2, 2), (1, 5)), 1e-12)
 
@@ -104,21 +103,10 @@ def test_norms_weighted_by_volumes(make: Any, channels: tuple[int, ...], dims: t
     np.testing.assert_allclose(found.y, normal * scale + shift, rtol=1e-11, atol=1e-11)
     np.testing.assert_allclose(found.g["weight"], (dy * normal).sum((0, 2, 3)), rtol=1e-11)
     parts = cuts_of(shape, dims, seed)
-
-    def bound(comm: Communicator) -> Any:
-        place = place_of(comm.rank, dims)
-        own = make(weights=part(volumes, parts.cuts, place, volumes.ndim - 2))
-        mine = own.shard_over_ranks(ShardingContext("norm", [parts], 1)).layer
-        assert mine.parts == parts
-        env, g = env_of(comm, dims), {name: np.zeros_like(a) for name, a in p.items()}
-        y, saved = mine.forward(env, p, part(x, parts.cuts, place))
-        return y, mine.backward(env, p, g, saved, part(dy, parts.cuts, place)), g
-
-    ranks = spawn(bound, int(np.prod(dims)))
-    for i, want in enumerate((found.y, found.dx)):
-        np.testing.assert_allclose(whole([r[i] for r in ranks], parts, dims), want, rtol=1e-12, atol=1e-12)
-    for name, want in found.g.items():
-        np.testing.assert_allclose(sum(r[2][name] for r in ranks), want, rtol=1e-12, atol=1e-12)
+    ran = run_over(lambda at: make(weights=part(volumes, parts.cuts, at, volumes.ndim - 2)), p, x, dy, dims, parts)
+    wanted = {"y": found.y, "dx": found.dx, **found.g}
+    for name, got in {"y": ran.y, "dx": ran.dx, **ran.g}.items():
+        np.testing.assert_allclose(got, wanted[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("unit", [1e6, 1e-6])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from grids import PARTITIONS, env_of, even, grid_at, noise
 from layers_on_parts import demand_adjoint, demand_layer_of_whole, demand_loss_of_whole, run_alone
-from trainings import demand_error, demand_like_alone, make_trainer
+from trainings import demand_error, demand_like_alone, make_trainer, train_on_parts
 
 from fsdpx import nn
 from fsdpx.core.comm import Communicator
@@ -79,7 +79,7 @@ def test_derivatives_are_adjoint(sizes: tuple[int, ...]) -> None:
         x = noise(1, 6, *sizes)
         for make, spacing in ((nn.FieldGradient, 0.5), (nn.FieldCurl, 0.5), (nn.FieldLaplacian, 1.0)):
             layer = make(spacing, periodic, order)
-            demand_adjoint(run_alone(layer, {}, x, lambda y: noise(*y.shape, seed=1)), x)
+            demand_adjoint(run_alone(layer, {}, x), x)
 
 
 @pytest.mark.parametrize(("dims", "seed"), PARTITIONS[2:], ids=str)
@@ -180,10 +180,10 @@ def test_training_with_physics_over_a_grid() -> None:
         net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, padding_mode=MODES[1]), nn.Tanh(), nn.Conv2d(4, 2, 1))
         model = nn.Graph({"net": (net, "x"), "kept": (nn.MatchMean(), "net", "x")}, outputs=("kept",))
         loss = nn.PhysicsLoss(nn.MSELoss(), nn.FieldDivergence(1.0, True, along=(1, 0)), 0.5)
-        trainer, u = make_trainer(model, grid, loss=loss), grid.take_local(noise(6, 9, 2))
-        return [trainer.step(u, u) for _ in range(2)], trainer.parameters()
+        return train_on_parts(make_trainer(model, grid, loss=loss), grid.take_local(u), u)
 
-    losses, _ = demand_like_alone(run, (6, 9), [((2, 3), even((6, 9), (2, 3)))])
+    u = noise(6, 9, 2)
+    losses, *_ = demand_like_alone(run, (6, 9), [((2, 3), even((6, 9), (2, 3)))])
     assert losses[-1] < losses[0]
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import cuts_of, place_of
+from grids import cuts_of, grid_at
 from ranks import from_rank_0
 from trainings import make_trainer
 
-import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 
@@ -23,10 +22,11 @@ FIELDS = np.where(MASK[..., None], RNG.standard_normal((ROWS, *SHAPE, 2)), np.na
 
 
 def trained(comm: Communicator, grid: Any = None, mesh: Mesh | None = None, samples: slice = slice(None)) -> Any:
-    """Losses, metrics and parameters of two steps, twice, on this rank's parts, or on whole fields. grid: with the
-    place of its cells in the field."""
-    here = (slice(None),) * 2 if grid is None else tuple(slice(a, a + n) for a, n in zip(*grid[1:], strict=True))
-    mask, u = MASK[here], FIELDS[(samples, *here)]
+    """Losses, metrics and parameters of two steps, twice, on this rank's parts, or on whole fields."""
+    mask, u, more = MASK, np.moveaxis(FIELDS[samples], -1, 1), dict[str, Any](comm=comm)
+    if grid is not None:
+        mask, u = grid.take_local(MASK), grid.take_local(FIELDS[samples])
+        more |= {"mesh": mesh, "strategy": "fsdp", "microbatches": 2}
     net = nn.Sequential(
         nn.FillNaN(), nn.Standardize((0.1, -0.1), (1.0, 2.0)), nn.Conv2d(2, 6, 3, padding=1), nn.Dropout(0.2),
         nn.Tanh(), nn.Mask(mask), nn.FieldGradient(periodic=(False, True)), nn.Conv2d(12, 2, 1),
@@ -34,12 +34,8 @@ def trained(comm: Communicator, grid: Any = None, mesh: Mesh | None = None, samp
     )  # fmt: skip
     nodes = {"filled": (nn.FillNaN(), "x"), "net": (net, "x"), "kept": (nn.MatchMean(), "net", "filled")}
     loss = nn.PhysicsLoss(nn.VRMSE(weights=mask), nn.FieldDivergence(0.5, (False, True), 4, (1, 0)), 0.1)
-    options = {"loss": loss, "optimizer": optim.AdamW(lr=1e-2), "comm": comm}
-    if grid is not None:
-        options |= {"mesh": mesh, "strategy": "fsdp", "microbatches": 2}
-    else:
-        u = np.moveaxis(u, -1, 1)
-    trainer = make_trainer(nn.Graph(nodes, outputs=("kept",)), grid and grid[0], **options)
+    model = nn.Graph(nodes, outputs=("kept",))
+    trainer = make_trainer(model, grid, loss=loss, optimizer=optim.AdamW(lr=1e-2), **more)
     clean = np.nan_to_num(u)
     of_clean = {"low": nn.BandRMSE(0, 2), "high": nn.BandRMSE(2)}
     of_clean |= {"edge": nn.BoundaryRMSE(), "most": nn.MaxError(), "mean": nn.ConservedRMSE()}
@@ -52,29 +48,22 @@ def trained(comm: Communicator, grid: Any = None, mesh: Mesh | None = None, samp
 
 @lru_cache
 def alone() -> Any:
-    return spawn(lambda comm: trained(comm), 1)[0]
+    return spawn(trained, 1)[0]
 
 
 def compare(found: Any, want: Any = None) -> None:
     (histories, parameters), (wanted, values) = found, want or alone()
     for (losses, metrics), (first, second) in zip(histories, wanted, strict=True):
-        np.testing.assert_allclose(losses, first, rtol=1e-9)
+        assert losses == pytest.approx(first, rel=1e-9)
         assert metrics == pytest.approx(second, rel=1e-8)
     for name, value in values.items():
         np.testing.assert_allclose(parameters[name], value, rtol=1e-7, atol=1e-10)
 
 
-def placed(comm: Communicator, dims: tuple[int, int], rank: int, seed: int) -> Any:
-    """(grid, offsets, cells) of this rank."""
-    place = place_of(rank, dims)
-    cells = cuts_of(SHAPE, dims, seed).local_shape(place)
-    grid = fsdpx.Grid(comm, cells, dims=dims)
-    return grid, grid.offsets, cells
-
-
 @pytest.mark.parametrize(("dims", "seed"), [((1, 1), 0), ((2, 2), 0), ((1, 5), 2)], ids=str)
 def test_a_job_on_parts(dims: tuple[int, int], seed: int) -> None:
-    for found in spawn(lambda comm: trained(comm, placed(comm, dims, comm.rank, seed)), dims[0] * dims[1]):
+    cuts = cuts_of(SHAPE, dims, seed).cuts
+    for found in spawn(lambda comm: trained(comm, grid_at(comm, dims, cuts)), dims[0] * dims[1]):
         compare(found)
 
 
@@ -84,7 +73,8 @@ def test_a_job_of_two_members() -> None:
 
     def run(comm: Communicator) -> Any:
         samples = slice(4) if comm.rank < 2 else slice(4, None)
-        return trained(comm, placed(comm, (1, 2), comm.rank % 2, 1), Mesh(replica=2, domain=(1, 2)), samples)
+        grid = grid_at(comm, (1, 2), cuts_of(SHAPE, (1, 2), 1).cuts)
+        return trained(comm, grid, Mesh(replica=2, domain=(1, 2)), samples)
 
     for found in spawn(run, 4):
         compare(found)
@@ -94,5 +84,5 @@ def test_a_job_of_two_members() -> None:
 @pytest.mark.mpi
 def test_a_job_under_mpi(world: Communicator) -> None:
     MPI = pytest.importorskip("mpi4py.MPI")
-    height, width = MPI.Compute_dims(world.size, 2)
-    compare(trained(world, placed(world, (height, width), world.rank, 1)), from_rank_0(world, alone))
+    dims = MPI.Compute_dims(world.size, 2)
+    compare(trained(world, grid_at(world, dims, cuts_of(SHAPE, dims, 1).cuts)), from_rank_0(world, alone))

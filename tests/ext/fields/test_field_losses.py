@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from grids import PARTITIONS, cuts_of, env_of, even, grid_at, noise, part, uneven
-from layers_on_parts import demand_loss_of_whole, loss_over
+from layers_on_parts import demand_loss_of_whole
 from trainings import demand_error, demand_like_alone, demand_refused, make_trainer
 
 import fsdpx
@@ -167,9 +167,7 @@ def test_what_counts_nothing_may_be_nan(name: str, how: str) -> None:
         given = AREA if how == "area" else LAND
         return LOSSES[name](weights=part(given, parts.cuts, place, given.ndim - 2))
 
-    alone = made(FieldPartition.on_one_rank(SHAPE), [0, 0])
-    total, weight, saved = alone.forward(env_of(None), worse, bad)
-    dy = alone.backward(env_of(None), saved, 0.5)
+    total, weight, dy = demand_loss_of_whole(made, worse, bad, *PARTITIONS[3 if how == "area" else 2])
     for a in (total, weight, dy):
         assert np.isfinite(a).all()
     assert not dy[:, of_members == 0].any()
@@ -181,10 +179,6 @@ def test_what_counts_nothing_may_be_nan(name: str, how: str) -> None:
             "conserved": np.abs((w * e).sum(c) / w.sum((1, 2))).mean(),
         }[name]
         assert total / weight == pytest.approx(by_hand, rel=1e-12)
-    dims, seed = PARTITIONS[3 if how == "area" else 2]
-    found = loss_over(made, worse, bad, dims, cuts_of(SHAPE, dims, seed))
-    assert found[:2] == pytest.approx((total, weight), rel=1e-12)
-    np.testing.assert_allclose(found[2], dy, rtol=1e-10, atol=1e-14)
 
 
 def test_a_sample_of_which_nothing_is_known_counts_nothing() -> None:

@@ -10,40 +10,31 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import THOROUGH
+from grids import env_of, noise
+from layers_on_parts import draw_gradient, run_alone
 from trainings import demand_error
 
 from fsdpx import nn
-from fsdpx.core.array.random import Random
-from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.halo import MODES, HaloSpec, make_halo_spec_per_dim
-from fsdpx.ext.fields.halo_slabs import RepartitionField, exchange_halo, exchange_halo_backward
-from fsdpx.nn.layer import LayerContext
+from fsdpx.ext.fields.halo import MODES, make_halo_spec_per_dim
+from fsdpx.ext.fields.halo_slabs import RepartitionField
 from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.testing import assert_close
 
-ENV = LayerContext(np, make_single_rank_axes(), Random(0))
+ENV = env_of(None)
 SIZES = 7, 8, 9
-
-
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def compare(torch: Any, ours: Any, theirs: Any, x: np.ndarray) -> None:
     """Outputs, the gradient of the input and those of all parameters."""
     theirs = theirs.double()
     there = torch.tensor(x, requires_grad=True)
-    want = theirs(there)
-    p = {name: value.detach().numpy() for name, value in theirs.named_parameters()}
+    want, p = theirs(there), {name: value.detach().numpy() for name, value in theirs.named_parameters()}
     assert {name: spec.shape for name, spec in ours.specs().items()} == {n: a.shape for n, a in p.items()}
-    y, saved = ours.forward(ENV, p, x)
-    dy = noise(*y.shape, seed=1)
-    want.backward(torch.tensor(dy))
-    g = {name: np.zeros_like(value) for name, value in p.items()}
-    dx = ours.backward(ENV, p, g, saved, dy)
-    got = {"y": y, "dx": dx} | {f"d {name}": value for name, value in g.items()}
-    wanted = {"y": want, "dx": there.grad} | {f"d {n}": value.grad for n, value in theirs.named_parameters()}
+    ran = run_alone(ours, p, x)
+    want.backward(torch.tensor(draw_gradient(ran.y)))
+    wanted = {"y": want, "dx": there.grad} | {n: value.grad for n, value in theirs.named_parameters()}
+    got = {"y": ran.y, "dx": ran.dx, **ran.g}
     assert_close(got, {name: value.detach().numpy() for name, value in wanted.items()}, 1e-11)
 
 
@@ -206,14 +197,10 @@ def test_fields_of_fewer_cells_have_fewer_modes(cells: tuple[int, int]) -> None:
     weight, field = noise(*wide.specs()["weight"].shape, seed=1), noise(2, 2, *cells)
     first = 9 // 2 - y // 2
     kept = weight[:, :, first : first + y, : narrow.modes[1]]
-    found, saved = wide.forward(ENV, {"weight": weight}, field)
-    want, kept_of = narrow.forward(ENV, {"weight": kept}, field)
-    g, h, dy = {"weight": np.zeros_like(weight)}, {"weight": np.zeros_like(kept)}, noise(*want.shape, seed=2)
-    dx = wide.backward(ENV, {"weight": weight}, g, saved, dy)
-    dwant = narrow.backward(ENV, {"weight": kept}, h, kept_of, dy)
+    found, want = (run_alone(layer, {"weight": w}, field) for layer, w in ((wide, weight), (narrow, kept)))
     inside = np.zeros_like(weight)
-    inside[:, :, first : first + y, : narrow.modes[1]] = h["weight"]
-    assert_close({"y": found, "dx": dx, "dw": g["weight"]}, {"y": want, "dx": dwant, "dw": inside}, 1e-12)
+    inside[:, :, first : first + y, : narrow.modes[1]] = want.g["weight"]
+    assert_close({"y": found.y, "dx": found.dx, **found.g}, {"y": want.y, "dx": want.dx, "weight": inside}, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -226,38 +213,10 @@ def test_modes_are_those_of_an_fft(sizes: tuple[int, ...], n_modes: tuple[int, .
     x, weight = noise(2, 3, *sizes), noise(*layer.specs()["weight"].shape, seed=1)
     there, theirs = (torch.tensor(a, requires_grad=True) for a in (x, weight))
     want = by_fft(torch, there, theirs, layer.modes)
-    y, saved = layer.forward(ENV, {"weight": weight}, x)
-    dy, g = noise(*y.shape, seed=2), {"weight": np.zeros_like(weight)}
-    want.backward(torch.tensor(dy))
-    dx = layer.backward(ENV, {"weight": weight}, g, saved, dy)
+    ran = run_alone(layer, {"weight": weight}, x)
+    want.backward(torch.tensor(draw_gradient(ran.y)))
     wanted = {"y": want.detach().numpy(), "dx": there.grad.numpy(), "weight": theirs.grad.numpy()}
-    assert_close({"y": y, "dx": dx, **g}, wanted, 1e-12)
-
-
-def test_a_rollout_is_its_model_again_and_again() -> None:
-    """Gradients as of the model applied three times with the same weights; the states alone are kept."""
-    net = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 2, 1))
-    p = {name: noise(*spec.shape, seed=i) for i, (name, spec) in enumerate(net.specs().items())}
-    x, rollout = noise(2, 2, 6), nn.Rollout(net, 3)
-    assert rollout.specs().keys() == net.specs().keys()
-    y, saved = rollout.forward(ENV, p, x)
-    assert [a.shape for (a,) in saved[0]] == [x.shape] * 3
-    dy = noise(*y.shape, seed=9)
-    g, split, wanted = ({name: np.zeros_like(a) for name, a in p.items()} for _ in range(3))
-    dx = rollout.backward(ENV, p, g, saved, dy)
-    late, kept = rollout.backward_input(ENV, p, saved, dy)
-    rollout.backward_params(ENV, split, kept)
-    states, keeps = [x], []
-    for _ in range(3):
-        state, kept = net.forward(ENV, p, states[-1])
-        states.append(state)
-        keeps.append(kept)
-    d = np.zeros_like(x)
-    for step in (2, 1, 0):
-        d = net.backward(ENV, p, wanted, keeps[step], d + dy[:, 2 * step : 2 * step + 2])
-    assert_close({"y": y, "dx": dx, "late": late}, {"y": np.concatenate(states[1:], 1), "dx": d, "late": d}, 1e-13)
-    assert_close(g, wanted, 1e-13)
-    assert_close(split, wanted, 1e-13)
+    assert_close({"y": ran.y, "dx": ran.dx, **ran.g}, wanted, 1e-12)
 
 
 def test_nothing_cancels_in_a_variance() -> None:
@@ -320,22 +279,6 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
 def test_inputs_that_do_not_fit(layer: Any, shape: tuple[int, ...], message: str) -> None:
     p = {name: np.zeros(spec.shape) for name, spec in layer.specs().items()}
     demand_error(ShapeError, lambda: layer.forward(ENV, p, noise(*shape)), message)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_moves_of_a_whole_field_are_adjoint(mode: str) -> None:
-    """<F x, y> = <x, F* y>: what lies beyond the ends goes back to the cell that it is a copy of."""
-    rng = np.random.default_rng(3)
-    for _ in range(30):
-        n = int(rng.integers(4, 9))
-        low, high = rng.integers(0, 4, 2)
-        moves = (HaloSpec(2, (0, n), ((-int(low), n + int(high)),), mode),)
-        x = rng.standard_normal((2, 3, n))
-        y = exchange_halo(ENV, x, moves)
-        dy = rng.standard_normal(y.shape)
-        assert abs((y * dy).sum() - (x * exchange_halo_backward(ENV, dy, moves)).sum()) <= 1e-13 * np.linalg.norm(
-            y
-        ) * np.linalg.norm(dy)
 
 
 def test_a_shift_of_a_whole_field_leaves_it_where_it_is() -> None:

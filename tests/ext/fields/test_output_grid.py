@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import bounds, grid_at, place_of, uneven
+from grids import grid_at, uneven
 from trainings import demand_like_alone, make_trainer
 
-import fsdpx
 from fsdpx import nn, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
@@ -56,10 +55,9 @@ def test_members_of_an_ensemble_gather_their_own_results() -> None:
 
     def run(comm: Communicator) -> Any:
         cuts = ((0, 2, 6), (0, 4)) if comm.rank < 2 else ((0, 5, 6), (0, 4))
-        own = [b - a for a, b in bounds(cuts, place_of(comm.rank % 2, (2, 1)))]
-        grid = fsdpx.Grid(comm, own, dims=(2, 1))
+        grid = grid_at(comm, (2, 1), cuts)
         trainer = nn.Upsample(scale_factor=2).as_distributed(domain=grid, comm=comm)
-        u = np.full((*own, 1), comm.rank // 2, np.float32)
+        u = np.full((*grid.local_shape, 1), comm.rank // 2, np.float32)
         return trainer.output_grid.all_gather(trainer.predict(u))
 
     for rank, whole in enumerate(spawn(run, 4)):

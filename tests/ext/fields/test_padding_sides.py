@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, cuts_of, env_of, grid_at, noise, padded, part_with_ghosts, place_of, random_cuts
+from grids import PARTITIONS, env_of, grid_at, noise, padded, part_with_ghosts, place_of, random_cuts
 from hypothesis import given
 from hypothesis import strategies as st
-from layers_on_parts import demand_adjoint, demand_layer_of_whole, run_alone, run_over
-from trainings import demand_error, demand_like_alone, make_trainer
+from layers_on_parts import demand_adjoint, demand_layer_of_whole
+from trainings import demand_error, demand_like_alone, make_trainer, train_on_parts
 
 import fsdpx
 from fsdpx import nn, optim
@@ -44,11 +44,9 @@ def test_each_end_is_padded_as_by_numpy_over_any_parts(dims: int, data: st.DataO
     width = tuple(draw(st.integers(1, 3)) for _ in range(dims))
     layer, x = nn.Pad(padding, modes), noise(2, 3, *sizes)
     want = padded_along_all(x, padding, modes)
-    alone = run_alone(layer, {}, x, lambda y: noise(*y.shape, seed=1))
-    np.testing.assert_array_equal(alone.y, want)
     width = width if np.prod(width) <= 6 else (2,) * dims
-    parts = cuts_of(sizes, width, draw(st.integers(0, 9)))
-    found = run_over(layer, {}, x, noise(*want.shape, seed=1), width, parts)
+    alone, found = demand_layer_of_whole(layer, {}, x, width, draw(st.integers(0, 9)))
+    np.testing.assert_array_equal(alone.y, want)
     np.testing.assert_array_equal(found.y, want)
     np.testing.assert_allclose(found.dx, alone.dx, rtol=1e-12, atol=1e-13)
     demand_adjoint(found, x, layer.forward(env_of(None), {}, np.zeros_like(x))[0])
@@ -92,8 +90,7 @@ def test_two_steps_with_walls_are_those_of_one_process(cuts: Any, ghosts: bool) 
         grid = grid_at(comm, dims, cuts, layout="yx", ghosts=sides, periods=(False, True))
         trainer = make_trainer(net, grid, optimizer=optim.SGD(lr=1e-3))
         mine = part_with_ghosts(np.pad(field, 1, "wrap"), grid, 1, first=0)
-        losses = [trainer.step(mine, grid.take_local(target)) for _ in range(2)]
-        return losses, trainer.parameters(), trainer.output_grid.all_gather(trainer.predict(mine))
+        return train_on_parts(trainer, mine, target)
 
     demand_like_alone(run, (8, 6), [((len(cuts[0]) - 1, len(cuts[1]) - 1), cuts)], 1e-12)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import Cuts, cuts_of, even, grid_at, index_with_ghosts, part_with_ghosts
+from grids import Cuts, cuts_of, even, grid_at, part_with_ghosts, sum_over_ranks
 from trainings import demand_error, demand_like, demand_like_alone, demand_refused, make_trainer
 
 import fsdpx
@@ -74,12 +74,14 @@ def test_gradients_are_those_of_pytorch(pushforward: int, detach: bool) -> None:
     wanted = torch_rollout(torch, tp, list(tx.values()), pushforward, detach)
     wanted.backward(torch.tensor(LATER))
     y, saved = layer.forward(env, p, INPUTS)
+    kept = [state[0].shape for state in saved[0][pushforward:]]
+    assert kept == [(ROWS, CHANNELS, *SHAPE)] * (STATES + STEPS - 1 - pushforward)  # the states alone
     np.testing.assert_allclose(y, wanted.detach(), rtol=1e-12, atol=1e-12)
     for two_passes in (False, True):
         g = {name: np.zeros_like(a) for name, a in p.items()}
         if two_passes:
-            dx, kept = layer.backward_input(env, p, saved, LATER)
-            layer.backward_params(env, g, kept)
+            dx, late = layer.backward_input(env, p, saved, LATER)
+            layer.backward_params(env, g, late)
         else:
             dx = layer.backward(env, p, g, saved, LATER)
         assert_close({"g": g, "dx": dx}, {"g": {n: tp[n].grad for n in g}, "dx": [a.grad for a in tx.values()]}, 1e-12)
@@ -93,9 +95,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(
-    comm: Communicator, kind: str, ghosts: int, dims: Sequence[int] = (), cuts: Cuts = (), **more: Any
-) -> Any:
+def trained(comm: Communicator, kind: str, ghosts: int, dims: Sequence[int] = (), cuts: Cuts = (), **more: Any) -> Any:
     """Train a step, predict, and compute the gradients of the inputs, of which each cell has the sum of what ranks have
     for it as their own or as a ghost. dims (): without a grid. more: arguments of `as_distributed`."""
     x, y, grid = list(INPUTS), LATER, None
@@ -112,16 +112,8 @@ def trained(
     dx = [to_host(d) for d in trainer.backward(y)]
     if grid:
         predicted = grid.all_gather(predicted)
-        dx[:2] = [sum_over_ranks(comm, grid, d) for d in dx[:2]]
+        dx[:2] = [sum_over_ranks(grid, d, ghosts) for d in dx[:2]]
     return {"loss": loss} | trainer.parameters(), trainer.gradients(), predicted, dx
-
-
-def sum_over_ranks(comm: Communicator, grid: fsdpx.Grid, mine: np.ndarray) -> np.ndarray:
-    """Add up what ranks have for their cells and ghost cells."""
-    sides = [sum(ends) for ends in grid.ghosts]
-    total = np.zeros((*mine.shape[:-2], *(n + more for n, more in zip(grid.shape, sides, strict=True))))
-    total[index_with_ghosts(grid, first=mine.ndim - 2)] = mine
-    return sum(comm.all_gather_value(total))
 
 
 @pytest.mark.filterwarnings("ignore:fsdpx. dim . is :RuntimeWarning")  # paddings and ghost cells of all kinds meet
@@ -201,7 +193,7 @@ def roll_out_between_walls(comm: Communicator, dims: Sequence[int], cuts: Cuts, 
     y = trainer.forward((part_with_ghosts(walls[:2], grid, first=1), part_with_ghosts(walls, grid, first=1)))
     dx = trainer.backward(grid.take_local(WALLS[:, :-2, :-2]))
     y = grid.all_gather(y)
-    return (y * WALLS[:, :-2, :-2]).sum(), y, [sum_over_ranks(comm, grid, d) for d in dx], trainer.parameters()
+    return (y * WALLS[:, :-2, :-2]).sum(), y, [sum_over_ranks(grid, d, first=1) for d in dx], trainer.parameters()
 
 
 def test_boundary_values_of_each_step() -> None:

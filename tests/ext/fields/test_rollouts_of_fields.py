@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import Cuts, cuts_of, even, grid_at, index_with_ghosts, part_with_ghosts
+from grids import Cuts, cuts_of, even, grid_at, part_with_ghosts, sum_over_ranks
 from ranks import from_rank_0
 from trainings import demand_error, demand_like, demand_like_alone, make_trainer
 
@@ -171,12 +171,8 @@ def trained(comm: Communicator, kind: str, dims: Sequence[int], cuts: Cuts, ghos
     outputs = [out.all_gather(y) for out, y in zip(trainer.output_grid, trainer.predict(tuple(given)), strict=True)]
     assert [out.local_shape for out in trainer.output_grid] == [grid.local_shape for grid in states]
     trainer.forward(tuple(given))
-    dx = list(trainer.backward(target))
-    for i, (grid, d) in enumerate(zip(grids[:4] + [None] + grids[4:], dx, strict=True)):
-        if grid is not None:
-            dx[i] = np.zeros((*d.shape[:2], *(n + 2 for n in grid.shape)))
-            dx[i][index_with_ghosts(grid, 1)] = d  # a cell has a gradient on each rank that has it as a ghost
-            comm.all_reduce(dx[i].reshape(-1)).wait()
+    rows = zip([*grids[:4], None, *grids[4:]], trainer.backward(target), strict=True)
+    dx = [sum_over_ranks(grid, d) if grid else d for grid, d in rows]
     return losses, dx, outputs, trainer.gradients(), trainer.parameters()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from grids import Cuts, cuts_of, even, grid_at, part, part_with_ghosts, place_of, random_cuts, uneven
 from ranks import from_rank_0
-from trainings import demand_like_alone, demand_refused, make_trainer
+from trainings import demand_like, demand_like_alone, demand_refused, make_trainer, train_on_parts
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -51,75 +52,53 @@ def net(terrain: np.ndarray, volumes: np.ndarray) -> nn.Layer:
 LOSS = nn.MultiOutputLoss(nn.RelativeL2(), nn.MSELoss(), loss_weights=(1.0, 0.5))
 
 
-def trained(comm: Communicator, dims: Sequence[int] = (), cuts: Cuts = (), place: Any = None, **more: Any) -> Any:
-    """Train two steps, one of them by `fit`. Return values that are equal on all ranks, and parts of fields with their
-    positions."""
-    rank, samples = place or (comm.rank, slice(None))
-    at, grid = [], None
-    if dims:
-        at, group = place_of(rank, dims), more.pop("group", comm)
-        grid = fsdpx.Grid(group, [c[p + 1] - c[p] for c, p in zip(cuts, at, strict=True)], dims=dims, layout="cyx")
-
-    def mine(a: np.ndarray, first: int = 2) -> np.ndarray:
-        return part(a, cuts, at, first) if dims else a
-
-    trainer = make_trainer(net(mine(TERRAIN, 1), mine(VOLUMES, 0)), grid, loss=LOSS, comm=comm, microbatches=2, **more)
-    x = tuple(mine(a)[samples] if a.ndim > 2 else a[samples] for a in (U, TIMES, FORCING, NUMBERS))
-    y = mine(NEXT)[samples], DRAG[samples]
+def trained(comm: Communicator, grid: Any = None, samples: slice = slice(None), **more: Any) -> dict[str, Any]:
+    """Train two steps, one of them by `fit`. Return what is equal on all ranks of a field: whole fields among it."""
+    mine, whole = (grid.take_local, grid.all_gather) if grid else (np.asarray, np.asarray)
+    trainer = make_trainer(net(mine(TERRAIN), mine(VOLUMES)), grid, loss=LOSS, comm=comm, microbatches=2, **more)
+    x = mine(U[samples]), TIMES[samples], mine(FORCING[samples]), NUMBERS[samples]
+    y = mine(NEXT[samples]), DRAG[samples]
     found: dict[str, Any] = {"losses": [trainer.step(x, y)], "evaluated": trainer.evaluate(x, y)}
     history = trainer.fit([(x, y)], validation=[(x, y)], metrics={"same": LOSS}, progress=False)
     found |= {"metric": history.metrics["same"][0][1], "validated": history.validation[0][1]}
-    out, found["drag"] = trainer.predict(x)
-    fields = {"out": out}
+    out, drag = trainer.predict(x)
+    found |= {"out": whole(out), "drag": drag, "parameters": trainer.parameters()}
     if "mesh" not in more:
         trainer.forward(x, training=False)
-        fields["du"], found["dt"], fields["df"], found["ds"] = trainer.backward((y[0], y[1]))
-        found |= trainer.gradients()
-    return found | trainer.parameters(), fields, at, samples
+        du, dt, df, ds = trainer.backward(y)
+        found |= {"dx": [whole(du), dt, whole(df), ds], "gradients": trainer.gradients()}
+    return found
 
 
 @lru_cache
 def alone() -> Any:
-    found, fields, *_ = spawn(lambda comm: trained(comm), 1)[0]
+    (found,) = spawn(trained, 1)
     assert found["metric"] == pytest.approx(found["validated"], rel=1e-12)
-    return found, fields
-
-
-def compare(found: Any, cuts: Cuts, wanted: Any = None) -> None:
-    values, fields, at, samples = found
-    want, wanted_fields = wanted or alone()
-    for name, value in values.items():
-        expected = want[name][samples] if name == "drag" else want[name]
-        np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-11, err_msg=name)
-    np.testing.assert_allclose(values["losses"], want["losses"], rtol=1e-12)
-    for name, value in fields.items():
-        expected = part(wanted_fields[name], cuts, at)[samples]
-        np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-11, err_msg=name)
+    return found
 
 
 @pytest.mark.parametrize(("dims", "seed"), [((1, 1), 0), ((3, 1), 1), ((2, 2), 0), ((1, 5), 1)], ids=str)
 def test_scalars_and_fields_on_any_parts(dims: tuple[int, int], seed: int) -> None:
     cuts = cuts_of(SHAPE, dims, seed).cuts
-    for found in spawn(lambda comm: trained(comm, dims, cuts), int(np.prod(dims))):
-        compare(found, cuts)
+    demand_like(alone(), lambda comm, *cut: trained(comm, grid_at(comm, *cut, layout="cyx")), [(dims, cuts)])
 
 
 @pytest.mark.parametrize("kind", ["members", "pipe"])
 def test_each_member_and_each_stage_has_its_scalars(kind: str) -> None:
     """Two fields, each on two ranks; or two pipeline stages, each on two ranks."""
-    cuts = even(SHAPE, (2, 1))
+    axis, rows = ("replica", (slice(0, 3), slice(3, ROWS))) if kind == "members" else ("pipe", (slice(None),) * 2)
 
     def run(comm: Communicator) -> Any:
-        mesh = Mesh(replica=2, shard=2, domain=(2, 1)) if kind == "members" else Mesh(pipe=2, shard=2, domain=(2, 1))
+        mesh = Mesh(**{axis: 2}, shard=2, domain=(2, 1))
         at = mesh.coordinates_of(comm.rank)
-        group, samples = at.replica if kind == "members" else at.pipe, slice(None)
-        if kind == "members":
-            samples = (slice(0, 3), slice(3, ROWS))[at.replica]
-        split = comm.split(group, at.shard)
-        return trained(comm, (2, 1), cuts, (at.shard, samples), mesh=mesh, group=split)
+        samples, split = rows[getattr(at, axis)], comm.split(getattr(at, axis), at.shard)
+        grid = grid_at(split, (2, 1), even(SHAPE, (2, 1)), layout="cyx")
+        return samples, trained(comm, grid, samples, mesh=mesh)
 
-    for found in spawn(run, 4):
-        compare(found, cuts)
+    for rank, (samples, found) in enumerate(spawn(run, 4)):
+        want = {name: alone()[name] for name in found}
+        want |= {name: want[name][samples] for name in ("out", "drag")}
+        assert_close(found, want, 1e-12, rank=rank)
 
 
 def test_samples_without_a_dim_of_their_own_and_other_layouts() -> None:
@@ -281,9 +260,8 @@ def test_unets_of_time_train_alike_on_any_parts() -> None:
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
         grid = grid_at(comm, dims, cuts, layout="cyx")
-        trainer, u = make_trainer(diffusion_net(attention=2), grid, microbatches=2), grid.take_local(NOISY)
-        loss = trainer.step((u, STEPS), u[::-1])
-        return loss, trainer.parameters(), grid.all_gather(trainer.predict((u, STEPS)))
+        trainer = make_trainer(diffusion_net(attention=2), grid, microbatches=2)
+        return train_on_parts(trainer, (grid.take_local(NOISY), STEPS), NOISY[::-1], 1)
 
     demand_like_alone(run, (8, 12), uneven((8, 12), (2, 2), (1, 3)))
 
@@ -328,8 +306,7 @@ def test_missing_targets_count_alike_in_any_parts_and_microbatches() -> None:
 
     (want,) = spawn(run, 1, (1, 1), even(SHAPE, (1, 1)), 1)
     for dims, microbatches in (((1, 1), 4), ((2, 2), 2)):
-        for got in spawn(run, int(np.prod(dims)), dims, random_cuts(SHAPE, dims), microbatches):
-            np.testing.assert_allclose(got, want, rtol=1e-12)
+        demand_like(want, functools.partial(run, microbatches=microbatches), uneven(SHAPE, dims))
 
 
 def test_which_inputs_are_scalars_follows_from_their_readers() -> None:
@@ -485,5 +462,5 @@ def test_a_dry_run_knows_scalars() -> None:
 def test_scalars_under_mpi(world: Communicator) -> None:
     MPI = pytest.importorskip("mpi4py.MPI")
     dims = MPI.Compute_dims(world.size, 2)
-    want, cuts = from_rank_0(world, alone), cuts_of(SHAPE, dims, world.size % 2).cuts
-    compare(trained(world, dims, cuts), cuts, want)
+    grid = grid_at(world, dims, cuts_of(SHAPE, dims, world.size % 2).cuts, layout="cyx")
+    assert_close(trained(world, grid), from_rank_0(world, alone), 1e-12)

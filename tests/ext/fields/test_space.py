@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import Cuts, OfLine, by_turns, grid_at, index_with_ghosts, part_with_ghosts, uneven
+from grids import Cuts, OfLine, by_turns, grid_at, part_with_ghosts, sum_over_ranks, uneven
 from hypothesis import given
 from hypothesis import strategies as st
-from trainings import demand_like, demand_like_alone, demand_refused, make_trainer
+from trainings import demand_like, demand_like_alone, demand_refused, make_trainer, train_on_parts
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -82,10 +82,8 @@ def trained(name: str, loss: nn.Loss, grid: fsdpx.Grid | None = None, **more: An
         if grid is None:
             x = np.moveaxis(x, -1, 1)
             target = np.moveaxis(wanted(trainer.predict(x).shape[2:]), -1, 1)
-            return trainer.step(x, target), trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
-        mine, outputs = grid.take_local(x), trainer.output_grid
-        value = trainer.step(mine, outputs.take_local(wanted(outputs.shape)))
-        return value, trainer.parameters(), outputs.all_gather(trainer.predict(mine))
+            return [trainer.step(x, target)], trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
+        return train_on_parts(trainer, grid.take_local(x), wanted(trainer.output_grid.shape), 1)
 
 
 def wanted(shape: Sequence[int]) -> np.ndarray:
@@ -157,10 +155,7 @@ def test_backward_by_hand_gives_the_gradient_of_each_part(ghosts: int) -> None:
         dx = trainer.backward(grid.take_local(dy))
         trainer.update()
         assert dx.shape == mine.shape
-        # cells that two ranks have as ghosts or as their own have the sum of what these were told
-        total = np.zeros_like(x)
-        total[index_with_ghosts(grid, first=0)] = dx
-        return grid.all_gather(y), sum(comm.all_gather_value(total)), trainer.parameters()
+        return grid.all_gather(y), sum_over_ranks(grid, dx, ghosts, 0), trainer.parameters()
 
     demand_like_alone(run, (9, 7), uneven((9, 7), (2, 1), (2, 2)))
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grids import grid_at, random_cuts
 from test_space import grid_of
-from trainings import demand_refused, make_trainer
+from trainings import demand_refused, make_trainer, train_on_parts
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -40,12 +41,6 @@ def alone(rows: int, norm: nn.Layer | None = None) -> Any:
     return [trainer.step(x, y) for _ in range(2)], trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
 
 
-def cut(n: int, r: int, width: int) -> slice:
-    """Uneven parts."""
-    bounds = [0, *(min(n, 1 + n * (i + 1) // width) for i in range(width - 1)), n]
-    return slice(bounds[r], bounds[r + 1])
-
-
 def trained(
     comm: Communicator, mesh: Mesh, strategy: str, dims: tuple[int, int], rows: Sequence[int],
     place: Callable[[int], tuple[int, int]] | None = None,
@@ -54,14 +49,11 @@ def trained(
     groups of neighbors by default."""
     width = int(np.prod(dims))
     member, at = place(comm.rank) if place else divmod(comm.rank, width)
-    r, c = divmod(at, dims[1])
-    here = cut(SHAPE[0], r, dims[0]), cut(SHAPE[1], c, dims[1])
-    group = comm if place is None else comm.split(member, at)
-    grid = fsdpx.Grid(group, [s.stop - s.start for s in here], dims=dims)
+    grid = grid_at(comm.split(member, at) if place else comm, dims, random_cuts(SHAPE, dims))
     trainer = make(grid, comm=comm, mesh=mesh, strategy=strategy)
     x, y = batch(sum(rows))
     samples = slice(sum(rows[: trainer.data_group.rank]), sum(rows[: trainer.data_group.rank + 1]))
-    mine, outputs = x[samples, *here], trainer.output_grid
+    mine, outputs = grid.take_local(x[samples]), trainer.output_grid
     losses = [trainer.step(mine, outputs.take_local(y[samples])) for _ in range(2)]
     assert (trainer.data_group.size, trainer.data_group.rank, trainer.domain_group.size) == (len(rows), member, width)
     return losses, trainer.parameters(), trainer.predict(mine), outputs, samples
@@ -105,12 +97,9 @@ def test_stages_of_a_pipe_hold_parts(order: tuple[str, ...]) -> None:
     def run(comm: Communicator) -> Any:
         mesh = Mesh(pipe=2, shard=2, domain=(2, 1), order=order)
         at = mesh.coordinates_of(comm.rank)
-        here = cut(SHAPE[0], at.shard, 2)
-        grid = fsdpx.Grid(comm.split(at.pipe, at.shard), (here.stop - here.start, SHAPE[1]), dims=(2, 1))
+        grid = grid_at(comm.split(at.pipe, at.shard), (2, 1), random_cuts(SHAPE, (2, 1)))
         trainer, (x, y) = make(grid, norm, comm=comm, mesh=mesh), batch(4)
-        outputs = trainer.output_grid
-        losses = [trainer.step(x[:, here], outputs.take_local(y)) for _ in range(2)]
-        return losses, trainer.parameters(), outputs.all_gather(trainer.predict(x[:, here]))
+        return train_on_parts(trainer, grid.take_local(x), y)
 
     for found in spawn(run, 4):
         assert_close(found, alone(4, norm), 1e-11)

@@ -13,7 +13,7 @@ from grids import Cuts, OfLine, by_turns, even, grid_at, part_with_ghosts, place
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_space import grid_of
-from trainings import demand_like, demand_like_alone, demand_refused, make_trainer
+from trainings import demand_like, demand_like_alone, demand_refused, make_trainer, train_on_parts
 
 import fsdpx
 from fsdpx import nn, spawn
@@ -71,7 +71,7 @@ def alone(first: str) -> Any:
     inside = [slice(g - n, -(g - n) or None) for g, n in zip(GHOSTS, NEEDS[first], strict=True)]
     x = np.moveaxis(padded(2)[:, *inside], -1, 1)
     target = np.moveaxis(wanted(trainer.predict(x).shape[2:]), -1, 1)
-    return trainer.step(x, target), trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
+    return [trainer.step(x, target)], trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
 
 
 @pytest.mark.parametrize("first", few(list(FIRST), 8))
@@ -81,9 +81,7 @@ def test_ghost_cells_are_the_padding(first: str) -> None:
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
         grid = grid_at(comm, dims, cuts, ghosts=GHOSTS)
         trainer = train(nn.Sequential(FIRST[first](1), *tail(4)), grid)
-        x, outputs = part_with_ghosts(padded(2), grid, first=1), trainer.output_grid
-        loss = trainer.step(x, outputs.take_local(wanted(outputs.shape)))
-        return loss, trainer.parameters(), outputs.all_gather(trainer.predict(x))
+        return train_on_parts(trainer, part_with_ghosts(padded(2), grid, first=1), wanted(trainer.output_grid.shape), 1)
 
     number = list(FIRST).index(first)
     grids = (2, 2), ((1, 1), (1, 3), (3, 1))[number % 3]
@@ -313,9 +311,7 @@ def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str)
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
         grid = grid_at(comm, dims, cuts, ghosts=sides_of(kind, comm.rank, dims, GHOSTS))
-        trainer, x = train(net, grid), part_with_ghosts(field, grid, 0, 1)
-        loss = trainer.step(x, grid.take_local(wanted(SHAPE)))
-        return loss, trainer.parameters(), grid.all_gather(trainer.predict(x))
+        return train_on_parts(train(net, grid), part_with_ghosts(field, grid, 0, 1), wanted(SHAPE), 1)
 
     demand_like_alone(run, SHAPE, [(dims, cuts)])
 
@@ -338,8 +334,7 @@ def test_a_rollout_has_ghost_cells_between_ranks_alone() -> None:
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
         grid = grid_at(comm, dims, cuts, ghosts=sides_of("none at walls", comm.rank, dims, (1, 1)))
-        trainer, x = train(nn.Rollout(net, 3), grid), part_with_ghosts(whole, grid, 0, 1)
-        return trainer.step(x, grid.take_local(y)), grid.all_gather(trainer.predict(x))
+        return train_on_parts(train(nn.Rollout(net, 3), grid), part_with_ghosts(whole, grid, 0, 1), y, 1)
 
     demand_like_alone(run, SHAPE, [((3, 2), even(SHAPE, (3, 2)))])
 
@@ -548,10 +543,9 @@ def test_dropout_keeps_ghost_cells_with_the_mask_of_their_owners(periods: tuple[
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
         grid = grid_at(comm, dims, cuts, ghosts=1, periods=periods)
-        trainer, x = train(net, grid), part_with_ghosts(field, grid, first=1)
-        return [trainer.step(x, grid.take_local(wanted(SHAPE))) for _ in range(2)], trainer.parameters()
+        return train_on_parts(train(net, grid), part_with_ghosts(field, grid, first=1), wanted(SHAPE))
 
-    losses, _ = demand_like_alone(run, SHAPE, by_turns(SHAPE, ((1, 3), (2, 2)), sum(periods)))
+    losses, *_ = demand_like_alone(run, SHAPE, by_turns(SHAPE, ((1, 3), (2, 2)), sum(periods)))
     if all(periods):  # without ghost cells, circular padding reads the same cells
         circular = nn.Sequential(drop, nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"))
         trainer = train(circular, fsdpx.Grid.from_shape(SHAPE, (1, 1)))

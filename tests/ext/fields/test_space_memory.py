@@ -1,21 +1,15 @@
 """Memory of fields over ranks: it falls with their number, and what one rank has no memory for trains on two."""
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trials import job
 
 import fsdpx
 from fsdpx import nn, optim
-
-ROOT = Path(__file__).parents[3]
-MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 JOB = """
 import resource
@@ -67,19 +61,7 @@ def test_four_ranks_have_a_quarter_of_the_peak_and_halos() -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits of memory are set from what /proc says")
 def test_a_field_that_one_rank_has_no_memory_for_trains_on_two(tmp_path: Path) -> None:
     """Each rank may have three fifths of what the step takes on one."""
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
-    environ |= {"PYTHONPATH": str(ROOT), "FSDPX_TUNE": "0", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-    def ran(command: list[str]) -> str:
-        done = subprocess.run(
-            [*command, sys.executable, str(script)], cwd=tmp_path, env=environ, capture_output=True, text=True,
-            timeout=300, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "rank 0: rank 0 of 1 has too little memory: Unable to allocate" in ran([])
-    assert MPIEXEC is not None
-    assert sorted(ran([MPIEXEC, "-n", "2"]).split("\n")[:-1]) == ["rank 0 trains", "rank 1 trains"]
+    one, two = (job(tmp_path, JOB, ranks=n, OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1") for n in (1, 2))
+    assert (one.status, two.status) == (0, 0), one.err + two.err
+    assert "rank 0: rank 0 of 1 has too little memory: Unable to allocate" in one.out
+    assert sorted(two.out.split("\n")[:-1]) == ["rank 0 trains", "rank 1 trains"]

@@ -1,6 +1,7 @@
 """Fields on a Cartesian communicator of MPI, at whatever number of ranks the tests are run with."""
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,26 +84,17 @@ def test_members_of_an_ensemble_have_communicators_of_their_own(world: Communica
     split.Free()
 
 
-class Petsc:
-    """A communicator of another library, which gives mpi4py's."""
-
-    def __init__(self, comm: Any) -> None:
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
-
-    def tompi4py(self) -> Any:
-        return self.comm
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_ranks_may_be_numbered_in_any_order(world: Communicator, first: int) -> None:
     """x first, and backwards: the same losses as in MPI's own order, on a communicator of another library."""
     MPI = pytest.importorskip("mpi4py.MPI")
     dims = tuple(MPI.Compute_dims(world.size, 2))
+    petsc = SimpleNamespace(rank=world.rank, size=world.size, tompi4py=lambda: MPI.COMM_WORLD)
     cuts, u = random_cuts((9, 12), dims), np.random.default_rng(1).standard_normal((9, 12, 2))
     other: Any = np.arange(world.size).reshape(dims).T.ravel() if first == 0 else range(world.size)[::-1]
     found = []
     for order in (range(world.size), other):
-        grid = numbered(Petsc(MPI.COMM_WORLD), dims, cuts, order)
+        grid = numbered(petsc, dims, cuts, order)
         place = place_of(order[world.rank], dims)
         net = nn.Conv2d(2, 2, 3, padding=1, padding_mode=("reflect", "circular"))
         trainer = make_trainer(net, grid, loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=1e-2))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from grids import even, grid_at, part_with_ghosts, random_cuts
 from staggered_flow import LOSS, NX, NY, U_NEXT, V_NEXT, P, U, V, flow_model, trained
-from trainings import demand_error, demand_like, demand_like_alone, make_trainer
+from trainings import demand_error, demand_like, demand_like_alone, make_trainer, train_on_parts
 
 import fsdpx
 from fsdpx import nn, spawn
@@ -56,8 +56,7 @@ def test_faces_in_faces_out_with_ghosts_of_the_solver() -> None:
     def run(comm: Communicator, *cut: Any) -> Any:
         faces = grid_at(comm, *cut, layout="yxc", ghosts=1, periods=(True, False)).faces("x", shared=True)
         trainer, mine = make_trainer(model, faces), part_with_ghosts(wide, faces, 1, first=0)[..., None]
-        losses = [trainer.step(mine, faces.take_local(target)) for _ in range(2)]
-        return losses, trainer.parameters(), faces.all_gather(trainer.predict(mine))
+        return train_on_parts(trainer, mine, target)
 
     demand_like_alone(run, (NY, NX), [((2, 2), even((NY, NX), (2, 2)))], 1e-12)
 

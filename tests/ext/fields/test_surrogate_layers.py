@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from grids import cuts_of, env_of, grid_at, noise
-from layers_on_parts import run_alone, run_over
+from layers_on_parts import demand_layer_of_whole, draw_gradient, run_alone
 from setting import parameters
-from trainings import demand_like_alone, make_trainer
+from trainings import demand_like_alone, make_trainer, train_on_parts
 
 from fsdpx import nn, optim
 from fsdpx.core.comm import Communicator
@@ -59,11 +59,8 @@ def test_layers_over_parts_are_those_of_the_whole(name: str) -> None:
     """Compare results and all gradients for even, uneven and empty parts on 1 to 8 ranks."""
     make, (channels, *cells) = LAYERS[name]
     layer, x = make(), noise(2, channels, *cells)
-    p, dy = shaken(layer), lambda y: noise(*y.shape, seed=1)
-    alone = run_alone(layer, p, x, dy)
     for k, dims in enumerate(GRIDS[len(cells)]):
-        ran = run_over(layer, p, x, dy(alone.y), dims, cuts_of(cells, dims, k if k % 2 else 0))
-        assert_close({"y": ran.y, "dx": ran.dx, **ran.g}, {"y": alone.y, "dx": alone.dx, **alone.g}, 1e-12)
+        demand_layer_of_whole(layer, shaken(layer), x, dims, k if k % 2 else 0)
 
 
 def network() -> nn.Layer:
@@ -91,14 +88,13 @@ NETWORKS: dict[str, Callable[[], nn.Layer]] = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_parts_train_as_the_whole_does(name: str) -> None:
     """Two microbatches with a sum of losses. Parts compute attention again in the backward pass."""
-    loss = 0.5 * nn.MSELoss() + nn.L1Loss() + nn.RelativeL2()
+    loss, x = 0.5 * nn.MSELoss() + nn.L1Loss() + nn.RelativeL2(), noise(2, 2, 8, 12)
 
     def run(comm: Communicator, *cut: Any) -> Any:
         grid, again = grid_at(comm, *cut, layout="cyx"), "attention" if comm.size > 1 else None
         more = {"microbatches": 2, "recompute": again, "optimizer": optim.SGD(lr=0.01)}
         trainer = make_trainer(NETWORKS[name](), grid, loss=loss, **more)
-        x = grid.take_local(noise(2, 2, 8, 12))
-        return trainer.step(x, x * x), trainer.parameters(), grid.all_gather(trainer.predict(x))
+        return train_on_parts(trainer, grid.take_local(x), x * x, 1)
 
     grids = [(dims, cuts_of((8, 12), dims, seed).cuts) for dims, seed in (((2, 2), 3), ((1, 5), 4))]
     demand_like_alone(run, (8, 12), grids)
@@ -177,11 +173,11 @@ def test_layers_are_those_of_pytorch(name: str) -> None:
         for tensor in module.parameters():
             tensor += 0.3 * torch.tensor(noise(*tensor.shape, seed=5))
     y = module(x)
-    y.backward(torch.tensor(noise(*y.shape, seed=1)))
+    y.backward(torch.tensor(draw_gradient(y)))
     trainer = layer.as_distributed(optimizer=optim.SGD(lr=0.1), precision="float64")
     trainer.load_parameters(module.state_dict())
     p = trainer.parameters()
-    ran = run_alone(layer, p, x.detach().numpy(), lambda y: noise(*y.shape, seed=1))
+    ran = run_alone(layer, p, x.detach().numpy())
     rename = {alias: name for alias, name in type(layer).aliases.items() if name}
     want = {"y": y.detach().numpy(), "dx": x.grad.numpy()}
     want |= {rename.get(n, n): t.grad.numpy().reshape(p[rename.get(n, n)].shape) for n, t in module.named_parameters()}

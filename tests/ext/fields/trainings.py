@@ -27,6 +27,14 @@ def make_trainer(net: nn.Layer, grid: fsdpx.Grid | None, **more: Any) -> Trainer
     return net.as_distributed(**usual | more)
 
 
+def train_on_parts(trainer: Trainer, x: Any, target: np.ndarray, steps: int = 2) -> Any:
+    """Train on the part x of a rank and its part of the whole target. Return the losses of the steps, the parameters,
+    and the whole prediction afterwards."""
+    outputs = trainer.output_grid
+    losses = [trainer.step(x, outputs.take_local(target)) for _ in range(steps)]
+    return losses, trainer.parameters(), outputs.all_gather(trainer.predict(x))
+
+
 def demand_like_alone(
     run: Callable[..., Any], shape: Sequence[int], grids: Iterable[tuple[Sequence[int], Cuts]], tolerance: float = 1e-12
 ) -> Any:
