@@ -101,6 +101,30 @@ def demand_layer_of_whole(layer: Layer, p: dict[str, np.ndarray], x: Any, dims: 
     return alone, found
 
 
+def demand_like_torch(layer: Layer, x: tuple[np.ndarray, ...], dy: Any, formula: Any) -> Any:
+    """A layer gives what `formula(p, x)` gives in PyTorch: results, and gradients in one backward pass and in two. dy:
+    a gradient for each result. Returns what the layer saved."""
+    torch = pytest.importorskip("torch")
+    env, specs = env_of(None), layer.specs().items()
+    p = {name: 0.3 * noise(*spec.shape, seed=i) for i, (name, spec) in enumerate(specs)}
+    tp, tx = ({k: torch.tensor(a, requires_grad=True) for k, a in d.items()} for d in (p, dict(enumerate(x))))
+    wanted = formula(tp, tuple(tx.values()))
+    torch.autograd.backward(wanted, each(torch.tensor, dy))
+    y, saved = layer.forward(env, p, x)
+    assert_close(y, each(lambda a: a.detach(), wanted), 1e-13)
+    for two_passes in (False, True):
+        g = {name: np.zeros_like(a) for name, a in p.items()}
+        if two_passes:
+            dx, late = layer.backward_input(env, p, saved, dy)
+            layer.backward_params(env, g, late)
+        else:
+            dx = layer.backward(env, p, g, saved, dy)
+        # no step with a gradient reads an input without one
+        wanted_dx = [np.zeros_like(d) if a.grad is None else a.grad for d, a in zip(dx, tx.values(), strict=True)]
+        assert_close({"g": g, "dx": dx}, {"g": {name: tp[name].grad for name in g}, "dx": wanted_dx}, 1e-12)
+    return saved
+
+
 def demand_adjoint(ran: Ran, x: np.ndarray, zero: np.ndarray | float = 0.0) -> None:
     """<F x, dy> = <x, F* dy> to 1e-13 of |F x| |dy|, for the dy of `demand_layer_of_whole`. zero: the result for 0."""
     y, dy = ran.y - zero, draw_gradient(ran.y)

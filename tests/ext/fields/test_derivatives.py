@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from grids import PARTITIONS, env_of, even, grid_at, noise
 from layers_on_parts import demand_adjoint, demand_layer_of_whole, demand_loss_of_whole, run_alone
-from trainings import demand_error, demand_like_alone, make_trainer, train_on_parts
+from trainings import demand_like_alone, make_trainer, train_on_parts
 
 from fsdpx import nn
 from fsdpx.core.comm import Communicator
-from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import MODES
-from fsdpx.testing import LossContract
 
 
 def of(layer: nn.Layer, x: np.ndarray) -> np.ndarray:
@@ -134,14 +132,12 @@ def test_a_mean_is_conserved() -> None:
     np.testing.assert_allclose(np.ptp(found - y, axis=(2, 3)), 0.0, atol=1e-13)
 
 
-PHYSICS = nn.PhysicsLoss(nn.RelativeL2(), nn.FieldDivergence(0.5, (False, True), 4), 0.3)
-
-
 def test_a_loss_from_physics_is_its_formula() -> None:
     y, target = noise(3, 2, 7, 8), noise(3, 2, 7, 8, seed=1)
-    residual = of(nn.FieldDivergence(0.5, (False, True), 4), y)
+    divergence = nn.FieldDivergence(0.5, (False, True), 4)
+    residual = of(divergence, y)
     for loss in (nn.RelativeL2(), nn.MSELoss(), nn.VRMSE()):
-        total, weight, _ = nn.PhysicsLoss(loss, PHYSICS.residual, 0.3).forward(env_of(None), y, target)
+        total, weight, _ = nn.PhysicsLoss(loss, divergence, 0.3).forward(env_of(None), y, target)
         plain = loss.forward(env_of(None), y, target)
         assert total / weight == pytest.approx(plain[0] / plain[1] + 0.3 * float((residual**2).mean()), rel=1e-12)
 
@@ -153,23 +149,6 @@ def test_a_loss_from_physics_over_parts(dims: tuple[int, ...], seed: int) -> Non
     divergence = nn.FieldDivergence(0.5, (False, True, False)[: len(dims)], 4)
     for loss, residual, weight in ((nn.RelativeL2(), divergence, 0.3), (nn.MSELoss(), nn.FieldLaplacian(), 2.0)):
         demand_loss_of_whole(nn.PhysicsLoss(loss, residual, weight), y, target, dims, seed, 1e-9, 1e-13)
-
-
-class TestContract(LossContract):
-    """Of a loss from physics."""
-
-    @pytest.fixture(params=[PHYSICS, nn.PhysicsLoss(nn.MSELoss(), nn.FieldCurl())], autouse=True)
-    def case(self, request: Any) -> None:
-        self.loss = request.param
-
-    def make(self) -> nn.Loss:
-        return self.loss  # type: ignore[no-any-return]
-
-    def outputs(self) -> np.ndarray:
-        return self.draw_normal(4, 2, 6, 7)
-
-    def target(self) -> np.ndarray:
-        return self.draw_normal(4, 2, 6, 7, seed=1)
 
 
 def test_training_with_physics_over_a_grid() -> None:
@@ -185,51 +164,3 @@ def test_training_with_physics_over_a_grid() -> None:
     u = noise(6, 9, 2)
     losses, *_ = demand_like_alone(run, (6, 9), [((2, 3), even((6, 9), (2, 3)))])
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.FieldGradient(order=3), "Gradient: order=3: choose 2 or 4"),
-        (lambda: nn.FieldLaplacian(0.0), "Laplacian: spacing: 0.0 is not a number above 0, for all dims or for each"),
-        (lambda: nn.FieldLaplacian("a"), "Laplacian: spacing: 'a' is not a number above 0, for all dims or for each"),
-        (lambda: nn.FieldGradient([np.ones(3), 0.1]), "must be positions that increase or decrease, one for each"),
-        (lambda: nn.FieldGradient([np.ones(9), 0.1]), "spacing: the array of 9 along a dim must be positions"),
-        (lambda: nn.FieldGradient(([0.0, 1.0, np.inf],)), "spacing: [0.0, 1.0, inf] must be positions that"),
-        (lambda: nn.FieldGradient(([0.0, "1"],)), "spacing: [0.0, '1'] must be positions that increase"),
-        (lambda: nn.FieldGradient(np.ones((2, 2))), "Gradient: spacing: array([1., 1.]) must be positions"),
-        (lambda: nn.FieldGradient(np.array(-1.0)), "Gradient: spacing: an array of () is not a number above 0"),
-        (
-            lambda: nn.FieldGradient(periodic=[np.ones(3), True]),
-            "Gradient: periodic: an array of (3,) is not True or False",
-        ),
-        (lambda: nn.FieldCurl(along=[np.ones(2), 1]), "name each dim of cells once, as (1, 0)"),
-        (lambda: nn.FieldLaplacian(np.array([1.0, 0.0])), "np.float64(0.0) is not a number above 0"),
-        (lambda: nn.FieldCurl(along=1), "Curl: along=1: name each dim of cells once"),
-        (lambda: nn.FieldCurl(along=(0, 0)), "Curl: along=(0, 0): name each dim of cells once"),
-        (lambda: nn.FieldDerivative(3), "FieldDerivative: coordinate=3 is 0 to 2, and derivative=1 1 or 2"),
-        (lambda: nn.PhysicsLoss(nn.MSELoss(), nn.Conv1d(1, 1, 1)), "must have one input, one output and no parameters"),
-        (lambda: nn.PhysicsLoss(nn.MSELoss(), nn.MatchMean()), "MatchMean() must have one input"),
-        (lambda: nn.PhysicsLoss(nn.ReLU(), nn.MSELoss()), "PhysicsLoss: a loss and a layer are needed, got ReLU()"),
-    ],
-)
-def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
-    demand_error(ConfigError, make, message)
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape", "message"),
-    [
-        (nn.FieldDivergence(), (1, 3, 4, 5), "wants (samples, a multiple of 2, *cells), got (1, 3, 4, 5)"),
-        (nn.FieldCurl(), (1, 3, 9), "wants (samples, vectors x dims, *cells) of 2 or 3 dims, got"),
-        (nn.FieldDerivative(1), (1, 3, 9), "wants (samples, channels, *cells) of 2 dims or more, got (1, 3, 9)"),
-        (nn.FieldGradient(), (1, 1, 3), "between walls dim 2 must have at least 4 cells, got 3"),
-        (nn.FieldLaplacian(order=4), (1, 1, 5), "between walls dim 2 must have at least 6 cells, got 5"),
-        (nn.FieldGradient(periodic=True, order=4), (1, 1, 1), "needs fields of at least 2 cells, got 1"),
-        (nn.FieldGradient((1.0, 2.0)), (1, 1, 9), "spacing is of 2 dims, and the field has 1"),
-        (nn.FieldGradient(([0, 1, 3],)), (1, 1, 4), "dim 2 has 4 cells: spacing needs 4 positions of values, or the 5"),
-        (nn.FieldGradient((range(4),), True), (1, 1, 4), "periodic dim 2 has 4 cells: spacing needs the 5 bounds"),
-    ],
-)
-def test_inputs_that_do_not_fit(layer: nn.Layer, shape: tuple[int, ...], message: str) -> None:
-    demand_error(ShapeError, lambda: layer.forward(env_of(None), {}, noise(*shape)), message)

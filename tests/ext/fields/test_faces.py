@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from grids import PARTITIONS, cuts_of, env_of, noise, padded
 from layers_on_parts import demand_adjoint, demand_layer_of_whole
-from trainings import demand_error
 
 from fsdpx import nn
-from fsdpx.errors import ConfigError, ShapeError
 
 SIZES = {2: (7, 5), 3: (4, 5, 6)}
 KINDS: list[tuple[str, Any]] = [
@@ -109,37 +107,3 @@ def test_divergence_of_fluxes() -> None:
     both = to_cells(u, 3, np.diff(x), 1, "all", 0.0) + to_cells(v, 2, np.diff(y), 1, "all", 0.0)
     np.testing.assert_allclose(out, both, rtol=1e-12, atol=1e-13)
     assert abs((out * np.multiply.outer(np.diff(y), np.diff(x))).sum((2, 3))).max() < 1e-13
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.CellsToFaces(3), "CellsToFaces: dim=3: give the number of a cell dim, 0 to 2"),
-        (lambda: nn.CellsToFaces(0, 2), "derivative=2: choose 0, the mean, or 1, the difference"),
-        (lambda: nn.FacesToCells(0, faces="right"), "faces='right': choose one of all, low, high"),
-        (lambda: nn.FacesToCells(0, padding_mode="circular"), "as many faces as cells: choose faces='low' or 'high'"),
-        (lambda: nn.FacesToCells(0, spacing=0.0), "spacing=0.0 is not a number above 0, or the bounds of the cells"),
-        (lambda: nn.CellsToFaces(0, spacing=np.inf), "spacing=inf is not a number above 0, or the bounds of the cells"),
-        (lambda: nn.CellsToFaces(0, spacing=np.array("a")), "is not a number above 0, or the bounds of the cells"),
-        (lambda: nn.FieldGradient(np.inf), "spacing: inf is not a number above 0, for all dims or for each"),
-        (lambda: nn.FacesToCells(0, spacing=[0.0, 1.0, 0.5]), "must be positions that increase or decrease"),
-        (lambda: nn.FaceDivergence(2, along=(1, 1)), "along=(1, 1): name each dim of cells once"),
-        (lambda: nn.FaceDivergence(2, (1.0,)), "spacing has 1 entries, but dims=2"),
-        (lambda: nn.FaceDivergence(4), "dims=4: a field has 1 to 3 dims of cells"),
-    ],
-)
-def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
-    demand_error(ConfigError, make, message)
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape", "message"),
-    [
-        (nn.CellsToFaces(1), (1, 1, 5), "wants (samples, channels, *cells) of 2 to 3 dims, got (1, 1, 5)"),
-        (nn.FacesToCells(0), (1, 1, 1), "dim 2 has 1 faces, and no cell between them"),
-        (nn.CellsToFaces(0, spacing=[0, 1, 3]), (1, 1, 5), "dim 2 has 5 cells: spacing needs their 6 bounds, got 3"),
-        (nn.FaceDivergence(2, faces="low"), (1, 3, 4, 4), "FaceDivergence wants (samples, a multiple of 2, *cells)"),
-    ],
-)
-def test_inputs_that_do_not_fit(layer: nn.Layer, shape: tuple[int, ...], message: str) -> None:
-    demand_error(ShapeError, lambda: layer.forward(env_of(None), {}, noise(*shape)), message)

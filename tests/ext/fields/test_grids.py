@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-from grids import PARTITIONS, THEIRS, cuts_of, env_of
+from grids import PARTITIONS, cuts_of, env_of
 from layers_on_parts import demand_layer_of_whole, run_alone, run_over
 from setting import normal, parameters
-from trainings import demand_error
 
 from fsdpx import nn
-from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
 SIZES = {2: (9, 12), 3: (6, 9, 8)}
@@ -50,11 +47,9 @@ def test_parts_give_what_the_whole_gives(name: str, dims: tuple[int, ...], seed:
     demand_layer_of_whole(layer, parameters(layer), one if layer.n_inputs == 1 else (one, other), dims, seed)
 
 
-def test_padding_is_that_of_numpy() -> None:
+def test_a_pad_below_zero_cuts() -> None:
+    """`test_padding_sides.py` has all others."""
     x = normal(2, 3, 5, 6)
-    for mode, theirs in THEIRS.items():
-        y, _ = nn.Pad(((2, 1), (0, 3)), mode).forward(env_of(None), {}, x)
-        np.testing.assert_array_equal(y, np.pad(x, ((0, 0), (0, 0), (2, 1), (0, 3)), theirs))  # type: ignore[call-overload]
     y, _ = nn.Pad(((-2, -1), (1, -3))).forward(env_of(None), {}, x)
     np.testing.assert_array_equal(y, np.pad(x[:, :, 2:4, :3], ((0, 0), (0, 0), (0, 0), (1, 0))))
 
@@ -64,24 +59,6 @@ def test_padding_goes_to_the_outer_ranks() -> None:
     kind = nn.Pad(((2, 1), (-2, 3))).shard_over_ranks(ShardingContext("pad", [parts], 1)).kind
     assert isinstance(kind, FieldPartition)
     assert kind.cuts == ((0, 4, 8), (0, 0, 2, 7))
-
-
-@pytest.mark.parametrize(
-    ("padding", "mode", "message"),
-    [
-        ((), "zeros", "Pad: padding=(): give (before, after) for each of 1 to 3 dims"),
-        ((1, 1), "zeros", "Pad: padding=(1, 1): give (before, after) for each of 1 to 3 dims"),
-        (((1, 0.5),), "zeros", "Pad: padding=((1, 0.5),): give (before, after) for each of 1 to 3 dims"),
-        (((1, 1),), "wrap", "Pad: mode='wrap': choose one of zeros, circular"),
-        (((-3, -2),), "zeros", "nothing is left of a field of shape (5,)"),
-        (((0, 5),), "reflect", "needs fields of at least 6 cells, got 5"),
-        (((1, 1), (1, 1)), "zeros", "wants an input of shape (samples, channels, height, width), got (1, 1, 5)"),
-    ],
-)
-def test_padding_that_cannot_be(padding: Any, mode: str, message: str) -> None:
-    demand_error(
-        (ConfigError, ShapeError), lambda: nn.Pad(padding, mode).forward(env_of(None), {}, normal(1, 1, 5)), message
-    )
 
 
 @pytest.mark.parametrize("dims", [(1, 5), (2, 2, 2)], ids=str)

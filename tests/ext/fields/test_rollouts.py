@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from grids import Cuts, cuts_of, even, grid_at, part_with_ghosts, sum_over_ranks
+from grids import Cuts, cuts_of, env_of, even, grid_at, part_with_ghosts, sum_over_ranks
+from layers_on_parts import demand_like_torch
 from trainings import demand_error, demand_like, demand_like_alone, demand_refused, make_trainer
 
 import fsdpx
@@ -19,7 +21,6 @@ from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.data import DataLoader, FieldDataset
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.shard_specs import Replicated, ShardingContext
-from fsdpx.testing import LayerContract, assert_close
 
 SHAPE, ROWS, STEPS, STATES, CHANNELS = (6, 8), 3, 3, 2, 2
 RNG = np.random.default_rng(0)
@@ -47,7 +48,7 @@ def rollout(padding: str = "circular", **more: Any) -> nn.Layer:
     return nn.Rollout(net(padding), STEPS, inputs=STATES, constants=1, forcing=("f", "t"), **more)
 
 
-def torch_rollout(torch: Any, p: dict[str, Any], x: Sequence[Any], pushforward: int, detach: bool) -> Any:
+def torch_rollout(torch: Any, pushforward: int, detach: bool, p: dict[str, Any], x: Sequence[Any]) -> Any:
     first, forcing, times, numbers = x
     states, constant = list(first[:, :4].split(2, dim=1)), first[:, 4:]
     found = []
@@ -67,24 +68,11 @@ def torch_rollout(torch: Any, p: dict[str, Any], x: Sequence[Any], pushforward: 
 
 @pytest.mark.parametrize(("pushforward", "detach"), [(0, False), (1, False), (2, False), (0, True), (1, True)])
 def test_gradients_are_those_of_pytorch(pushforward: int, detach: bool) -> None:
-    torch = pytest.importorskip("torch")
-    layer, env = rollout(pushforward=pushforward, detach=detach), LayerContract()._make_layer_context(np)
-    p = {name: RNG.standard_normal(spec.shape) * 0.3 for name, spec in layer.specs().items()}
-    tp, tx = ({k: torch.tensor(a, requires_grad=True) for k, a in d.items()} for d in (p, dict(enumerate(INPUTS))))
-    wanted = torch_rollout(torch, tp, list(tx.values()), pushforward, detach)
-    wanted.backward(torch.tensor(LATER))
-    y, saved = layer.forward(env, p, INPUTS)
+    formula = partial(torch_rollout, pytest.importorskip("torch"), pushforward, detach)
+    layer = rollout(pushforward=pushforward, detach=detach)
+    saved = demand_like_torch(layer, INPUTS, LATER, formula)
     kept = [state[0].shape for state in saved[0][pushforward:]]
     assert kept == [(ROWS, CHANNELS, *SHAPE)] * (STATES + STEPS - 1 - pushforward)  # the states alone
-    np.testing.assert_allclose(y, wanted.detach(), rtol=1e-12, atol=1e-12)
-    for two_passes in (False, True):
-        g = {name: np.zeros_like(a) for name, a in p.items()}
-        if two_passes:
-            dx, late = layer.backward_input(env, p, saved, LATER)
-            layer.backward_params(env, g, late)
-        else:
-            dx = layer.backward(env, p, g, saved, LATER)
-        assert_close({"g": g, "dx": dx}, {"g": {n: tp[n].grad for n in g}, "dx": [a.grad for a in tx.values()]}, 1e-12)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -133,7 +121,7 @@ def test_ghost_cells_have_the_gradient_of_central_differences(kind: str) -> None
     """All steps read ghost cells beyond walls. Only the first step reads other ghost cells, unless noise replaces
     them."""
     grid = fsdpx.Grid.from_shape(SHAPE, (1, 1), layout="cyx", ghosts=1, periods=(True, False))
-    field, env = grid.input_partition, LayerContract()._make_layer_context(np)
+    field, env = grid.input_partition, env_of(None)
     request = ShardingContext("", [field, field, Replicated(), Replicated()], 1)
     layer = rollout("zeros", **KINDS[kind]).shard_over_ranks(request).layer
     p = {name: RNG.standard_normal(spec.shape) * 0.3 for name, spec in layer.specs().items()}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from grids import Cuts, cuts_of, even, grid_at, part_with_ghosts, sum_over_ranks
+from grids import Cuts, cuts_of, env_of, even, grid_at, part_with_ghosts, sum_over_ranks
+from layers_on_parts import demand_like_torch
 from ranks import from_rank_0
 from trainings import demand_error, demand_like, demand_like_alone, make_trainer
 
@@ -20,7 +21,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.data import DataLoader, FieldDataset
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.testing import LayerContract, assert_close
+from fsdpx.testing import assert_close
 
 SHAPE, ROWS, STEPS, STATES = (7, 9), 2, 3, 2
 RNG = np.random.default_rng(0)
@@ -71,7 +72,7 @@ def rollout(periodic: bool = False, **more: Any) -> nn.Layer:
     return nn.Rollout(net(periodic), STEPS, inputs=STATES, constants=(0, 0, 1), forcing=("wind", "dt"), **more)
 
 
-def torch_rollout(torch: Any, p: dict[str, Any], x: Sequence[Any], pushforward: int, detach: bool) -> list[Any]:
+def torch_rollout(torch: Any, pushforward: int, detach: bool, p: dict[str, Any], x: Sequence[Any]) -> tuple[Any, ...]:
     F = torch.nn.functional
 
     def conv(name: str, a: Any) -> Any:
@@ -98,35 +99,19 @@ def torch_rollout(torch: Any, p: dict[str, Any], x: Sequence[Any], pushforward: 
         for all_states, into, result in zip(states, found, results, strict=True):
             into.append(result)
             all_states.append(result.detach() if detach else result)
-    return [torch.cat(one, dim=1) for one in found]
+    return tuple(torch.cat(one, dim=1) for one in found)
 
 
 @pytest.mark.parametrize(("pushforward", "detach"), [(0, False), (1, False), (2, False), (0, True), (1, True)])
 def test_gradients_are_those_of_pytorch(pushforward: int, detach: bool) -> None:
-    torch = pytest.importorskip("torch")
-    layer, env = rollout(pushforward=pushforward, detach=detach), LayerContract()._make_layer_context(np)
-    x, dy = arrays_of(False)
-    p = {name: RNG.standard_normal(spec.shape) * 0.3 for name, spec in layer.specs().items()}
-    tp, tx = ({k: torch.tensor(a, requires_grad=True) for k, a in d.items()} for d in (p, dict(enumerate(x))))
-    wanted = torch_rollout(torch, tp, list(tx.values()), pushforward, detach)
-    torch.autograd.backward(wanted, [torch.tensor(a) for a in dy])
-    y, saved = layer.forward(env, p, tuple(x))
-    assert_close(y, [a.detach() for a in wanted], 1e-12)
-    for two_passes in (False, True):
-        g = {name: np.zeros_like(a) for name, a in p.items()}
-        if two_passes:
-            dx, kept = layer.backward_input(env, p, saved, tuple(dy))
-            layer.backward_params(env, g, kept)
-        else:
-            dx = layer.backward(env, p, g, saved, tuple(dy))
-        # no step with a gradient reads an input without one
-        wanted_dx = [np.zeros_like(d) if a.grad is None else a.grad for d, a in zip(dx, tx.values(), strict=True)]
-        assert_close((g, dx), ({name: tp[name].grad for name in g}, wanted_dx), 1e-12)
+    formula = partial(torch_rollout, pytest.importorskip("torch"), pushforward, detach)
+    layer = rollout(pushforward=pushforward, detach=detach)
+    demand_like_torch(layer, *map(tuple, arrays_of(False)), formula)
 
 
 def test_a_result_that_no_loss_reads_has_no_gradient_of_its_own() -> None:
     """It has one as an input of later steps. A state that the model never reads has none."""
-    layer, env = rollout(), LayerContract()._make_layer_context(np)
+    layer, env = rollout(), env_of(None)
     x, dy = arrays_of(False)
     p = {name: RNG.standard_normal(spec.shape) * 0.3 for name, spec in layer.specs().items()}
     saved = layer.forward(env, p, tuple(x))[1]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 from grids import Cuts, cuts_of, even, grid_at, part, part_with_ghosts, place_of, random_cuts, uneven
+from layers_on_parts import demand_like_torch
 from ranks import from_rank_0
 from trainings import demand_like, demand_like_alone, demand_refused, make_trainer, train_on_parts
 
@@ -150,25 +150,13 @@ def test_ghost_cells_are_scaled_and_shifted_too() -> None:
 
 def test_layers_compute_what_pytorch_and_papers_say() -> None:
     torch = pytest.importorskip("torch")
-    from fsdpx.testing import LayerContract
 
-    contract = LayerContract()
-    x, s = (torch.tensor(a, requires_grad=True) for a in (U, NUMBERS))
-    linear = torch.nn.Linear(2, 4, dtype=torch.float64)
-    scale, shift = linear(s).chunk(2, dim=1)
-    y = (1 + scale[..., None, None]) * x + shift[..., None, None]
-    dy = torch.tensor(NEXT)
-    y.backward(dy)
-    film, env = nn.FiLM(2, 2), contract._make_layer_context(np)
-    p = {f"linear.{name}": value.detach().numpy() for name, value in linear.named_parameters()}
-    assert {name: spec.shape for name, spec in film.specs().items()} == {n: a.shape for n, a in p.items()}
-    found, saved = film.forward(env, p, (U, NUMBERS))
-    g = {name: np.zeros_like(a) for name, a in p.items()}
-    dx, ds = film.backward(env, p, g, saved, NEXT)
-    got = {"y": found, "dx": dx, "ds": ds, **g}
-    want = {"y": y, "dx": x.grad, "ds": s.grad}
-    want |= {f"linear.{name}": value.grad for name, value in linear.named_parameters()}
-    assert_close(got, {name: a.detach().numpy() for name, a in want.items()}, 1e-12)
+    def film(p: dict[str, Any], x: Any) -> Any:
+        moved = torch.nn.functional.linear(x[1], p["linear.weight"], p["linear.bias"])
+        scale, shift = moved[..., None, None].chunk(2, dim=1)
+        return (1 + scale) * x[0] + shift
+
+    demand_like_torch(nn.FiLM(2, 2), (U, NUMBERS), NEXT, film)
 
     def predict(layer: nn.Layer, x: Any) -> Any:
         return layer.as_distributed(precision="float64").predict(x)
@@ -212,14 +200,8 @@ def diffusion_net(**more: Any) -> nn.UNet:
     return nn.UNet(2, 2, 2, 4, 1, "circular", "group", "silu", time_embedding=4, **more)
 
 
-@pytest.mark.parametrize("heads", [None, 2])
-def test_unets_of_time_are_those_of_pytorch(heads: int | None) -> None:
-    """Results and all gradients, from the same parameters by name."""
-    torch = pytest.importorskip("torch")
-    F = torch.nn.functional
-    trainer = make_trainer(diffusion_net(attention=heads), None)
-    p = {name: torch.tensor(a, requires_grad=True) for name, a in trainer.parameters().items()}
-    u, t = (torch.tensor(a, requires_grad=True) for a in (NOISY, STEPS))
+def torch_unet(torch: Any, heads: int | None, p: dict[str, Any], given: Any) -> Any:
+    F, (u, t) = torch.nn.functional, given
 
     def linear(name: str, x: Any) -> Any:
         return F.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
@@ -247,12 +229,14 @@ def test_unets_of_time_are_those_of_pytorch(heads: int | None) -> None:
         merged = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         low = low + linear(f"{path}.attention.out", merged).mT.reshape(low.shape)
     up = F.conv_transpose2d(low, p["upconv1.weight"], p["upconv1.bias"], 2)
-    y = F.conv2d(block("decoder1.dec1", torch.cat([up, kept], dim=1), time), p["conv.weight"], p["conv.bias"])
-    y.backward(torch.tensor(NOISY[::-1].copy()))
-    got = {"y": trainer.forward((NOISY, STEPS))}
-    got["du"], got["dt"] = trainer.backward(NOISY[::-1].copy())
-    want = {"y": y, "du": u.grad, "dt": t.grad} | {name: a.grad for name, a in p.items()}
-    assert_close(got | trainer.gradients(), {name: a.detach().numpy() for name, a in want.items()}, 1e-12)
+    return F.conv2d(block("decoder1.dec1", torch.cat([up, kept], dim=1), time), p["conv.weight"], p["conv.bias"])
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+def test_unets_of_time_are_those_of_pytorch(heads: int | None) -> None:
+    """Results and all gradients, from the same parameters by name."""
+    formula = partial(torch_unet, pytest.importorskip("torch"), heads)
+    demand_like_torch(diffusion_net(attention=heads), (NOISY, STEPS), NOISY[::-1].copy(), formula)
 
 
 def test_unets_of_time_train_alike_on_any_parts() -> None:
@@ -306,7 +290,7 @@ def test_missing_targets_count_alike_in_any_parts_and_microbatches() -> None:
 
     (want,) = spawn(run, 1, (1, 1), even(SHAPE, (1, 1)), 1)
     for dims, microbatches in (((1, 1), 4), ((2, 2), 2)):
-        demand_like(want, functools.partial(run, microbatches=microbatches), uneven(SHAPE, dims))
+        demand_like(want, partial(run, microbatches=microbatches), uneven(SHAPE, dims))
 
 
 def test_which_inputs_are_scalars_follows_from_their_readers() -> None:
@@ -337,6 +321,10 @@ def two(comm: Communicator, loss: nn.Loss, y: Any) -> Any:
 
 def domain_of(model: Any, inputs: Any, outputs: Any) -> Any:
     return lambda c: nn.Graph(model, inputs=inputs, outputs=outputs).as_distributed(domain=grid_of(c))
+
+
+def predict_with(layer: nn.Layer) -> Any:
+    return lambda c: layer.as_distributed(domain=grid_of(c)).predict(CELLS)
 
 
 CELLS = np.ones((4, 3, 1))
@@ -381,22 +369,19 @@ BOTH = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss())
         (lambda c: nn.StaticChannels([[1.0, 2.0], [3.0]]), "StaticChannels: values: setting an array element with a s"),
         (lambda c: nn.Mask([[True, False], [True]]), "Mask: cells: setting an array element with a sequence"),
         (lambda c: nn.StaticChannels("a"), "StaticChannels: give a number or bool for each cell, got <U1"),
+        (
+            predict_with(nn.StaticChannels(np.ones((2, 4, 4)))),
+            "has values of shape (2, 4, 4), and this rank's part of the field has",
+        ),
+        (
+            predict_with(nn.GlobalMean(np.ones((4, 4)))),
+            "weights of shape (4, 4) do not fit: this rank's part of the field has",
+        ),
+        (predict_with(nn.GlobalMean(np.zeros((4, 3)))), "all weights of a channel are 0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
     demand_refused(call, message)
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (nn.StaticChannels(np.ones((2, 4, 4))), "has values of shape (2, 4, 4), and this rank's part of the field has"),
-        (nn.GlobalMean(np.ones((4, 4))), "weights of shape (4, 4) do not fit: this rank's part of the field has"),
-        (nn.GlobalMean(np.zeros((4, 3))), "all weights of a channel are 0"),
-    ],
-)
-def test_arrays_of_another_part_are_refused(layer: nn.Layer, message: str) -> None:
-    demand_refused(lambda comm: layer.as_distributed(domain=grid_of(comm)).predict(CELLS), message)
 
 
 def test_scalars_that_differ_between_ranks_are_told() -> None:

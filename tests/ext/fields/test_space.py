@@ -251,12 +251,6 @@ def test_a_model_reads_several_fields() -> None:
     demand_like_alone(run, (8, 6), uneven((8, 6), (2, 2)))
 
 
-def test_a_mask_is_put_together_as_a_field_is() -> None:
-    mask = np.arange(48).reshape(4, 12) % 5 > 0
-    for whole in spawn(lambda comm: grid_of(comm).all_gather(grid_of(comm).take_local(mask)), 2):
-        np.testing.assert_array_equal(whole, mask)
-
-
 def test_bytes_of_modes_do_not_depend_on_the_field() -> None:
     def run(comm: Communicator, n: int) -> int:
         grid = fsdpx.Grid(comm, (n, n), dims=(2, 1))
@@ -274,18 +268,25 @@ def test_bytes_of_modes_do_not_depend_on_the_field() -> None:
 
 @pytest.mark.parametrize("layout", ["yxc", "cyx", "xyc", "yx"])
 def test_arrays_are_as_the_solver_holds_them(layout: str) -> None:
+    """And masks are arrays without channels, whatever the layout."""
     sizes, channels = {"y": 6, "x": 9, "c": 2}, 2 if "c" in layout else 1
     whole = np.random.default_rng(0).standard_normal([sizes[letter] for letter in layout])
     first, second = (sizes[letter] for letter in layout.replace("c", ""))
+    mask = np.arange(54).reshape(first, second) % 5 > 0
 
-    def run(comm: Communicator) -> bool:
+    def run(comm: Communicator) -> list[bool]:
         grid = fsdpx.Grid(comm, ((2, first - 2)[comm.rank], second), dims=(2, 1), layout=layout)
-        mine, trainer = grid.take_local(whole), nn.Conv2d(channels, channels, 1).as_distributed(domain=grid)
+        mine, here, trainer = (
+            grid.take_local(whole),
+            grid.take_local(mask),
+            nn.Conv2d(channels, channels, 1).as_distributed(domain=grid),
+        )
         assert trainer.predict(mine).shape == mine.shape
         assert trainer.predict(np.stack([mine] * 3)).shape == (3, *mine.shape)
-        return bool((grid.all_gather(mine) == whole).all())
+        cut = np.array_equal(here, (mask[:2], mask[2:])[comm.rank])
+        return [np.array_equal(grid.all_gather(mine), whole), cut, np.array_equal(grid.all_gather(here), mask)]
 
-    assert spawn(run, 2) == [True, True]
+    assert spawn(run, 2) == [[True, True, True]] * 2
 
 
 def test_a_layout_without_channels_has_room_for_one() -> None:

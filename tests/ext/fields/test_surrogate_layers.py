@@ -109,43 +109,14 @@ def test_a_channel_is_dropped_in_all_cells_or_in_none() -> None:
     assert nn.Dropout1d(0.5).forward(env_of(None, training=False), {}, x)[0] is x
 
 
-def torch_norm(torch: Any) -> Any:
-    """Return LayerNorm over channels, as in torchvision."""
-
-    class LayerNorm2d(torch.nn.LayerNorm):
-        def forward(self, x: Any) -> Any:
-            return super().forward(x.movedim(1, -1)).movedim(-1, 1)
-
-    return LayerNorm2d(3, eps=1e-6)
-
-
-def torch_convnext(torch: Any) -> Any:
-    """Return the block of ConvNeXt's authors, with convolutions of one cell instead of Linear."""
-
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dwconv = torch.nn.Conv2d(3, 3, 7, padding=3, groups=3)
-            self.norm = torch.nn.LayerNorm(3, eps=1e-6)
-            self.pwconv1, self.pwconv2 = torch.nn.Conv2d(3, 12, 1), torch.nn.Conv2d(12, 3, 1)
-            self.gamma = torch.nn.Module()
-            self.gamma.weight = torch.nn.Parameter(torch.full((1, 3, 1, 1), 0.5))
-
-        def forward(self, x: Any) -> Any:
-            y = self.norm(self.dwconv(x).movedim(1, -1)).movedim(-1, 1)
-            return x + self.gamma.weight * self.pwconv2(torch.nn.functional.gelu(self.pwconv1(y)))
-
-    return Block()
-
-
 def theirs(name: str) -> Any:
     """Return a class of `torch_attention`, which needs PyTorch."""
     return getattr(import_module("torch_attention"), name)
 
 
 THEIRS: dict[str, tuple[Callable[[Any], Any], Callable[[], nn.Layer], tuple[int, ...]]] = {
-    "norm": (torch_norm, lambda: nn.ChannelLayerNorm(3), (3, 4, 5)),
-    "convnext": (torch_convnext, lambda: nn.ConvNeXtBlock(3, layer_scale=0.5), (3, 5, 8)),
+    "norm": (lambda torch: theirs("ChannelLayerNorm")(3, eps=1e-6), lambda: nn.ChannelLayerNorm(3), (3, 4, 5)),
+    "convnext": (lambda torch: theirs("ConvNeXtBlock")(3), lambda: nn.ConvNeXtBlock(3, layer_scale=0.5), (3, 5, 8)),
     "shuffle": (lambda torch: torch.nn.PixelShuffle(3), lambda: nn.PixelShuffle(3), (18, 4, 5)),
     "unshuffle": (lambda torch: torch.nn.PixelUnshuffle(3), lambda: nn.PixelUnshuffle(3), (2, 6, 9)),
     "neighbors": (

@@ -64,17 +64,22 @@ def setting(dtype: str, shape: tuple[int, ...], window: WindowStrides) -> tuple[
     return tuple(a.astype(dtype) for a in (x, weight * scale, rng.normal(size=outer), dy))
 
 
+def demand_like_plain(arrays: tuple[np.ndarray, ...], window: WindowStrides, tolerance: float) -> None:
+    """Compiled kernels give what the plain ones do in float64."""
+    with use_mode("plain"):
+        want = all_of(*(a.astype(np.float64) for a in arrays), window)
+    with use_mode("numba"):
+        got = all_of(*arrays, window)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == arrays[0].dtype
+        assert far(one, other) < tolerance
+
+
 @pytest.mark.parametrize("dtype", few(TOLERANCE, 2))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [sliding(*w) for w in WINDOWS], ids=str)
 def test_convolutions_equal_the_plain_ones(window: WindowStrides, shape: tuple[int, ...], dtype: str) -> None:
-    arrays = setting(dtype, shape, window)
-    with use_mode("plain"):
-        want = all_of(*(a.astype(np.float64) for a in arrays), window)
-    with use_mode("numba"):
-        for one, other in zip(all_of(*arrays, window), want, strict=True):
-            assert one.dtype == dtype
-            assert far(one, other) < TOLERANCE[dtype]
+    demand_like_plain(setting(dtype, shape, window), window, TOLERANCE[dtype])
 
 
 CUBES = [
@@ -95,20 +100,13 @@ def test_convolutions_of_three_dims_equal_the_plain_ones(kernel: Any, shape: tup
         return
     x, weight, *others = setting(dtype, shape, window)
     assert not len(x) or convolution.suits_winograd(x.shape, weight.shape, window, sizes(x, window))
-    with use_mode("plain"):
-        want = all_of(*(a.astype(np.float64) for a in (x, weight, *others)), window)
-    for one, other in zip(all_of(x, weight, *others, window), want, strict=True):
-        assert one.dtype == dtype
-        assert far(one, other) < 2 * TOLERANCE[dtype]
+    demand_like_plain((x, weight, *others), window, 2 * TOLERANCE[dtype])
 
 
 def test_winograd_is_taken_where_it_pays() -> None:
     def suits(shape: tuple[int, ...], weight: tuple[int, ...], stride: int = 1, first: int = -1) -> bool:
-        strides, sizes = (
-            WindowStrides((3, 3), (stride,) * 2, (1, 1), (first,) * 2, 1),
-            tuple(n // stride for n in shape[2:]),
-        )
-        return convolution.suits_winograd(shape, weight, strides, sizes)
+        strides = WindowStrides((3, 3), (stride,) * 2, (1, 1), (first,) * 2, 1)
+        return convolution.suits_winograd(shape, weight, strides, tuple(n // stride for n in shape[2:]))
 
     assert suits((2, 16, 32, 32), (16, 16, 3, 3))
     assert suits((8, 16, 7, 7), (32, 16, 3, 3))
@@ -127,11 +125,7 @@ def test_winograd_is_taken_where_it_pays() -> None:
 def test_errors_of_winograd_in_float32_are_within_what_the_documentation_says() -> None:
     window = sliding((3, 3), (1, 1), (1, 1))
     for inner in (64, 512):
-        arrays = setting("float32", (8, inner, 8, 8, 64), window)
-        with use_mode("plain"):
-            want = all_of(*(a.astype(np.float64) for a in arrays), window)
-        got = all_of(*arrays, window)
-        assert max(far(a, b) for a, b in zip(got, want, strict=True)) < 8e-6
+        demand_like_plain(setting("float32", (8, inner, 8, 8, 64), window), window, 8e-6)
 
 
 def turned(x: np.ndarray) -> np.ndarray:
@@ -261,14 +255,13 @@ def test_batch_norm_equals_the_plain_one(shape: tuple[int, ...], dtype: str) -> 
             kernels.channel_gradient_sums(np, dy, x, a, b), kernels.channel_norm_backward_input(np, dy, x, a, b, c, d),
         ]  # fmt: skip
 
+    rtol, atol = (1e-12, 1e-12) if dtype == "float64" else (2e-5, 1e-4)
     with use_mode("plain"):
         want = run()
     with use_mode("numba"):
         for one, other in zip(run(), want, strict=True):
             assert one.dtype == other.dtype
-            np.testing.assert_allclose(
-                one, other, rtol=1e-12 if dtype == "float64" else 2e-5, atol=1e-12 if dtype == "float64" else 1e-4
-            )
+            np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
 
 
 def test_sums_of_images_stay_in_their_order_in_memory() -> None:

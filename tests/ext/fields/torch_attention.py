@@ -1,4 +1,4 @@
-"""PyTorch modules of attention over fields, written from the papers."""
+"""PyTorch modules of attention over fields, and of blocks around it, written from the papers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,29 @@ from typing import Any
 
 import torch
 from torch import nn
+
+
+class ChannelLayerNorm(nn.LayerNorm):
+    """LayerNorm over channels, as in torchvision."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class ConvNeXtBlock(nn.Module):
+    """The block of ConvNeXt's authors, with convolutions of one cell instead of Linear."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.dwconv = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        self.norm = ChannelLayerNorm(channels, eps=1e-6)
+        self.pwconv1, self.pwconv2 = nn.Conv2d(channels, 4 * channels, 1), nn.Conv2d(4 * channels, channels, 1)
+        self.gamma = nn.Module()
+        self.gamma.weight = nn.Parameter(torch.full((1, channels, 1, 1), 0.5))
+
+    def forward(self, x: Any) -> Any:
+        y = self.pwconv1(self.norm(self.dwconv(x)))
+        return x + self.gamma.weight * self.pwconv2(nn.functional.gelu(y))
 
 
 class PhysicsAttention(nn.Module):

@@ -53,12 +53,14 @@ def demand_like(want: Any, run: Callable[..., Any], grids: Iterable[Any], tolera
             assert apart is None, f"{dims} {cuts}, rank {rank}, {apart}; allowed is {tolerance:g}"
 
 
-def demand_refused(call: Callable[[Communicator], Any], message: str, ranks: int = 2, start: str = "") -> list[str]:
-    """All ranks raise an error of options or data whose text contains the message and begins with `start`. Return the
-    texts."""
+def demand_refused(
+    call: Any, message: str, ranks: int = 2, start: str = "", kind: Any = (ConfigError, DataError)
+) -> list[str]:
+    """All ranks of `call(comm)` raise an error of this kind, by default of options or data, whose text contains the
+    message and begins with `start`. Return the texts."""
 
     def one(comm: Communicator) -> str:
-        with pytest.raises((ConfigError, DataError)) as error:
+        with pytest.raises(kind) as error:
             call(comm)
         return str(error.value)
 
