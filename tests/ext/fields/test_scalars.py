@@ -16,6 +16,7 @@ from trainings import demand_like, demand_like_alone, demand_refused, make_train
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
+from fsdpx.core.array.namespace import to_host
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.over_parts import find_scalar_inputs
@@ -52,9 +53,13 @@ def net(terrain: np.ndarray, volumes: np.ndarray) -> nn.Layer:
 LOSS = nn.MultiOutputLoss(nn.RelativeL2(), nn.MSELoss(), loss_weights=(1.0, 0.5))
 
 
-def trained(comm: Communicator, grid: Any = None, samples: slice = slice(None), **more: Any) -> dict[str, Any]:
-    """Train two steps, one of them by `fit`. Return what is equal on all ranks of a field: whole fields among it."""
-    mine, whole = (grid.take_local, grid.all_gather) if grid else (np.asarray, np.asarray)
+def trained(
+    comm: Communicator, dims: Sequence[int] = (), cuts: Cuts = (), samples: Any = slice(None), **more: Any
+) -> Any:
+    """Train two steps, one of them by `fit`. Return losses and parameters, and whole fields, scalars and gradients; all
+    are equal on all ranks of a field. group: these ranks, in more."""
+    grid = grid_at(more.pop("group", comm), dims, cuts, layout="cyx") if dims else None
+    mine, whole = (grid.take_local, lambda a: grid.all_gather(to_host(a))) if grid else (np.asarray, np.asarray)
     trainer = make_trainer(net(mine(TERRAIN), mine(VOLUMES)), grid, loss=LOSS, comm=comm, microbatches=2, **more)
     x = mine(U[samples]), TIMES[samples], mine(FORCING[samples]), NUMBERS[samples]
     y = mine(NEXT[samples]), DRAG[samples]
@@ -62,25 +67,24 @@ def trained(comm: Communicator, grid: Any = None, samples: slice = slice(None), 
     history = trainer.fit([(x, y)], validation=[(x, y)], metrics={"same": LOSS}, progress=False)
     found |= {"metric": history.metrics["same"][0][1], "validated": history.validation[0][1]}
     out, drag = trainer.predict(x)
-    found |= {"out": whole(out), "drag": drag, "parameters": trainer.parameters()}
+    fields = {"out": whole(out), "drag": drag}
     if "mesh" not in more:
         trainer.forward(x, training=False)
         du, dt, df, ds = trainer.backward(y)
-        found |= {"dx": [whole(du), dt, whole(df), ds], "gradients": trainer.gradients()}
-    return found
+        fields |= {"dx": [whole(du), dt, whole(df), ds], "gradients": trainer.gradients()}
+    return found | trainer.parameters(), fields
 
 
 @lru_cache
 def alone() -> Any:
-    (found,) = spawn(trained, 1)
+    ((found, fields),) = spawn(trained, 1)
     assert found["metric"] == pytest.approx(found["validated"], rel=1e-12)
-    return found
+    return found, fields
 
 
 @pytest.mark.parametrize(("dims", "seed"), [((1, 1), 0), ((3, 1), 1), ((2, 2), 0), ((1, 5), 1)], ids=str)
 def test_scalars_and_fields_on_any_parts(dims: tuple[int, int], seed: int) -> None:
-    cuts = cuts_of(SHAPE, dims, seed).cuts
-    demand_like(alone(), lambda comm, *cut: trained(comm, grid_at(comm, *cut, layout="cyx")), [(dims, cuts)])
+    demand_like(alone(), trained, [(dims, cuts_of(SHAPE, dims, seed).cuts)])
 
 
 @pytest.mark.parametrize("kind", ["members", "pipe"])
@@ -91,13 +95,12 @@ def test_each_member_and_each_stage_has_its_scalars(kind: str) -> None:
     def run(comm: Communicator) -> Any:
         mesh = Mesh(**{axis: 2}, shard=2, domain=(2, 1))
         at = mesh.coordinates_of(comm.rank)
-        samples, split = rows[getattr(at, axis)], comm.split(getattr(at, axis), at.shard)
-        grid = grid_at(split, (2, 1), even(SHAPE, (2, 1)), layout="cyx")
-        return samples, trained(comm, grid, samples, mesh=mesh)
+        samples, group = rows[getattr(at, axis)], comm.split(getattr(at, axis), at.shard)
+        return samples, trained(comm, (2, 1), even(SHAPE, (2, 1)), samples, group=group, mesh=mesh)
 
     for rank, (samples, found) in enumerate(spawn(run, 4)):
-        want = {name: alone()[name] for name in found}
-        want |= {name: want[name][samples] for name in ("out", "drag")}
+        values, fields = alone()
+        want = values, {name: fields[name][samples] for name in ("out", "drag")}
         assert_close(found, want, 1e-12, rank=rank)
 
 
@@ -447,5 +450,5 @@ def test_a_dry_run_knows_scalars() -> None:
 def test_scalars_under_mpi(world: Communicator) -> None:
     MPI = pytest.importorskip("mpi4py.MPI")
     dims = MPI.Compute_dims(world.size, 2)
-    grid = grid_at(world, dims, cuts_of(SHAPE, dims, world.size % 2).cuts, layout="cyx")
-    assert_close(trained(world, grid), from_rank_0(world, alone), 1e-12)
+    found = trained(world, dims, cuts_of(SHAPE, dims, world.size % 2).cuts)
+    assert_close(found, from_rank_0(world, alone), 1e-12)
