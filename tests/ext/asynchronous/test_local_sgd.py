@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from amount import few
 from bits import Bits, bits
-from models import KNOWN, make, part
+from models import KNOWN, make, own_parts, train
 from threads import on_ranks
 
 import fsdpx
@@ -23,23 +23,13 @@ MEAN = optim.SGD(lr=1.0)
 ALWAYS = LocalSGD(sync_every=1, outer_optimizer=MEAN)
 
 
-def steps(trainer: fsdpx.Trainer, case: str, sizes: tuple[int, ...], seed: int = 5) -> list[float]:
-    rng, losses = np.random.default_rng(seed), []
-    for n in sizes:
-        x, y = KNOWN[case].batch(rng, n)
-        mine = part(trainer.data_group, n)
-        losses.append(trainer.step(x[mine], y[mine]))
-    return losses
-
-
-def train(comm: Communicator, case: str, strategy: Any, sizes: tuple[int, ...], **options: Any) -> Any:
-    """Losses and parameters after one step per global batch."""
-    trainer = make(comm, case, strategy, **options)
-    return steps(trainer, case, sizes), trainer.parameters()
+def steps(trainer: fsdpx.Trainer, sizes: tuple[int, ...], seed: int = 5) -> list[float]:
+    return [trainer.step(*batch) for batch in own_parts(trainer.data_group, "mlp", sizes, seed)]
 
 
 def train_by_sgd(comm: Communicator, strategy: Any, mesh: Mesh | None = None) -> Any:
-    return train(comm, "gpt", strategy, (11, 11, 3), mesh=mesh, optimizer=optim.SGD(lr=0.1))
+    """Losses and parameters."""
+    return train(comm, "gpt", strategy, (11, 11, 3), mesh=mesh, optimizer=optim.SGD(lr=0.1))[:2]
 
 
 @lru_cache
@@ -70,7 +60,7 @@ def test_outer_gradients_go_through_a_codec(delay: int) -> None:
         local = LocalSGD(sync_every=4, outer_optimizer=MEAN, compression=codec, delay=delay)
         trainer = make(comm, "mlp", local, optimizer=optim.SGD(lr=0.1), precision="float32")
         before = trainer.parameters()
-        steps(trainer, "mlp", (8,) * 22)
+        steps(trainer, (8,) * 22)
         traffic = trainer.report().traffic
         sent = sum(n.bytes for (_, call), n in traffic.items() if call in ("reduce_scatter", "all_to_all"))
         return before, trainer.parameters(), sent
@@ -131,7 +121,7 @@ def test_diloco_is_its_definition(local: LocalSGD) -> None:
 
     def run(comm: Communicator, mesh: Mesh | None) -> Any:
         trainer = make(comm, "mlp", local, mesh=mesh)
-        steps(trainer, "mlp", sizes)
+        steps(trainer, sizes)
         rounds, pages = trainer.inspect.placement.sync_policy.round_schedule, trainer.inspect.placement.layout.pages
         return [[f.name for p in some for f in pages[p].fields] for some in rounds.fragments], trainer.parameters()
 
@@ -148,15 +138,15 @@ def test_between_rounds_nothing_is_sent() -> None:
         local = make(comm, "mlp", LocalSGD(sync_every=4, outer_optimizer=MEAN), optimizer=optim.SGD(lr=0.1))
         ddp = make(comm, "mlp", "ddp", optimizer=optim.SGD(lr=0.1))
         local.inspect.reset_counters()
-        losses = steps(local, "mlp", (8, 8, 8))
+        losses = steps(local, (8, 8, 8))
         assert local.report().traffic == {}
         assert local.report().predicted["replica", "reduce_scatter"].calls == len(local.inspect.placement.pages)
-        losses += steps(local, "mlp", (8,))
+        losses += steps(local, (8,))
         report = local.report()
         moved = {key: count for key, count in report.traffic.items() if key[0] == "replica" and count.bytes > 1000}
         assert moved == report.predicted
         ddp.inspect.reset_counters()
-        steps(ddp, "mlp", (8,))
+        steps(ddp, (8,))
         assert sum(count.bytes for count in moved.values()) == ddp.report().traffic["replica", "all_reduce"].bytes
         return losses, len(moved)
 
@@ -166,30 +156,26 @@ def test_between_rounds_nothing_is_sent() -> None:
     assert first[3] == second[3]
 
 
-@pytest.mark.parametrize("delay", [0, 1, 2, 5])
-def test_fragments_travel_at_times_of_their_own(delay: int) -> None:
-    """Each page is sent once in a round. What is under way at a time is the same whether somebody looks or not."""
+@pytest.mark.parametrize(
+    ("delay", "later"),
+    [(0, [[], []]), (1, [["next0"], ["next1"]]), (2, [["delta0"], ["delta1"]]), (5, [["delta0"], ["delta1", "next0"]])],
+)
+def test_fragments_travel_at_times_of_their_own(delay: int, later: list[list[str]]) -> None:
+    """Each page is sent once in a round. What is under way at a time is the same whether somebody looks or not. later:
+    what that is after two steps, and after four."""
     local = LocalSGD(sync_every=6, fragments=3, delay=delay, mix=0.25)
 
     def run(comm: Communicator, looks: bool) -> tuple[list[str], list[float], dict[str, np.ndarray]]:
         trainer, seen, losses = make(comm, "mlp", local, group_bytes=0), list[str](), list[float]()
         flying: list[set[str]] = []
         trainer.inspect.engine.add_observer(lambda action: seen.append(f"{trainer.global_step + 1}{action}"))
-        rng = np.random.default_rng(5)
-        for _ in range(11):
-            x, y = (a[part(trainer.data_group, 8)] for a in KNOWN["mlp"].batch(rng, 8))
-            losses.append(trainer.step(x, y))
+        for batch in own_parts(trainer.data_group, "mlp", (8,) * 11):
+            losses.append(trainer.step(*batch))
             store = trainer.inspect.engine.state.store
             flying.append({str(slot) for slot, value in store.items() if isinstance(value, TimedTransfer)})
             if looks:
-                trainer.evaluate(x, y)
-        later = {
-            0: [[], []],
-            1: [["next0"], ["next1"]],
-            2: [["delta0"], ["delta1"]],
-            5: [["delta0"], ["delta1", "next0"]],
-        }
-        assert looks or [sorted(flying[1]), sorted(flying[3])] == later[delay]
+                trainer.evaluate(*batch)
+        assert looks or [sorted(flying[1]), sorted(flying[3])] == later
         return [text for text in seen if "DELTA" in text or "ADOPT" in text], losses, trainer.parameters()
 
     ranks = spawn(run, 2, False)
@@ -217,12 +203,12 @@ def test_a_run_goes_on_as_if_nobody_had_stopped_it(tmp_path: Path, local: LocalS
         """Of the checkpoint and of some steps after it."""
         trainer = make(comm, "mlp", local, mesh=mesh, group_bytes=0, optimizer=inner)
         if saves:
-            steps(trainer, "mlp", (8, 8, 6, 8, 8, 7))
+            steps(trainer, (8, 8, 6, 8, 8, 7))
             trainer.save(tmp_path / "a")
         else:
             trainer.load(tmp_path / "a")
         between = bits(trainer)
-        steps(trainer, "mlp", (8, 7, 8), seed=6)
+        steps(trainer, (8, 7, 8), seed=6)
         return between, bits(trainer)
 
     (saved, want), *_ = spawn(run, 4, Mesh(replica=2, shard=2), True)
@@ -313,7 +299,7 @@ def test_bad_calls_are_named(comm: Communicator) -> None:
     with pytest.raises(ConfigError, match=words):
         make(comm, "mlp", LocalSGD(sync_every=8 + comm.rank))
     trainer = make(comm, "mlp", LocalSGD(sync_every=2, outer_optimizer=MEAN))
-    steps(trainer, "mlp", (8,))
+    steps(trainer, (8,))
     with pytest.raises(ConfigError, match="freeze: replicas have different parameters after step 1; call it at"):
         trainer.freeze("0.*")
     x, y = KNOWN["mlp"].batch(np.random.default_rng(1), 4)
@@ -322,7 +308,7 @@ def test_bad_calls_are_named(comm: Communicator) -> None:
     trainer.step(x, y)
     trainer.freeze("0.*")
     before = trainer.parameters()
-    steps(trainer, "mlp", (8, 8))
+    steps(trainer, (8, 8))
     after = trainer.parameters()
     assert_close(after["0.weight"], before["0.weight"])
     assert find_difference(after["2.weight"], before["2.weight"]) is not None
@@ -362,16 +348,14 @@ def test_loops_of_ones_own() -> None:
 
     def run(comm: Communicator, strategy: Any, mesh: Mesh | None = None) -> dict[str, np.ndarray]:
         trainer = make(comm, "mlp", strategy, optimizer=optim.SGD(lr=0.1), clip_norm=1e3, mesh=mesh)
-        rng, mine = np.random.default_rng(5), part(trainer.data_group, 7)
-        (a, b), (c, d), (e, f) = ((x[mine], y[mine]) for x, y in (KNOWN["mlp"].batch(rng, 7) for _ in range(3)))
-        trainer.accumulate(a, b)
+        first, second, third, (x, y) = own_parts(trainer.data_group, "mlp", (7, 7, 7, 6))
+        trainer.accumulate(*first)
         with trainer.no_sync():
-            trainer.accumulate(c, d)
+            trainer.accumulate(*second)
         trainer.update()
-        trainer.accumulate(a, b)
-        trainer.step(e, f)
+        trainer.accumulate(*first)
+        trainer.step(*third)
         rows = 6 / trainer.inspect.placement.axes.replica.size  # of the mean over a replica
-        x, y = (array[part(trainer.data_group, 6)] for array in KNOWN["mlp"].batch(rng, 6))
         trainer.backward((trainer.forward(x) - y) / rows)
         trainer.update()
         return trainer.parameters()
