@@ -13,10 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "Capturing", "Graph", "Memory", "MemoryPointer", "MemoryPool", "UnownedMemory", "at_address", "owner_of",
-    "using_allocator",
-]  # fmt: skip
+__all__ = ["OF_DRIVER", "Capturing", "Graph", "at_address", "owner_of", "using_allocator"]
 
 GARBAGE = 0x7F
 READS = {"item", "tolist", "tobytes", "allclose", "array_equal"}
@@ -74,6 +71,10 @@ class MemoryPool:
 
     def free_all_blocks(self) -> None:
         self.free.clear()
+
+
+OF_DRIVER = Memory, MemoryPointer, MemoryPool, UnownedMemory
+"""What `cupy.cuda` has of memory."""
 
 
 @contextmanager

@@ -1,8 +1,6 @@
 """A stand-in for CuPy's NCCL: calls of thread ranks by address, as NCCL has them, on memory of the host. A call returns
 when it is done, so what is shown is that calls match and what they move, not how they wait."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """What tests need that run on a GPU or on the stand-in for CuPy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from fsdpx.core.comm.communicator import CommunicatorWrapper
 from fsdpx.errors import ConfigError
 from fsdpx.ext.gpu.cupy_devices import list_gpu_pci_addresses
 
-__all__ = ["NO_GPU", "PLACES", "OnGpu", "train_on_gpu"]
+__all__ = ["PLACES", "OnGpu", "needs_gpu", "train_on_gpu", "train_small"]
 
 try:
     list_gpu_pci_addresses()
@@ -22,16 +20,23 @@ try:
 except ConfigError as error:
     NO_GPU = f"not tried on a GPU: {error}"
 
-PLACES = ["stand-in", pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)])]
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]
+PLACES = ["stand-in", pytest.param("gpu", marks=needs_gpu)]
+
+
+def train_small(comm: Any, x: Any, y: Any, **options: Any) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The losses of three steps, and parameters."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+    loss, adam = nn.CrossEntropyLoss(), optim.AdamW(lr=0.01)
+    trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, precision="float64", **options)
+    losses = [trainer.step(x, y) for _ in range(3)]
+    return losses, {name: np.asarray(a) for name, a in trainer.parameters().items()}
 
 
 def train_on_gpu(comm: Any) -> list[float]:
-    """The losses of two steps."""
-    model, text = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
-    x, y = text.standard_normal((4, 6)), text.integers(0, 3, 4)
-    loss, adam = nn.CrossEntropyLoss(), optim.AdamW(lr=0.01)
-    trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, precision="float64", device="cuda")
-    return [trainer.step(x, y) for _ in range(2)]
+    """The losses of steps with other samples on each rank."""
+    random = np.random.default_rng(comm.rank)
+    return train_small(comm, random.standard_normal((4, 6)), random.integers(0, 3, 4), device="cuda")[0]
 
 
 class OnGpu(CommunicatorWrapper):

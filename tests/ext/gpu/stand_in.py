@@ -22,17 +22,7 @@ from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
-from capturing import (
-    Capturing,
-    Graph,
-    Memory,
-    MemoryPointer,
-    MemoryPool,
-    UnownedMemory,
-    at_address,
-    owner_of,
-    using_allocator,
-)
+from capturing import OF_DRIVER, Capturing, Graph, at_address, owner_of, using_allocator
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 __all__ = ["Cupy", "ndarray"]
@@ -439,7 +429,7 @@ class Cupy(types.ModuleType):
             alloc_pinned_memory=lambda nbytes: self.pinned(nbytes), device=space(get_cublas_handle=lambda: 1),
             set_pinned_memory_allocator=partial(setattr, self, "pinned"),
         )  # fmt: skip
-        for kind in (Device, Stream, Event, Memory, MemoryPointer, MemoryPool, UnownedMemory):
+        for kind in (Device, Stream, Event, *OF_DRIVER):
             setattr(self.cuda, kind.__name__, kind)
         self.get_default_memory_pool = lambda: space(free_all_blocks=lambda: None)
         self.get_default_pinned_memory_pool = lambda: space(malloc=_pinned)

@@ -1,7 +1,5 @@
 """Does MPI take arrays of a GPU? Asked of a child job, which may crash; of the stand-in's child jobs, some do."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

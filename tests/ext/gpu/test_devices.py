@@ -1,7 +1,5 @@
 """Which GPU a rank takes, and what is said where there is none, or where arrays lie on several devices."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from types import SimpleNamespace
@@ -9,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_gpu import train_small
 from stand_in import Cupy, Device
 from threads import on_ranks
 
-from fsdpx import nn, optim, spawn
+from fsdpx import spawn
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.base import environment
 from fsdpx.core.comm import default_communicator
@@ -100,18 +99,10 @@ def test_the_number_is_known_of_a_part_of_the_ranks_only(monkeypatch: pytest.Mon
     assert (visible_devices._find_host_local_rank(4), visible_devices._find_host_local_rank(1)) == (None, 1)
 
 
-def train(comm: Any, x: Any = X, y: Any = Y, **options: Any) -> Any:
-    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
-    loss, adam = nn.CrossEntropyLoss(), optim.AdamW(lr=0.01)
-    trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, precision="float64", **options)
-    losses = [trainer.step(x, y) for _ in range(3)]
-    return losses, {name: np.asarray(a) for name, a in trainer.parameters().items()}
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_stand_in_trains_as_the_host_does(cupy: Cupy, size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    want, parameters = spawn(train, 1)[0]
-    for losses, found in spawn(lambda comm: train(comm, device="cuda"), size):
+    want, parameters = spawn(train_small, 1, X, Y)[0]
+    for losses, found in spawn(lambda comm: train_small(comm, X, Y, device="cuda"), size):
         np.testing.assert_allclose(losses, want, rtol=1e-12)
         for name, array in parameters.items():
             np.testing.assert_allclose(found[name], array, rtol=1e-11)
@@ -121,7 +112,7 @@ def test_a_stand_in_trains_as_the_host_does(cupy: Cupy, size: int, capsys: pytes
 
 def test_ranks_that_differ_in_the_device(cupy: Cupy) -> None:
     with pytest.raises(DesyncError) as caught:
-        spawn(lambda comm: train(comm, device="cuda" if comm.rank else "cpu"), 2)
+        spawn(lambda comm: train_small(comm, X, Y, device="cuda" if comm.rank else "cpu"), 2)
     assert "called different methods: rank 0: distribute; rank 1: distribute(device='cuda')" in str(caught.value)
 
 
@@ -142,7 +133,7 @@ def test_a_batch_on_the_wrong_device(cupy: Cupy, x: str, y: str, device: str, wo
             return cupy.asarray(array)
 
     with pytest.raises(DataError, match=words):
-        train(None, put(X, x), put(Y, y), device=device)
+        train_small(None, put(X, x), put(Y, y), device=device)
 
 
 @on_ranks(2)
@@ -168,4 +159,4 @@ def test_another_thread_writes_back_to_the_gpu_that_the_array_is_on(cupy: Cupy) 
 
 def test_a_map_belongs_to_gpus() -> None:
     with pytest.raises(ConfigError, match=r"device_map=\[0\]: a host has only one device='cpu'; name another"):
-        train(None, device_map=[0])
+        train_small(None, X, Y, device_map=[0])

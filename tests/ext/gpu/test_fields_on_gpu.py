@@ -1,8 +1,6 @@
 """Fields over grids of ranks on a GPU, and on the stand-in: the same losses as on the host, and what each format is off
 by."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any

@@ -1,12 +1,11 @@
 """The index algebra of matrix products by cuBLAS, against NumPy, on a gemm that reads memory by columns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from calls import noise
 from hypothesis import given
 from hypothesis import strategies as st
 from stand_in import Cupy, by_columns
@@ -53,16 +52,12 @@ def test_a_matrix_without_unit_stride_cannot_be_asked_for() -> None:
     assert plan_cublas_gemm(good, ((3, 3), (0, 1)), good) is None  # a row that is repeated
 
 
-def random(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
 @pytest.mark.parametrize(
     ("dtype", "bound"), [("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 1e-2), ("float16", 1e-3)]
 )
 def test_products_and_their_sums(cupy: Cupy, dtype: str, bound: float) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    a, b = random(5, 7).astype(kind), random(7, 3, seed=1).astype(kind)
+    a, b = noise(5, 7).astype(kind), noise(7, 3, seed=1).astype(kind)
     want = a.astype(float) @ b.astype(float)
     x, y = cupy.asarray(a), cupy.asarray(b)
     assert can_cublas_multiply(x, y)
@@ -79,7 +74,7 @@ def test_products_and_their_sums(cupy: Cupy, dtype: str, bound: float) -> None:
 
 def test_several_at_once_as_attention_needs_them(cupy: Cupy) -> None:
     """Heads lie between time and features: (T, H, D) in memory, (H, T, D) as multiplied."""
-    q, k = (cupy.asarray(random(4, 2, 3, seed=n)).swapaxes(0, 1) for n in range(2))
+    q, k = (cupy.asarray(noise(4, 2, 3, seed=n)).swapaxes(0, 1) for n in range(2))
     scores = cupy.zeros((2, 4, 4), np.float64)
     run_batched_gemm_into(scores, q, k.swapaxes(1, 2), scale=0.5)
     np.testing.assert_allclose(scores.get(), 0.5 * q.get() @ k.get().swapaxes(1, 2), rtol=1e-14)
@@ -89,23 +84,23 @@ def test_several_at_once_as_attention_needs_them(cupy: Cupy) -> None:
 
 
 def test_what_lies_neither_by_rows_nor_by_columns_is_copied(cupy: Cupy) -> None:
-    a, b = cupy.asarray(random(6, 8))[::2, ::2], cupy.asarray(random(4, 5))
+    a, b = cupy.asarray(noise(6, 8))[::2, ::2], cupy.asarray(noise(4, 5))
     out = cupy.asarray(np.ones((6, 10)))[::2, ::2]
     run_gemm_into(out, a, b, accumulate=True)
     np.testing.assert_allclose(out.get(), 1 + a.get() @ b.get(), rtol=1e-13)
 
 
 def test_what_cublas_does_not_take(cupy: Cupy) -> None:
-    a = cupy.asarray(random(3, 3))
-    assert not can_cublas_multiply(a, cupy.asarray(random(3, 3).astype(np.float32)))
-    assert not can_cublas_multiply(a, random(3, 3))
+    a = cupy.asarray(noise(3, 3))
+    assert not can_cublas_multiply(a, cupy.asarray(noise(3, 3).astype(np.float32)))
+    assert not can_cublas_multiply(a, noise(3, 3))
     assert not can_cublas_multiply(a[:0], a)
     assert not can_cublas_multiply(cupy.asarray(np.ones((2, 2), int)))
 
 
 def test_gradients_are_added_where_they_lie(cupy: Cupy) -> None:
     half = ml_dtypes.bfloat16
-    x, dy = cupy.asarray(random(6, 4).astype(half)), cupy.asarray(random(6, 3, seed=1).astype(half))
+    x, dy = cupy.asarray(noise(6, 4).astype(half)), cupy.asarray(noise(6, 3, seed=1).astype(half))
     g = {"weight": cupy.asarray(np.ones((3, 4), np.float32)), "bias": cupy.asarray(np.ones(3, np.float32))}
     memory = g["weight"].memory
     gradient_accumulation.add_linear_gradients(cupy, g, dy, x)

@@ -1,8 +1,6 @@
 """The script of `make test-gpu` and `make bench-gpu`: limits of time, the summary, and what stages compute, on the
 stand-in."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

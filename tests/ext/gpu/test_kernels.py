@@ -1,8 +1,7 @@
 """The CUDA C of kernels: compiled for the host it gives what NumPy gives; NVRTC compiles it for GPUs."""
 
-from __future__ import annotations
-
 import ctypes
+import importlib
 import itertools
 import shutil
 import sys
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from amount import few
 from calls import CALLS, ROWS, SEGMENTS, N, Q, W, X, arguments_of, each, kernel_of, noise
+from on_gpu import PLACES
 from stand_in import Cupy, Device
 
 from fsdpx import optim
@@ -31,11 +31,17 @@ from fsdpx.optim.optimizer import FORMULAS_BY_NAME, update_parameters
 
 SOURCE, ATTENTION = (Path(cuda.__file__).with_name(name) for name in ("kernels.cu", "attention.cu"))
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: CUDA C was not tried on the host")
+everywhere = pytest.mark.parametrize("cupy", PLACES, indirect=True)
+"""Also on a GPU, if there is one."""
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
+def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    if getattr(request, "param", "stand-in") == "gpu":
+        yield importlib.import_module("cupy")
+        return
+    if shutil.which("g++") is None:
+        pytest.skip("no g++: CUDA C was not tried on the host")
     caches = cuda.load_kernel_module, cuda.load_attention_module, cuda._load_kernel_function, gemm._import_cublas
     for cache in caches:
         cache.cache_clear()
@@ -82,16 +88,15 @@ def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> Non
     )
 
 
-@needs_compiler
+@everywhere
 @pytest.mark.parametrize("dtype", few(BOUNDS, 3))
-def test_kernels_give_what_numpy_gives(cupy: Cupy, dtype: str) -> None:
+def test_kernels_give_what_numpy_gives(cupy: Any, dtype: str) -> None:
     assert {*CALLS} - OF_HOSTS | {"store", "add_widened"} == {*GPU_KERNELS}
     for name in sorted({*CALLS} - OF_HOSTS):
         for arguments in CALLS[name]:
             compare(cupy, name, arguments, dtype)
 
 
-@needs_compiler
 @pytest.mark.parametrize("most", [1, 40, 400])
 def test_windows_are_taken_in_pieces_where_they_are_many(cupy: Cupy, monkeypatch: Any, most: int) -> None:
     monkeypatch.setattr(cuda, "MAX_COLUMN_ELEMENTS", most)
@@ -100,17 +105,16 @@ def test_windows_are_taken_in_pieces_where_they_are_many(cupy: Cupy, monkeypatch
             compare(cupy, name, arguments, "float64")
 
 
-@needs_compiler
-def test_dropout_has_the_numbers_of_the_host(cupy: Cupy) -> None:
+@everywhere
+def test_dropout_has_the_numbers_of_the_host(cupy: Any) -> None:
     for start in (0, 1, 2, 3, 2**33 + 1):
-        numbers = NumberRange(7, "a.b@3", start, start + X.size)
-        y, keep = kernels.drop(cupy, cupy.asarray(X), numbers, 0.4)
-        want, kept = kernels.drop(np, X, numbers, 0.4)
+        x, numbers = noise(10_000), NumberRange(7, "a.b@3", start, start + 10_000)
+        y, keep = kernels.drop(cupy, cupy.asarray(x), numbers, 0.4)
+        want, kept = kernels.drop(np, x, numbers, 0.4)
         assert (keep.get() == kept).all()
         assert (y.get() == want).all()
 
 
-@needs_compiler
 def test_16_bits_are_rounded_to_the_nearest_and_added_in_float32(cupy: Cupy) -> None:
     x = np.concatenate([noise(999).astype(np.float32), np.array([np.inf, -np.inf, np.nan, 3.4e38, 1e-40], np.float32)])
     x[:2] = 1 + np.array([1, 3]) / 256  # ties
@@ -128,15 +132,15 @@ def test_16_bits_are_rounded_to_the_nearest_and_added_in_float32(cupy: Cupy) -> 
     np.testing.assert_allclose(sums.get(), rows.astype(np.float64).sum(0), rtol=1e-5)
 
 
-@needs_compiler
+@everywhere
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_updates_have_the_bits_of_the_host(cupy: Cupy, dtype: Any) -> None:
+def test_updates_have_the_bits_of_the_host(cupy: Any, dtype: Any) -> None:
     shapes = {"sgd": (2, 3), "momentum": (3, 5), "adam": (4, 9), "lion": (3, 5),
               "update_moments": (3, 4), "compute_direction": (4, 4), "step_along_direction": (3, 5)}  # fmt: skip
     assert all(getattr(optim, name) for name in optim.__all__)  # imports them
     assert {*shapes} == {*UPDATES} <= {*FORMULAS_BY_NAME}  # others are left to array code
     for name, (arrays, numbers) in shapes.items():
-        host = [abs(noise(1000, seed=n)).astype(dtype) for n in range(arrays)]
+        host = [abs(noise(100_000, seed=n)).astype(dtype) for n in range(arrays)]
         there = [cupy.asarray(a) for a in host]
         values = tuple(dtype(v) for v in np.linspace(0.1, 0.9, numbers))
         FORMULAS_BY_NAME[name].run_in_blocks(np, tuple(host), values)
@@ -145,7 +149,6 @@ def test_updates_have_the_bits_of_the_host(cupy: Cupy, dtype: Any) -> None:
             np.testing.assert_array_equal(got.get(), want, err_msg=name)
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_sums_of_squares_have_the_bits_of_the_host(cupy: Cupy, dtype: str) -> None:
     x = (noise(40_000, seed=3) * 10.0 ** (np.arange(40_000) % 9 - 4.0)).astype(dtype)
@@ -157,7 +160,6 @@ def test_sums_of_squares_have_the_bits_of_the_host(cupy: Cupy, dtype: str) -> No
         assert kernels.square_sum(cupy, there) == kernels.square_sum(np, x[:size]), size
 
 
-@needs_compiler
 @pytest.mark.parametrize("optimizer", [optim.AdamW(lr=0.1), optim.LAMB(lr=0.1)], ids=["adamw", "lamb"])
 def test_parameters_with_other_counts_have_the_bits_of_the_host(cupy: Cupy, optimizer: Any) -> None:
     """A launch for each stretch of equal counts, wherever it begins."""
@@ -172,7 +174,8 @@ def test_parameters_with_other_counts_have_the_bits_of_the_host(cupy: Cupy, opti
         np.testing.assert_array_equal(got.get(), want)
 
 
-def test_what_no_kernel_takes_is_left_to_array_code(cupy: Cupy) -> None:
+def test_what_no_kernel_takes_is_left_to_array_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = Cupy().install(monkeypatch)
     x, half = cupy.asarray(X), cupy.asarray(X.astype(np.float16))
     w32 = cupy.asarray(W.astype(np.float32))
     q = cupy.asarray(Q)
@@ -225,23 +228,21 @@ def in_tiles(cupy: Any, shape: Shape, causal: bool, window: int, documents: int)
         assert distance < (1e-6 if name == "lse" else 4e-3), f"{name} of {shape}: {distance:.1e}"
 
 
-@needs_compiler
+@everywhere
 @pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_attention_in_tiles(cupy: Cupy, monkeypatch: pytest.MonkeyPatch, tiles: Any) -> None:
+def test_attention_in_tiles(cupy: Any, monkeypatch: pytest.MonkeyPatch, tiles: Any) -> None:
     launch = Mock(wraps=cuda._launch_attention_kernel)
     monkeypatch.setattr(cuda, "_launch_attention_kernel", launch)
     in_tiles(cupy, *tiles)
     assert [call.args[0] for call in launch.call_args_list] == ["flash", "flash_sums", "flash_queries", "flash_keys"]
 
 
-@needs_compiler
 def test_a_gpu_without_units_for_bfloat16_computes_whole_matrices(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_launch_attention_kernel", lambda *_: pytest.fail("it has none"))
     monkeypatch.setattr(Device, "compute_capability", "75")
     in_tiles(cupy, *TILES[1])
 
 
-@needs_compiler
 def test_targets_that_are_no_classes_give_nan(cupy: Cupy) -> None:
     total, _, _ = kernels.cross_entropy(cupy, cupy.asarray(X), cupy.asarray(np.full(ROWS, N)))
     assert np.isnan(total)

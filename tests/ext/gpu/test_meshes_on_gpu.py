@@ -1,7 +1,5 @@
 """Meshes over ranks on a GPU, and on the stand-in: the same losses and predictions as on the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

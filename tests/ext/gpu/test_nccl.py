@@ -1,7 +1,5 @@
 """The backend on NCCL keeps the contract, on a stand-in that moves memory of thread ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,63 +1,25 @@
-"""What only a GPU shows: kernels, products and training against the host. Without one these tests say so."""
+"""What only a GPU shows: products and training against the host. Without one these tests say so. Kernels:
+test_kernels.py."""
 
-from __future__ import annotations
-
+import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
-from on_gpu import NO_GPU
-from test_kernels import BOUNDS, CALLS, TILES, Shape, compare, in_tiles
+from on_gpu import needs_gpu
 from trials import job
 
 from fsdpx import nn, optim, spawn
-from fsdpx.core.array import kernels
-from fsdpx.core.array.random import NumberRange
 from fsdpx.ext.gpu.gemm import run_gemm_into
-from fsdpx.optim.optimizer import FORMULAS_BY_NAME
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]
-
-
-@pytest.fixture
-def cupy() -> Any:
-    import cupy
-
-    return cupy
-
-
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("name", CALLS)
-def test_kernels_equal_the_host(cupy: Any, name: str, dtype: str) -> None:
-    for arguments in CALLS[name]:
-        compare(cupy, name, arguments, dtype)
-
-
-@pytest.mark.parametrize(("shape", "causal", "window", "documents"), TILES)
-def test_attention_in_tiles(cupy: Any, shape: Shape, causal: bool, window: int, documents: int) -> None:
-    in_tiles(cupy, shape, causal, window, documents)
-
-
-@pytest.mark.parametrize("start", [0, 3, 2**33 + 1])
-def test_dropout_has_the_numbers_of_the_host(cupy: Any, start: int) -> None:
-    numbers = NumberRange(7, "a.b@3", start, start + 10_000)
-    _, keep = kernels.drop(cupy, cupy.ones(10_000, dtype="float32"), numbers, 0.4)
-    assert (keep.get() == kernels.drop(np, np.ones(10_000, np.float32), numbers, 0.4)[1]).all()
-
-
-def test_updates_have_the_bits_of_the_host(cupy: Any) -> None:
-    host = [abs(np.random.default_rng(n).standard_normal(100_000)).astype(np.float32) for n in range(4)]
-    there, values = [cupy.asarray(a) for a in host], tuple(map(np.float32, np.linspace(0.1, 0.9, 9)))
-    FORMULAS_BY_NAME["adam"].run_in_blocks(np, tuple(host), values)
-    FORMULAS_BY_NAME["adam"](cupy, tuple(there), values)
-    for got, want in zip(there, host, strict=True):
-        np.testing.assert_array_equal(got.get(), want)
+pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 1e-5)])
-def test_products_are_added_in_float32(cupy: Any, dtype: str, bound: float) -> None:
-    import ml_dtypes
+def test_products_are_added_in_float32(dtype: str, bound: float) -> None:
+    import cupy
 
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     a, b = (np.random.default_rng(n).standard_normal(s).astype(kind) for n, s in enumerate([(257, 129), (129, 65)]))
@@ -155,8 +117,6 @@ print("right")
 
 
 def test_large_arrays_go_through_the_host_in_chunks(tmp_path: Path) -> None:
-    import sys
-
     done = job(tmp_path, CHUNKS.format(path=sys.path), ranks=2)
     assert done.status == 0, done.err
     assert done.out.count("right") == 2
@@ -164,8 +124,6 @@ def test_large_arrays_go_through_the_host_in_chunks(tmp_path: Path) -> None:
 
 def test_ranks_of_mpi_share_the_gpu(tmp_path: Path) -> None:
     """Their arrays go through the host, or MPI takes them: the losses are those of thread ranks on the host."""
-    import sys
-
     want = spawn(lambda comm: train(comm, precision="float64"), 2)[0]
     done = job(tmp_path, PROGRAM.format(path=sys.path), ranks=2)
     assert done.status == 0, done.err

@@ -1,7 +1,5 @@
 """Arrays of a GPU in chunks through pinned memory. Copies of the stand-in lag: who does not wait finds old numbers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

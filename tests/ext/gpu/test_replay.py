@@ -1,13 +1,12 @@
 """Steps as graphs: the same bits as without, and what cannot be recorded computes as usual and says why."""
 
-from __future__ import annotations
-
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
+import models
 import numpy as np
 import pytest
-from models import norms
 from on_gpu import PLACES
 from stand_in import Cublas, Cupy, ndarray
 
@@ -36,13 +35,7 @@ class Trained(NamedTuple):
     reasons: list[str]
 
 
-def rows(random: np.random.Generator) -> Any:
-    return random.standard_normal((4, 12)), random.standard_normal((4, 5))
-
-
-def text(random: np.random.Generator) -> Any:
-    tokens = random.integers(0, 31, (4, 9))
-    return tokens[:, :-1], tokens[:, 1:]
+rows, text = partial(models.rows, n=4), partial(models.tokens, n=4)
 
 
 def fields(random: np.random.Generator) -> Any:
@@ -105,7 +98,7 @@ CASES: dict[str, tuple[int, Any, Any, dict[str, Any]]] = {
     "unet": (1, lambda: nn.UNet(2, 3, 2, 4, 1, "circular", "group", "silu"), fields, {}),
     "fourier": (1, fourier, fields, {}),
     "volumes": (1, volumes, lambda random: (random.standard_normal((2, 2, 8, 4)), random.standard_normal((2, 5))), {}),
-    "norms": (1, norms, rows, {"group_bytes": 1 << 20, "microbatches": 2}),
+    "norms": (1, models.norms, rows, {"group_bytes": 1 << 20, "microbatches": 2}),
     "gpt": (1, gpt, text, {"optimizer": optim.SGD(lr=optim.schedules.Linear(0.1, 4))}),
     "scaled": (1, mlp, rows, {"precision": Precision(loss_scale="dynamic", growth_interval=1, initial_scale=4.0)}),
     "ddp": (2, mlp, rows, {"strategy": "ddp", "clip_norm": 0.1}),
@@ -138,17 +131,14 @@ class Reading(nn.Layer):
         return dy * saved, ()
 
 
-class Drawing(nn.Layer):
+class Drawing(models.Same):
     """Adds random numbers that the host makes."""
 
     def forward(self, env: Any, p: Any, x: Any) -> Any:
         return x + env.random.uniform(env.xp, x.shape).astype(x.dtype), ()
 
-    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
-        return dy, ()
 
-
-class Rolling(Drawing):
+class Rolling(models.Same):
     """Adds one number that the host draws."""
 
     def forward(self, env: Any, p: Any, x: Any) -> Any:
@@ -201,8 +191,7 @@ def test_layers_that_read_values_compute_as_usual(layer: type[nn.Layer], why: st
 
 def growing(random: np.random.Generator) -> Any:
     """Batches of 3, 4 or 5 rows."""
-    n = int(random.integers(3, 6))
-    return random.standard_normal((n, 12)), random.standard_normal((n, 5))
+    return models.rows(random, int(random.integers(3, 6)))
 
 
 def test_each_shape_is_recorded_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +265,7 @@ def test_programs_that_are_not_recorded(size: int, options: dict[str, Any], why:
 
 
 def test_layers_that_communicate_compute_as_usual() -> None:
-    for got in both(2, norms, rows, strategy="ddp"):
+    for got in both(2, models.norms, rows, strategy="ddp"):
         assert [why.partition(": ")[2] for why in got.reasons] == ["its layers communicate"]
         assert got.launches
 

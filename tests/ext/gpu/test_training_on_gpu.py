@@ -4,21 +4,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bits import Bits, bits
+from bits import Bits, bits, demand_same
 from models import CASES, placed, train
+from on_gpu import needs_gpu
 
 from fsdpx import optim, spawn
 from fsdpx.ext.gpu.cupy_devices import is_on_gpu
 from fsdpx.testing import assert_close
 
-cupy = pytest.importorskip("cupy", reason="no CuPy: GPU parity was not checked")
-
-try:
-    DEVICES = cupy.cuda.runtime.getDeviceCount()
-except cupy.cuda.runtime.CUDARuntimeError:
-    DEVICES = 0
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICES == 0, reason="no GPU: GPU parity was not checked")]
+pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize(("strategy", "size"), placed([1, 2], [4]))
@@ -34,22 +28,18 @@ def test_equals_the_host(case: str, strategy: str, size: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_float32_and_bf16(strategy: str) -> None:
+    def run(comm: Any, strategy: str, precision: str, device: str) -> Any:
+        return train(comm, "mlp", strategy, precision=precision, device=device, optimizer=optim.SGD(lr=0.05))[1]
+
+    want = spawn(run, 1, "ddp", "float32", "cpu")[0]
     for precision, bound in (("float32", 1e-4), ("bf16", 0.05)):
-        sgd = optim.SGD(lr=0.05)
-        _, want, _ = spawn(lambda c, o=sgd: train(c, "mlp", "ddp", precision="float32", optimizer=o), 1)[0]
-        for _, got, _ in spawn(
-            lambda c, o=sgd, p=precision: train(c, "mlp", strategy, precision=p, optimizer=o, device="cuda"), 2
-        ):
+        for got in spawn(run, 2, strategy, precision, "cuda"):
             assert_close(got, want, bound)
 
 
 def test_one_hash_on_the_gpu() -> None:
     def run(comm: Any, strategy: str) -> Bits:
-        return bits(
-            train(comm, "mlp", strategy, sizes=(16,), reproducible_chunks=8, precision="float32", device="cuda")[2]
-        )
+        options = {"reproducible_chunks": 8, "precision": "float32", "device": "cuda"}
+        return bits(train(comm, "mlp", strategy, sizes=(16,), **options)[2])
 
-    assert (
-        len({run_ for size in (1, 2, 3) for s in ("ddp", "fsdp") for run_ in spawn(lambda c, s=s: run(c, s), size)})
-        == 1
-    )
+    demand_same(one for size in (1, 2, 3) for strategy in ("ddp", "fsdp") for one in spawn(run, size, strategy))
