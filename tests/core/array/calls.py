@@ -1,7 +1,5 @@
 """Calls of every kernel that has more than one form, with arrays of float64: by which tests compare the forms."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Fixtures: both versions of a kernel, every float dtype, with rows and without."""
+"""Fixtures: both versions of a kernel, every float dtype."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,3 @@ from fsdpx.core.array import parse_dtype
 @pytest.fixture(params=["float64", "float32", "float16", "bf16"])
 def dtype(request) -> np.dtype:
     return parse_dtype(request.param)
-
-
-@pytest.fixture(params=[7, 0])
-def rows(request) -> int:
-    return request.param

@@ -6,6 +6,7 @@ by half a unit of the last place of its format; bounds follow from the formats a
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from inspect import isfunction
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from fsdpx.core.array.kernels.activation import CUBIC, SLOPE
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.random import NumberRange
 
-__all__ = ["BF16", "F16", "FAMILIES", "KERNELS", "agree", "cases"]
+__all__ = ["BF16", "F16", "FAMILIES", "KERNELS", "agree", "attend", "attention_slopes", "cases"]
 
 KERNELS = {name for name in kernels.__all__ if isfunction(getattr(kernels, name))}
 KERNELS -= {"get_implementation_name", "use_mode"}
@@ -34,7 +35,7 @@ erfc = np.vectorize(math.erfc, otypes=[np.float64])
 class Case(NamedTuple):
     """A call `run(np, *arrays)`, where arrays of float64 are of the format in question. size: of the terms of `want`,
     which are added in float32; that of `want` itself if none is given. rounded: of those with a factor that is rounded
-    to the format. tiny: what is as good as 0."""
+    to the format. tiny: what is as good as 0. Sums go into arrays of the format of sums, and of that in question."""
 
     run: Callable[..., Any]
     arrays: tuple[Any, ...]
@@ -51,7 +52,7 @@ def agree(got: Any, case: Case, share: float = TOLERANCE) -> None:
     """`got` is `case.want`, NaN and Inf where that is, up to rounding; too large for its format is Inf. share:
     of its terms, by which it may be off."""
     want, values = np.asarray(case.want), np.asarray(got).astype(np.float64)
-    assert values.shape == want.shape
+    assert values.shape == want.shape, case.run
     unit, least, limit = UNITS.get(np.asarray(got).dtype.name, (0.0, 0.0, math.inf))
     size = np.abs(want) if case.size is None else case.size
     size, rounded = (np.nan_to_num(np.asarray(s), nan=0.0, posinf=0.0) for s in (size, case.rounded))
@@ -61,7 +62,7 @@ def agree(got: Any, case: Case, share: float = TOLERANCE) -> None:
         near = np.abs(values - want) <= allowed
         end = np.where(np.abs(want) + allowed >= limit * (1 - unit), np.copysign(np.inf, want), np.nan)
     off = ~(near | (values == want) | (values == end) | np.isnan(values) & np.isnan(want))
-    assert not off.any(), (values[off][:3], want[off][:3], np.broadcast_to(allowed, want.shape)[off][:3])
+    assert not off.any(), (case.run, values[off][:3], want[off][:3], np.broadcast_to(allowed, want.shape)[off][:3])
 
 
 def below(x):
@@ -119,31 +120,31 @@ def gelu(x, dy, dtype) -> Cases:
     y, dx = x * below(x), dy * (below(x) + x * bell(x))
     size = np.abs(dy) * (below(x) + np.abs(x) * bell(x))
     bias = dy[0] if len(dy) else np.ones(x.shape[1])
-    h, both = of(x + bias, dtype), np.stack([np.abs(y), size])
+    h = of(x + bias, dtype)
     return {
-        "gelu": [Case(kernels.gelu, (x,), y)],
-        "gelu_backward": [Case(kernels.gelu_backward, (x, dy), dx, size)],
-        "recompute_gelu_and_backward": [
-            Case(changed(kernels.recompute_gelu_and_backward, 1), (x, dy), np.stack([y, dx]), both)
-        ],
+        **gelu_and_slope("none", x, dy, (y, dx), (np.abs(y), size)),
         "bias_gelu": [Case(changed(kernels.bias_gelu), (x, bias), np.stack([h * below(h), h]))],
     }
 
 
+def gelu_and_slope(form, x, dy, want, sizes) -> Cases:
+    """Apart, and together in place of `dy`."""
+    gelu, gelu_backward = behind(kernels.gelu, form), behind(kernels.gelu_backward, form)
+    both = changed(behind(kernels.recompute_gelu_and_backward, form), 1)
+    return {
+        "gelu": [Case(gelu, (x,), want[0], sizes[0])],
+        "gelu_backward": [Case(gelu_backward, (x, dy), want[1], sizes[1])],
+        "recompute_gelu_and_backward": [Case(both, (x, dy), np.stack(want), np.stack(sizes))],
+    }
+
+
 def gelu_tanh(x, dy, dtype) -> Cases:
-    recompute = kernels.recompute_gelu_and_backward
     u = x * (1.0 + CUBIC * x * x) * SLOPE
     s, slope = logistic(u), (1.0 + 3.0 * CUBIC * x * x) * SLOPE
     spread = 1.0 + np.abs(u) * (1.0 - s)
-    y, dx = x * s, dy * (s + x * s * (1.0 - s) * slope)
+    want = x * s, dy * (s + x * s * (1.0 - s) * slope)
     sizes = np.abs(x) * s * spread, np.abs(dy) * s * (spread + np.abs(x) * slope * (1.0 + np.abs(u)))
-    return {
-        "gelu": [Case(behind(kernels.gelu, "tanh"), (x,), y, sizes[0])],
-        "gelu_backward": [Case(behind(kernels.gelu_backward, "tanh"), (x, dy), dx, sizes[1])],
-        "recompute_gelu_and_backward": [
-            Case(changed(behind(recompute, "tanh"), 1), (x, dy), np.stack([y, dx]), np.stack(sizes))
-        ],
-    }
+    return gelu_and_slope("tanh", x, dy, want, sizes)
 
 
 def _rotated(x, dy, dtype) -> Case:
@@ -259,18 +260,23 @@ def layer_norm(x, dy, dtype) -> Cases:
     size_dx = (size_h + size_n * (np.abs(h) * size_n).mean(axis=1, keepdims=True)) * r
     y = (x - mean[:, None]) * rstd[:, None] * w + b
 
-    def params(xp, *arrays):
-        sums = np.zeros(x.shape[1], wide(dtype)), np.ones(x.shape[1], wide(dtype))
-        kernels.layer_norm_backward_params(xp, *arrays, *sums)
-        return np.stack(sums)
+    start = np.array([[0.0], [1.0], [0.0]])
 
-    want = np.stack([np.sum(dy * n, axis=0), 1.0 + np.sum(dy, axis=0)])
-    size = np.stack([np.sum(np.abs(dy) * size_n, axis=0), 1.0 + np.sum(np.abs(dy), axis=0)])
+    def params(kind, xp, *arrays):
+        sums = np.repeat(start.astype(kind), x.shape[1], axis=1)
+        kernels.layer_norm_backward_params(xp, *arrays, *sums[:2])
+        kernels.layer_norm_backward_params(xp, *arrays, sums[2], None)
+        return sums
+
+    want = start + np.stack([dy * n, dy, dy * n]).sum(axis=1)
+    size = start + np.stack([np.abs(dy) * size_n, np.abs(dy), np.abs(dy) * size_n]).sum(axis=1)
     known = mean.astype(wide(dtype)), rstd.astype(wide(dtype))
     return {
         "layer_norm": [Case(result(0, behind(kernels.layer_norm, EPS)), (x, w, b), y, size_n * np.abs(w) + np.abs(b))],
         "layer_norm_backward_input": [Case(kernels.layer_norm_backward_input, (x, w, *known, dy), dx, size_dx)],
-        "layer_norm_backward_params": [Case(params, (x, *known, dy), want, size)],
+        "layer_norm_backward_params": [
+            Case(partial(params, kind), (x, *known, dy), want, size) for kind in (wide(dtype), dtype)
+        ],
     }
 
 
@@ -340,11 +346,12 @@ def sums(x, dy, dtype) -> Cases:
     start = dy[0] if len(dy) else np.ones(x.shape[1])
     line, flat = x.reshape(-1), np.square(x.reshape(-1))
     blocks = np.array([flat[at : at + 16].sum() for at in range(0, flat.size, 16)])
-    sizes, given = np.abs(x).sum(axis=0), (x, start.astype(wide(dtype)))
+    sizes = np.abs(x).sum(axis=0)
     return {
         "sum_rows": [
-            Case(changed(kernels.sum_rows, 1), given, x.sum(axis=0) + start, sizes + np.abs(start)),
-            Case(changed(behind(kernels.sum_rows, False), 1), given, x.sum(axis=0), sizes),
+            Case(changed(behind(kernels.sum_rows, adds), 1), (x, into), x.sum(axis=0) + more, sizes + np.abs(more))
+            for into in (start.astype(wide(dtype)), start)
+            for adds, more in ((True, start), (False, 0))
         ],
         "square_sum": [Case(total(kernels.square_sum), (line,), flat.sum())],
         "sum_squares_of_blocks": [Case(behind(kernels.sum_squares_of_blocks, 16), (line,), blocks)],
@@ -353,11 +360,16 @@ def sums(x, dy, dtype) -> Cases:
 
 def lookups(x, dy, dtype) -> Cases:
     index = (np.arange(len(x)) * 7) % 5
-    table, size = np.ones((5, x.shape[1])), np.ones((5, x.shape[1]))
-    rows = table.astype(wide(dtype))
+    rows = np.ones((5, x.shape[1]))
+    table, size = rows.copy(), rows.copy()
     np.add.at(table, index, x)
     np.add.at(size, index, np.abs(x))
-    return {"embedding_backward": [Case(changed(kernels.embedding_backward), (rows, index, x), table, size)]}
+    return {
+        "embedding_backward": [
+            Case(changed(kernels.embedding_backward), (into, index, x), table, size)
+            for into in (rows.astype(wide(dtype)), rows)
+        ]
+    }
 
 
 def dropped(x, dy, dtype) -> Cases:
@@ -399,8 +411,7 @@ def channels(x, dy, dtype) -> Cases:
         "channel_squares": [Case(kernels.channel_squares, (x, m), *squares)],
         "batch_norm_scales_and_running_stats": [Case(result(1, scales), (s, m), mean / np.sqrt(scale / 5 + 0.1))],
         "batch_norm_backward_factors": [
-            Case(result(k, factors), (m, s), want)
-            for k, want in enumerate((scale * mean, mean / 5, scale**2 / 5))
+            Case(result(k, factors), (m, s), want) for k, want in enumerate((scale * mean, mean / 5, scale**2 / 5))
         ],
         "channel_affine": [Case(kernels.channel_affine, (x, m, s, m), n + mean, size_n + np.abs(mean))],
         "channel_gradient_sums": [Case(kernels.channel_gradient_sums, (dy, x, m, s), *with_dy)],
@@ -412,29 +423,41 @@ FLUSHED = 2.0**-120
 """Products of 16 bits by the processor's instructions take numbers below 2^-126 for 0."""
 
 
+def attend(q, k, scale, seen=True):
+    """Scores of the keys that each query sees, the logarithms of the sums of their exponentials, and the sizes of the
+    terms of probabilities."""
+    scores = np.where(seen, scale * q @ k.swapaxes(-1, -2), -np.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    lse = np.log(np.exp(scores - top).sum(axis=-1, keepdims=True)) + top
+    terms = q.shape[-1] + k.shape[-2] + 8
+    return scores, lse[..., 0], terms * (1 + scale * np.abs(q) @ np.abs(k).swapaxes(-1, -2) + np.abs(lse))
+
+
+def attention_slopes(q, k, v, o, do, p, sizes, scale):
+    """For dq, dk and dv: what they are, the sizes of their terms, and of those with a rounded factor. p, sizes:
+    probabilities, and the sizes of their terms."""
+    turned, along = v.swapaxes(-1, -2), np.sum(do * o, axis=-1, keepdims=True)
+    ds = p * (do @ turned - along) * scale
+    off = sizes * p * (np.abs(do) @ np.abs(turned) + np.sum(np.abs(do * o), -1, keepdims=True)) * scale
+    want = ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do
+    q, k, do, ds = (np.abs(a) for a in (q, k, do, ds))
+    size = off @ k, off.swapaxes(-1, -2) @ q, (p * sizes).swapaxes(-1, -2) @ do
+    return want, size, (ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do)
+
+
 def attention(x, dy, dtype) -> Cases:
     """Queries from `x`, keys and values from `dy`, one head; not causal: then NaN and Inf of a key meet all queries."""
     rows, width = max(len(x), 1), x.shape[1]
     q, k, v, do = (of(np.resize(a, (1, 1, rows, width)) / 4, dtype) for a in (x, dy, dy[::-1], x[::-1]))
-    scale, terms = 0.7 / width**0.5, width + rows + 8
-    scores = scale * q @ k.swapaxes(-1, -2)
-    top = scores.max(axis=-1, keepdims=True)
-    lse = np.log(np.exp(scores - top).sum(axis=-1, keepdims=True)) + top
-    p = np.exp(scores - lse)
+    scale = 0.7 / width**0.5
+    scores, lse, sizes = attend(q, k, scale)
+    p = np.exp(scores - lse[..., None])
     o = p @ v
-    sizes = terms * (1 + scale * np.abs(q) @ np.abs(k).swapaxes(-1, -2) + np.abs(lse))
-    held, base = of(o, dtype), lse[..., 0].astype(wide(dtype))
-    turned, along = v.swapaxes(-1, -2), np.sum(do * held, axis=-1, keepdims=True)
+    held, base = of(o, dtype), lse.astype(wide(dtype))
     p2 = np.exp(scores - base.astype(np.float64)[..., None])
-    ds = p2 * (do @ turned - along) * scale
-    off = sizes * p2 * (np.abs(do) @ np.abs(turned) + np.sum(np.abs(do * held), -1, keepdims=True)) * scale
-    want = ds @ k, ds.swapaxes(-1, -2) @ q, p2.swapaxes(-1, -2) @ do
-    size = off @ np.abs(k), off.swapaxes(-1, -2) @ np.abs(q), (p2 * sizes).swapaxes(-1, -2) @ np.abs(do)
-    terms16 = np.abs(ds) @ np.abs(k), np.abs(ds).swapaxes(-1, -2) @ np.abs(q), p2.swapaxes(-1, -2) @ np.abs(do)
-
     forward = result(0, behind(kernels.attention, False, scale))
     backward = stacked(behind(kernels.attention_backward, False, scale))
-    results = map(np.stack, (want, size, terms16))
+    results = map(np.stack, attention_slopes(q, k, v, held, do, p2, sizes, scale))
     return {
         "attention": [Case(forward, (q, k, v), o, (p * sizes) @ np.abs(v), p @ np.abs(v), FLUSHED)],
         "attention_backward": [Case(backward, (q, k, v, held, base, do), *results, FLUSHED)],

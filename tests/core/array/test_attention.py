@@ -7,6 +7,7 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from references import attend, attention_slopes
 
 from fsdpx.core.array import blas, kernels, parallel, parse_dtype
 
@@ -18,13 +19,10 @@ def reference(q, k, v, do, seen: Any = True, scale: float = 0.3) -> list[np.ndar
     q, k, v, do = (a.astype("f8") for a in (q, k, v, do))
     (b, g, t, d), groups = k.shape, q.shape[1] // k.shape[1]
     k, v = np.repeat(k, groups, 1), np.repeat(v, groups, 1)
-    s = np.where(seen, scale * q @ k.swapaxes(-1, -2), -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True, initial=-np.inf))
-    p /= p.sum(-1, keepdims=True)
-    o = p @ v
-    ds = p * (do @ v.swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True)) * scale
-    dk, dv = (a.reshape(b, g, groups, t, d).sum(2) for a in (ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do))
-    return [o, ds @ k, dk, dv]
+    scores, lse, sizes = attend(q, k, scale, seen)
+    p = np.exp(scores - lse[..., None])
+    (dq, *others), _, _ = attention_slopes(q, k, v, p @ v, do, p, sizes, scale)
+    return [p @ v, dq, *(a.reshape(b, g, groups, t, d).sum(2) for a in others)]
 
 
 def agree(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
-from fsdpx.core.array import shapes
+from fsdpx.core.array import get_namespace, namespace_of, shapes
 from fsdpx.core.array.devices import CPU, get_device_of_array, get_device_of_namespace, load_device
 from fsdpx.core.array.shapes.device import SHAPES
 
 
 def test_a_device_is_found_by_name_namespace_and_array() -> None:
-    for device, array in ((CPU, np.zeros(2)), (SHAPES, shapes.zeros(2))):
-        assert load_device(device.name) is get_device_of_namespace(device.xp) is get_device_of_array(array) is device
+    for device, name, xp, array in ((CPU, "cpu", np, np.zeros(2)), (SHAPES, "shape", shapes, shapes.zeros(2))):
+        assert load_device(name) is get_device_of_namespace(xp) is get_device_of_array(array) is device
+        assert get_namespace(name) is namespace_of(array) is xp
 
 
 @pytest.mark.parametrize("value", [None, 1.0, [1.0], np.float32(1), np.ma.zeros(2), np.zeros(2).view(np.recarray)])

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -102,18 +101,6 @@ def test_a_piece_may_call_again(many):
     pieces = range(5)
     parallel.run_tasks(lambda a: parallel.run_tasks(done.append, [((a, b),) for b in pieces]), [(a,) for a in pieces])
     assert sorted(done) == [(a, b) for a in range(5) for b in range(5)]
-
-
-def test_several_threads_take_part(many):
-    many(2)
-    meet, names = threading.Barrier(2, timeout=60), set()
-
-    def work():
-        meet.wait()
-        names.add(threading.current_thread().name)
-
-    parallel.run_tasks(work, [(), ()])
-    assert len(names) == 2
 
 
 def test_one_thread_cuts_nothing(many):

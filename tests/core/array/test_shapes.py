@@ -215,7 +215,8 @@ AT = np.array([2, 0, 1])
 COUNTED = {
     **{
         f"{name} {options}": lambda m, x, name=name, options=options: operator.attrgetter(name)(m)(x, **options)
-        for name, every in OF_ONE.items() for options in every
+        for name, every in OF_ONE.items()
+        for options in every
     },
     "concatenate": lambda m, x: m.concatenate([x, x], axis=1),
     "concatenate, flat": lambda m, x: m.concatenate([x, x], axis=None),

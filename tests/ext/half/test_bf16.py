@@ -10,7 +10,7 @@ import pytest
 from amount import few, pairs
 from bits import bits
 from meshes import train as train_on_mesh
-from models import CASES, make, own_part, part, placed, train
+from models import CASES, make, own_part, own_parts, part, placed, train
 from savers import steps
 
 import fsdpx
@@ -32,17 +32,12 @@ SGD = optim.SGD(lr=0.05, momentum=0.9)
 """Adam divides rounding noise by itself where a gradient is zero."""
 
 
-@lru_cache
-def begun(case: str, precision: Any) -> dict[str, np.ndarray]:
-    """The parameters that a seed gives, on any ranks."""
-    return fsdpx.spawn(lambda comm: make(comm, case, precision=precision).parameters(), 1)[0]
-
-
 def changes(comm: Communicator, case: str, strategy: str, precision: Any) -> Any:
     """Losses, and by how much each parameter changed."""
-    first = begun(case, precision)
-    losses, last, _ = train(comm, case, strategy, precision=precision, optimizer=SGD)
-    return losses, {name: last[name].astype("f8") - first[name] for name in last}
+    trainer = make(comm, case, strategy, precision=precision, optimizer=SGD)
+    first = trainer.parameters()
+    losses = [trainer.step(*batch) for batch in own_parts(comm, case, (11, 3))]
+    return losses, {name: last.astype("f8") - first[name] for name, last in trainer.parameters().items()}
 
 
 @lru_cache

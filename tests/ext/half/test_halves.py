@@ -3,15 +3,14 @@
 import importlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from amount import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import LAYOUTS, lay
+from references import FLUSHED, Case, agree, attend, attention_slopes
 
 from fsdpx.core.array import blas, kernels, parallel
 from fsdpx.core.array.blas import products
@@ -153,40 +152,6 @@ def test_an_unknown_library_is_refused() -> None:
         matmul.select_library("cublas")
 
 
-TARGET = np.arange(33) * 5 % 71
-
-
-def table_of(k: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    table = np.ones((71, 71), BF16)
-    k.embedding_backward(np, table, TARGET[: len(x)], y)
-    return table
-
-
-def scales_of(k: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    sums, moments = np.ones((2, 71), BF16), [np.linspace(low, 1, len(x), dtype=np.float32) for low in (-1, 0.5)]
-    k.layer_norm_backward_params(np, x, *moments, y, sums[0], None)
-    return sums
-
-
-def rows_of(k: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    out = normal((71,), 5)
-    k.sum_rows(np, x, out, False)
-    return out
-
-
-@pytest.mark.parametrize("add", [table_of, scales_of, rows_of])
-@pytest.mark.parametrize("layout", ["rows", "columns", "every second"])
-@pytest.mark.parametrize("rows", [0, 1, 33])
-def test_sums_in_16_bits_are_the_plain_ones(add: Any, layout: str, rows: int) -> None:
-    """Added in float32 and rounded once. All other results in 16 bits: test_numerics.py."""
-    x, y = (lay(normal((rows, 71), seed), layout) for seed in (3, 4))
-    with kernels.use_mode("plain"):
-        want = add(kernels, x, y)
-    got = add(kernels, x, y)
-    assert got.dtype == want.dtype == BF16
-    np.testing.assert_allclose(got.astype("f8"), want.astype("f8"), rtol=2.0**-7, atol=1e-5)
-
-
 WAYS = ["plain", "numba", *(["words"] if attention16.has_bf16_dot_instruction() else [])]
 """Attention as array code, widened, and by the instruction for pairs where the processor has it."""
 
@@ -199,26 +164,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield request.param
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, scale: float) -> Any:
-    """Probabilities, the logarithms of their sums and the sizes of scores, in float64."""
-    scores = scale * q @ k.swapaxes(-1, -2)
-    if causal:
-        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
-    lse = np.logaddexp.reduce(scores, axis=-1)
-    sizes = abs(scale) * np.abs(q) @ np.abs(k).swapaxes(-1, -2) + np.abs(lse)[..., None]
-    return np.exp(scores - lse[..., None]), lse, sizes
-
-
-UNIT, ERROR = 2.0**-8, 2.0**-22
-"""The most by which rounding to bfloat16 changes a number, and what float32 may lose per term: a sum has some terms."""
-
-
-def close(got: np.ndarray, want: np.ndarray, rounded: np.ndarray, summed: np.ndarray) -> None:
-    """Within the rounding of the result and of 16-bit factors, whose terms have the size `rounded`, and that of float32
-    sums. The instruction takes numbers below 2^-126 for 0."""
-    bound = UNIT * (np.abs(want) + rounded) * (1 + UNIT) + ERROR * summed + 2.0**-120
-    assert got.dtype == BF16
-    assert np.all(np.abs(got.astype("f8") - want) <= bound), np.max(np.abs(got.astype("f8") - want) / bound)
+ERROR = 2.0**-22 * (1 - 2.0**-8)
+"""What float32 may lose per term: a sum has some terms. The result is rounded with it, by 2^-8 more."""
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -237,19 +184,15 @@ def test_attention_against_float64(way, causal, sizes, more, width, seed) -> Non
     q, k, v, do = qkv[0, :, :, :t], qkv[1], qkv[2], normal((b, h, t, width), seed + 1)
     o, lse = kernels.attention(np, q, k, v, causal, scale)
     d = kernels.attention_backward(np, q, k, v, o, lse, do, causal, scale)
-    q, k, v, do, wide = (a.astype("f8") for a in (q, k, v, do, o))
-    p, want, scores = attention(q, k, v, causal, scale)
-    terms = width + full + 8
-    np.testing.assert_allclose(lse, want, atol=ERROR * terms * (1 + np.max(scores, initial=0)))
-    close(o, p @ v, p @ np.abs(v), terms * (p * (1 + scores)) @ np.abs(v))
-    turned, along = v.swapaxes(-1, -2), np.sum(do * wide, axis=-1, keepdims=True)
-    ds = p * (do @ turned - along) * scale
-    slopes = np.abs(do) @ np.abs(turned) + np.sum(np.abs(do * wide), -1, keepdims=True)
-    off = terms * p * (1 + scores) * slopes * scale
-    close(d[0], ds @ k, np.abs(ds) @ np.abs(k), off @ np.abs(k))
-    ds, off, p = (a.swapaxes(-1, -2) for a in (ds, off, p))
-    close(d[1], ds @ q, np.abs(ds) @ np.abs(q), off @ np.abs(q))
-    close(d[2], p @ do, p @ np.abs(do), terms * (p * (1 + scores.swapaxes(-1, -2))) @ np.abs(do))
+    assert {a.dtype for a in (o, *d)} == {BF16}
+    q, k, v, do, held = (a.astype("f8") for a in (q, k, v, do, o))
+    scores, want, sizes = attend(q, k, scale, np.tri(t, full, dtype=bool) if causal else True)
+    p = np.exp(scores - want[..., None])
+    np.testing.assert_allclose(lse, want, atol=ERROR * np.max(sizes, initial=0))
+    results = attention_slopes(q, k, v, held, do, p, sizes, scale)
+    bounds = (p @ v, (p * sizes) @ np.abs(v), p @ np.abs(v)), *zip(*results, strict=True)
+    for name, got, (want, size, rounded) in zip(("o", "dq", "dk", "dv"), (o, *d), bounds, strict=True):
+        agree(got, Case(name, (), want, size, rounded, FLUSHED), ERROR)
     assert way != "words" or o.swapaxes(1, 2).flags.c_contiguous
 
 
@@ -318,9 +261,8 @@ def test_what_is_large_is_no_small_product() -> None:
     assert not products.try_multiply_small_bfloat16_into(*of_float16, False, None)
 
 
-FORMATS = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(100))
-both = pytest.mark.parametrize("half", FORMATS, ids=lambda d: d.name)
+both = pytest.mark.parametrize("half", [np.dtype(np.float16), BF16], ids=lambda d: d.name)
 
 
 def every(half):
@@ -348,16 +290,12 @@ def test_every_number_is_widened_exactly(mode, half):
 
 
 @both
-def test_numbers_around_every_tie_are_rounded_to_even(mode, half):
+def test_numbers_around_every_tie_and_at_the_ends_are_rounded_to_even(mode, half):
     h = every(half)
     exact = np.unique(h[np.isfinite(h.astype(np.float32))].astype(np.float64))
     ties = ((exact[1:] + exact[:-1]) / 2).astype(np.float32)  # 1 bit more than 16-bit floats have: exact
     x = np.concatenate([ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
     demand_rounded(x, half)
-
-
-@both
-def test_ends(mode, half):
     tiny = np.finfo(np.float32).smallest_subnormal
     x = np.array([0.0, -0.0, np.inf, -np.inf, tiny, -tiny, 1e-38, 65519.9, 65520, 65536, 3.4e38, -3.4e38], np.float32)
     demand_rounded(x, half)
@@ -410,7 +348,7 @@ def chances(start, stop):
 @pytest.mark.parametrize(("start", "size"), [(0, 1), (1, 2), (3, 9), (5, 1000), (2, 0), (2**32 - 5, 9), (2**33, 70)])
 def test_rounded_by_chance_bit_by_bit(mode, start, size):
     x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
-    out = np.empty(size, FORMATS[1])
+    out = np.empty(size, BF16)
     kernels.round_randomly(np, x, out, NumberRange(3, "a", start, start + size))
     want = (x.view(np.uint32) + chances(start, start + size)) >> 16
     np.testing.assert_array_equal(out.view(np.uint16), want.astype(np.uint16))
@@ -419,18 +357,18 @@ def test_rounded_by_chance_bit_by_bit(mode, start, size):
 def test_rounding_by_chance_is_right_in_the_mean_and_moves_to_a_neighbor(mode):
     n = 1 << 16
     for value in (1.0 + 2.0**-10, -3.3, 1e-40, 65504.7):
-        x, out = np.full(n, value, np.float32), np.empty(n, FORMATS[1])
+        x, out = np.full(n, value, np.float32), np.empty(n, BF16)
         kernels.round_randomly(np, x, out, NumberRange(0, str(value), 0, n))
         got = out.astype(np.float64)
         low, high = np.unique(got)
         assert low < np.float32(value) < high
-        assert high == np.nextafter(np.float64(low).astype(FORMATS[1]), FORMATS[1].type(np.inf)).astype(np.float64)
+        assert high == np.nextafter(np.float64(low).astype(BF16), BF16.type(np.inf)).astype(np.float64)
         deviation = (high - low) / 2 / n**0.5
         assert abs(got.mean() - np.float64(np.float32(value))) < 5 * deviation
 
 
 def test_what_is_exact_or_no_number_stays_when_rounded_by_chance(mode):
-    h = every(FORMATS[1])
+    h = every(BF16)
     out = np.empty_like(h)
     with np.errstate(invalid="ignore"):
         kernels.round_randomly(np, h.astype(np.float32), out, NumberRange(0, "x", 0, h.size))
