@@ -1,7 +1,5 @@
 """Codecs by themselves: casts, quantisation, the largest entries and low rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial
@@ -174,16 +172,13 @@ def test_full_rank_travels_whole_and_says_so() -> None:
 
 def resnet18() -> list[tuple[int, ...]]:
     """The parameters of ResNet-18 for images of 32 x 32 and ten classes."""
-    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
-    last = 64
-    for stage, width in enumerate((64, 128, 256, 512)):
-        for block in range(2):
-            for channels in (last, width):
-                shapes += [(width, channels, 3, 3), (width,), (width,)]
-            if stage and not block:
-                shapes += [(width, last, 1, 1), (width,), (width,)]
-            last = width
-    return [*shapes, (10, 512), (10,)]
+    convolutions = [(64, 3, 3, 3)]
+    for last, width in ((64, 64), (64, 128), (128, 256), (256, 512)):
+        convolutions += [(width, last, 3, 3), *[(width, width, 3, 3)] * 3]
+        if last != width:
+            convolutions.append((width, last, 1, 1))
+    norms = [(shape[0],) for shape in convolutions for _ in ("scale", "shift")]
+    return [*convolutions, *norms, (10, 512), (10,)]
 
 
 @pytest.mark.parametrize(("rank", "published"), [(1, 243), (2, 136), (4, 72)])

@@ -1,7 +1,5 @@
 """What codecs that lose something promise: nothing is lost for good, or everything is right in the mean."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -90,10 +88,6 @@ def test_a_warm_up_ends_at_the_fraction() -> None:
     assert [np.count_nonzero(out) for out in found[0][0]] == [195, 67, 23, 8, 8]
 
 
-def test_bytes_of_few_elements() -> None:
-    assert [TopK(0.01).packed_bytes(n) for n in (0, 1, 100, 101)] == [0, 8, 8, 16]
-
-
 @pytest.mark.parametrize("name", [*FEEDBACK, "unbiased"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("together", [False, True])
@@ -125,7 +119,8 @@ def test_other_numbers_are_refused(name: str, dtype: str) -> None:
         steps(codec, 2, 1, True, lambda rank, step: np.ones(N, dtype))
 
 
-def test_bytes_of_int8() -> None:
+def test_bytes_of_few_elements() -> None:
+    assert [TopK(0.01).packed_bytes(n) for n in (0, 1, 100, 101)] == [0, 8, 8, 16]
     assert [Int8().packed_bytes(n) for n in (0, 1, 4, 5, 256, 257, 1024)] == [0, 8, 8, 16, 264, 272, 1040]
 
 

@@ -1,7 +1,5 @@
 """Compressed gradients under every placement: bytes as predicted, replicas alike, and training that arrives."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 from amount import few
 from bits import bits
-from models import KNOWN, make, own_part, part
+from models import make, own_part, own_parts, part
 from threads import on_ranks
 
 import fsdpx
@@ -156,17 +154,15 @@ def on_mesh(comm: Communicator, axes: str, codec: Any) -> Any:
     """Losses of steps, every other one of two halves, and the bits of all parameters."""
     mesh, strategy, _ = AXES[axes]
     trainer = make(comm, "wide", strategy, mesh=mesh, group_bytes=600, precision="float32", compression=codec)
-    rng, losses = np.random.default_rng(4), []
-    for step in range(3):
-        x, y = KNOWN["wide"].batch(rng, 6)
-        mine = part(trainer.data_group, 6)
+    losses = []
+    for step, (x, y) in enumerate(own_parts(trainer.data_group, "wide", (6, 6, 6), seed=4)):
         if step % 2 and mesh.pipe == 1:
-            half = (mine.stop - mine.start) // 2
-            trainer.accumulate(x[mine][:half], y[mine][:half])
-            trainer.accumulate(x[mine][half:], y[mine][half:])
+            half = len(x) // 2
+            trainer.accumulate(x[:half], y[:half])
+            trainer.accumulate(x[half:], y[half:])
             losses.append(trainer.update())
         else:
-            losses.append(trainer.step(x[mine], y[mine]))
+            losses.append(trainer.step(x, y))
     if codec != "plain":  # else pages hold both kinds, and are cut elsewhere
         shards = iterate_local_state_shards(trainer.inspect.engine.state)
         alike = {(p.name, p.start): np.asarray(p.array) for p in shards if p.spec.cut is None}
@@ -260,15 +256,6 @@ def test_the_report_tells_bytes_saved_and_the_error_of_each_reduce() -> None:
     assert all(np.isnan(one.error) for one in unknown)
 
 
-def test_ranks_that_differ_in_codecs_are_named() -> None:
-    def body(comm: Communicator) -> None:
-        make(comm, "mlp", precision="float32", compression=fsdpx.Int8(unbiased=comm.rank == 1))
-
-    words = r"ranks differ in compression: rank 0 has .*feedback=True.*rank 1 has .*random=Tr"
-    with pytest.raises(ConfigError, match=words):
-        spawn(body, 2)
-
-
 @quantised
 @on_ranks(4)
 def test_what_is_kept_is_a_row_of_memory(comm: Communicator, name: str) -> None:
@@ -279,9 +266,25 @@ def test_what_is_kept_is_a_row_of_memory(comm: Communicator, name: str) -> None:
     assert trainer.report().memory["codec memory"] == 4 * wanted
 
 
-def test_a_dynamic_loss_scale_is_refused() -> None:
-    with pytest.raises(ConfigError, match="codec Int8 keeps what it lost in units of the loss scale"):
-        spawn(lambda comm: make(comm, "mlp", precision="float16", compression="int8"), 2)
+class Misspelt(fsdpx.TopK):
+    reshard_rules = {"error": "anew"}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (lambda rank: {"compression": fsdpx.Int8(unbiased=rank == 1)},
+         r"ranks differ in compression: rank 0 has .*feedback=True.*rank 1 has .*random=Tr"),
+        (lambda rank: {"compression": "int8", "precision": "float16"},
+         "codec Int8 keeps what it lost in units of the loss scale"),
+        (lambda rank: {"compression": Misspelt(0.5)},
+         r"Misspelt: reshard rule of 'error' is 'anew': choose 'sum', 'same' or 'reset'"),
+    ],
+    ids=["ranks that differ", "a dynamic loss scale", "a memory of which nobody knows what becomes of it"],
+)  # fmt: skip
+def test_codecs_that_cannot_serve_are_refused(options: Callable[[int], dict[str, Any]], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        spawn(lambda comm: make(comm, "mlp", **{"precision": "float32", **options(comm.rank)}), 2)
 
 
 @pytest.mark.parametrize(
@@ -332,13 +335,3 @@ def test_powersgd_sends_two_messages_for_all_of_a_page() -> None:
         return len(trainer.inspect.placement.pages), trainer.report().traffic["replica", "all_reduce"].calls
 
     assert spawn(body, 2)[0] == (1, 2)
-
-
-class Misspelt(fsdpx.TopK):
-    reshard_rules = {"error": "anew"}  # noqa: RUF012
-
-
-def test_what_becomes_of_a_memory_is_one_of_three() -> None:
-    words = r"Misspelt: reshard rule of 'error' is 'anew': choose 'sum', 'same' or 'reset'"
-    with pytest.raises(ConfigError, match=words):
-        spawn(lambda comm: make(comm, "mlp", compression=Misspelt(0.5)), 2)

@@ -1,7 +1,5 @@
 """What codecs owe is saved, and goes on at other meshes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Codecs under real MPI, at whatever number of ranks the tests are run with: the bits of thread ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +39,7 @@ def trained_on_threads(size: int, name: str, strategy: str) -> Any:
     return spawn(trained, size, name, strategy)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"), [*pairs(CODECS, ["ddp", "fsdp"]), ("int8", "ddp"), ("powersgd", "fsdp")]
-)
+@pytest.mark.parametrize(("name", "strategy"), [*pairs(CODECS, ["ddp", "fsdp"]), ("int8", "ddp"), ("powersgd", "fsdp")])
 def test_bits_are_those_of_thread_ranks(world: Communicator, name: str, strategy: str) -> None:
     """Codecs add by themselves, in rank order; PowerSGD sums by the library, whose order is its own."""
     if strategy == "ddp" and world.size == 1:

@@ -1,7 +1,5 @@
 """Steps of a codec by itself on thread ranks: what arrives, what is kept, what travels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

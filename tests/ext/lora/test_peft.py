@@ -1,7 +1,5 @@
 """LoRA beside PEFT: the same losses and adapters from the same beginning, and files that each reads of the other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

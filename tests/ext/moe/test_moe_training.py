@@ -62,8 +62,7 @@ PLACES: dict[str, dict[str, Any]] = {
     },
     "whole, parts": {
         "mesh": Mesh(tensor=2, shard=1), "tensor_plan": {"blocks.*.attn": nn.sharding.LayerDefault},
-        "sequence": "parallel",
-        "microbatches": 2,
+        "sequence": "parallel", "microbatches": 2,
     },
     "whole, fsdp": {"strategy": "fsdp", "mesh": Mesh(shard=2)},
 }  # fmt: skip
@@ -102,6 +101,7 @@ def test_dropout_outputs_and_gradients_of_inputs_where_samples_are_cut() -> None
 
 def test_chunks_leave_the_bits() -> None:
     """The balancing loss is that of a chunk."""
+
     def run(comm: Communicator, options: dict[str, Any]) -> dict[str, np.ndarray]:
         return train_experts(comm, reproducible_chunks=4, clip_norm=None, **options)[0]
 
