@@ -75,3 +75,40 @@ def check_snapshot(grid: fsdpx.Grid, snapshot: Any) -> None:
 def send_step(bridge: fsdpx.Bridge, grid: fsdpx.Grid, step: int) -> None:
     whole = whole_field(step)
     bridge.send(with_ghosts(grid, whole), grid.take_local(whole.mean(2).astype(np.float32)), step=step, name="u")
+
+
+def run_solver(
+    bridge: fsdpx.Bridge, grid: fsdpx.Grid, wait: bool, steps: int, load_weights: Callable[[Any], None]
+) -> list[int]:
+    """Send fields for so many steps or, without waiting, until the trainer has closed. Check the answers, load all
+    weights, and return to which snapshots there were answers."""
+    answered, step = [], 0
+    while step < steps if wait else not bridge.agree_on_whether_other_side_closed():
+        send_step(bridge, grid, step)
+        answer, weights = bridge.receive(wait), bridge.receive_weights(wait)
+        if answer is not None:
+            answered.append(answer.scalars["about"])
+            np.testing.assert_array_equal(answer.fields[0], grid.take_local(whole_field(answered[-1]) * 3))
+        if weights is not None:
+            load_weights(weights)
+        step += 1
+    while not wait and (weights := bridge.receive_weights()) is not None:
+        load_weights(weights)
+    return answered
+
+
+def run_trainer(
+    bridge: fsdpx.Bridge, grid: fsdpx.Grid, wait: bool, steps: int, make_weights: Callable[[int], Any]
+) -> list[int]:
+    """Check and answer all snapshots or, without waiting, so many; send back weights for each. Return
+    their numbers."""
+    numbers = []
+    for snapshot in bridge:
+        check_snapshot(grid, snapshot)
+        assert snapshot.number == snapshot.scalars["step"]
+        numbers.append(snapshot.number)
+        bridge.send(snapshot.fields[0] * 3, about=snapshot.number)
+        bridge.send_weights(make_weights(snapshot.number))
+        if not wait and len(numbers) == steps:
+            break
+    return numbers

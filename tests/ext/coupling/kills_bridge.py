@@ -1,5 +1,4 @@
-"""Kill solver ranks or training ranks while they exchange fields, and check that no job hangs: `python kills_bridge.py
-20`.
+"""Kill solver ranks or training ranks while they exchange fields, and check that no job hangs.
 
 A solver rank and two training ranks under mpiexec send and receive without end. A random one is killed at a random
 moment, and the launcher ends the job.
@@ -11,7 +10,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -25,12 +23,11 @@ from trials import MPIEXEC, environment, none_left  # noqa: E402
 
 RANKS, PATIENCE_SECONDS = 3, 60.0
 MODES = ("lockstep", "queue", "latest")
-ENDINGS = ("killed", "unclosed")
-"""What ranks do: exchange until they are killed or, on the solver, end without closing the bridge."""
 
 
 def exchange(mode: str, ending: str) -> None:
-    """Exchange fields on this rank. Rank 0 prints the process IDs when all ranks have started."""
+    """Exchange fields on this rank: until it is "killed" or, on the solver, end "unclosed", without closing the bridge.
+    Rank 0 prints the process IDs when all ranks have started."""
     comm = fsdpx.init()
     trains = comm.rank >= comm.size // 2
     bridge, grid, _ = make_side(comm, comm.size // 2, mode=mode)
@@ -61,8 +58,8 @@ def start(jobs: Path, mode: str, ending: str, ranks: int) -> "subprocess.Popen[s
     )  # fmt: skip
 
 
-def kill_one(jobs: Path, mode: str, chance: random.Random) -> tuple[int, float]:
-    """Start a job and kill one of its ranks. Return the rank and the seconds until the job ended."""
+def kill_one(jobs: Path, mode: str, chance: random.Random) -> None:
+    """Start a job and kill one of its ranks, after which the job ends."""
     with start(jobs, mode, "killed", RANKS) as job:
         assert job.stdout is not None
         line = job.stdout.readline()
@@ -71,13 +68,10 @@ def kill_one(jobs: Path, mode: str, chance: random.Random) -> tuple[int, float]:
         assert line, f"status {job.wait()} before the first exchange"
         time.sleep(chance.random() * 0.2)
         rank = chance.randrange(RANKS)
-        begin = time.monotonic()
         os.kill(json.loads(line)[rank], signal.SIGKILL)
         output, _ = job.communicate(timeout=PATIENCE_SECONDS)
-        seconds = time.monotonic() - begin
         assert job.returncode, f"the job ended well, with rank {rank} killed\n{output}"
     assert none_left(jobs)
-    return rank, seconds
 
 
 def end_unclosed(jobs: Path, mode: str) -> None:
@@ -89,15 +83,4 @@ def end_unclosed(jobs: Path, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in MODES:
-        exchange(sys.argv[1], sys.argv[2])
-    else:
-        with tempfile.TemporaryDirectory() as place:
-            chance, longest = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0), 0.0
-            for number in range(int(sys.argv[1])):
-                mode = MODES[number % len(MODES)]
-                rank, seconds = kill_one(Path(place), mode, chance)
-                longest = max(longest, seconds)
-                side = "trainer" if rank >= RANKS // 2 else "solver"
-                print(f"{mode}: {side} rank {rank} killed, the job ended after {seconds:.2f} s", flush=True)
-            print(f"{sys.argv[1]} kills, no hang; the longest end took {longest:.2f} s")
+    exchange(*sys.argv[1:])

@@ -8,7 +8,17 @@ from threading import Event
 
 import numpy as np
 import pytest
-from coupled import SHAPE, check_snapshot, couple, make_side, send_step, solver_grid, trainer_grid, whole_field
+from coupled import (
+    SHAPE,
+    check_snapshot,
+    couple,
+    make_side,
+    run_solver,
+    run_trainer,
+    send_step,
+    solver_grid,
+    trainer_grid,
+)
 
 import fsdpx
 from fsdpx import nn, spawn
@@ -17,7 +27,6 @@ from fsdpx.errors import CommTimeout, ConfigError, DataError, RankLost
 from fsdpx.ext.coupling import streams
 from fsdpx.ext.coupling.messages import pack_message, unpack_message
 
-SIDES = [(1, 1), (2, 1), (1, 2), (3, 2), (4, 3)]
 MODES = ["lockstep", "queue", "latest"]
 STEPS = 5
 
@@ -33,43 +42,26 @@ def send_steps(steps: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("sides", [(1, 1), (2, 1), (1, 2), (3, 2), (4, 3)])
 def test_both_sides_receive_the_bits_that_the_other_one_sends(sides, mode):
     """Send fields to the trainer, and fields and weights back to the solver, between uneven and empty parts."""
 
     wait = mode != "latest"
 
     def solve(bridge, grid, part):
-        numbers, network, step = [], nn.Conv2d(2, 2, 3).as_distributed(comm=part, precision="float64"), 0
-        while step < STEPS if wait else not bridge.agree_on_whether_other_side_closed():
-            send_step(bridge, grid, step)
-            answer, weights = bridge.receive(wait), bridge.receive_weights(wait)
-            if answer is not None:
-                about = answer.scalars["about"]
-                numbers.append(about)
-                np.testing.assert_array_equal(answer.fields[0], grid.take_local(whole_field(about) * 3))
-            if weights is not None:
-                network.load_parameters(weights)
-            step += 1
-        while not wait and (weights := bridge.receive_weights()) is not None:
-            network.load_parameters(weights)
-        return numbers, network.parameters()["bias"][0]
+        network = nn.Conv2d(2, 2, 3).as_distributed(comm=part, precision="float64")
+        return run_solver(bridge, grid, wait, STEPS, network.load_parameters), network.parameters()["bias"][0]
 
     def train(bridge, grid, part):
-        numbers, network = [], nn.Conv2d(2, 2, 3).as_distributed(comm=part, precision="float64")
-        for snapshot in bridge:
-            check_snapshot(grid, snapshot)
-            about = snapshot.scalars["step"]
-            assert snapshot.number == about
-            numbers.append(about)
-            bridge.send(snapshot.fields[0] * 3, about=about)
+        network = nn.Conv2d(2, 2, 3).as_distributed(comm=part, precision="float64")
+
+        def make_weights(number):
             values = network.parameters()
-            values["bias"][...] = about
+            values["bias"][...] = number
             network.load_parameters(values)
-            bridge.send_weights(network if about % 2 else values)
-            if not wait and len(numbers) == STEPS:
-                break
-        return numbers
+            return network if number % 2 else values
+
+        return run_trainer(bridge, grid, wait, STEPS, make_weights)
 
     seed = 1 + MODES.index(mode) if sides == (4, 3) else 0
     found = spawn(lambda comm: couple(comm, sides[0], solve, train, seed, mode=mode), sum(sides), delays=seed)

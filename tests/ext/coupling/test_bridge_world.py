@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from coupled import check_snapshot, send_step, solver_grid, trainer_grid, whole_field
+from coupled import run_solver, run_trainer, solver_grid, trainer_grid
 
 import fsdpx
 
@@ -24,7 +22,7 @@ def test_ranks_of_mpi_exchange_fields_and_weights(world, mode):
         part = MPI.COMM_WORLD.Split(int(trains))
         grid = trainer_grid(part) if trains else solver_grid(part)
         with fsdpx.Bridge(MPI.COMM_WORLD, **{"trainer" if trains else "solver": grid}, mode=mode) as bridge:
-            found = (train if trains else solve)(bridge, grid, mode)
+            found = (train if trains else solve)(bridge, grid, mode != "latest")
         everyone = world.all_gather_value(found)
         assert all(numbers == everyone[-1] for numbers in everyone[solvers:])
         assert everyone[-1] == list(range(6)) if mode != "latest" else everyone[-1] == sorted(set(everyone[-1]))
@@ -33,29 +31,12 @@ def test_ranks_of_mpi_exchange_fields_and_weights(world, mode):
         part.Free()
 
 
-def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, mode: str) -> float:
-    """Send fields and return the last weight."""
-    step, weights, wait = 0, {}, mode != "latest"
-    while not bridge.agree_on_whether_other_side_closed() if mode == "latest" else step < 6:
-        send_step(bridge, grid, step)
-        answer = bridge.receive(wait)
-        if answer is not None:
-            whole = whole_field(answer.scalars["about"])
-            np.testing.assert_array_equal(answer.fields[0], grid.take_local(whole + 1))
-        weights = bridge.receive_weights(wait) or weights
-        step += 1
-    while mode == "latest" and (last := bridge.receive_weights()):
-        weights = last
-    return float(weights["w"][0])
+def solve(bridge, grid, wait):
+    """Return the last weight."""
+    weights = []
+    run_solver(bridge, grid, wait, 6, weights.append)
+    return float(weights[-1]["w"][0])
 
 
-def train(bridge: fsdpx.Bridge, grid: fsdpx.Grid, mode: str) -> Any:
-    numbers = []
-    for snapshot in bridge:
-        check_snapshot(grid, snapshot)
-        numbers.append(snapshot.number)
-        bridge.send(snapshot.fields[0] + 1, about=snapshot.number)
-        bridge.send_weights({"w": np.full(100_000, snapshot.number, np.float32)})
-        if mode == "latest" and len(numbers) == 6:
-            break
-    return numbers
+def train(bridge, grid, wait):
+    return run_trainer(bridge, grid, wait, 6, lambda number: {"w": np.full(100_000, number, np.float32)})
