@@ -1,31 +1,26 @@
 """Solver ranks and training ranks that are coupled by a bridge, and the fields that they exchange."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
 import fsdpx
-from fsdpx.core.comm import Communicator
 
+MODES = ("lockstep", "queue", "latest")
 SHAPE = (9, 7)
 SOLVER_LAYOUT, TRAINER_LAYOUT = "yxc", "cxy"
 
 
-def whole_field(number: int, channels: int = 2) -> np.ndarray:
+def whole_field(number, channels=2):
     """Return snapshot `number` of the whole field, in the solver's layout."""
     return np.random.default_rng(number).standard_normal((*SHAPE, channels))
 
 
-def cut(n: int, parts: int, seed: int) -> list[int]:
+def cut(n, parts, seed):
     """Return the sizes of uneven parts, some of which may be empty."""
     ends = np.sort(np.random.default_rng(seed).integers(0, n + 1, parts - 1))
     return np.diff([0, *ends, n]).tolist()
 
 
-def solver_grid(comm: Any, seed: int = 0) -> fsdpx.Grid:
+def solver_grid(comm, seed=0):
     """Make the solver's grid with ghost cells: rows of the field or, with 4 ranks, parts along both dims."""
     dims = (2, 2) if comm.size == 4 else (comm.size, 1)
     at = np.unravel_index(comm.rank, dims)
@@ -33,13 +28,13 @@ def solver_grid(comm: Any, seed: int = 0) -> fsdpx.Grid:
     return fsdpx.Grid(comm, cells, dims=dims, layout=SOLVER_LAYOUT, ghosts=1)
 
 
-def trainer_grid(comm: Any, seed: int = 1, layout: str = TRAINER_LAYOUT) -> fsdpx.Grid:
+def trainer_grid(comm, seed=1, layout=TRAINER_LAYOUT):
     """Make the trainer's grid: columns of the field, with another order of dims."""
     columns = cut(SHAPE[1], comm.size, seed)[comm.rank]
     return fsdpx.Grid(comm, (columns, SHAPE[0]), dims=(comm.size, 1), layout=layout)
 
 
-def make_side(comm: Communicator, solvers: int, seed: int = 0, **more: Any) -> tuple[fsdpx.Bridge, fsdpx.Grid, Any]:
+def make_side(comm, solvers, seed=0, **more):
     """Make the bridge and this rank's grid, with the solver on the first ranks. Return the communicator of the side,
     too."""
     trains = comm.rank >= solvers
@@ -48,9 +43,7 @@ def make_side(comm: Communicator, solvers: int, seed: int = 0, **more: Any) -> t
     return fsdpx.Bridge(comm, **{"trainer" if trains else "solver": grid}, **more), grid, part
 
 
-def couple(
-    comm: Communicator, solvers: int, solve: Callable[..., Any], train: Callable[..., Any], seed: int = 0, **more: Any
-) -> Any:
+def couple(comm, solvers, solve, train, seed=0, **more):
     """Run `solve(bridge, grid, part)` on the first ranks and `train(bridge, grid, part)` on the others. `part` is the
     communicator of the side."""
     bridge, grid, part = make_side(comm, solvers, seed, **more)
@@ -58,12 +51,12 @@ def couple(
         return (train if comm.rank >= solvers else solve)(bridge, grid, part)
 
 
-def with_ghosts(grid: fsdpx.Grid, whole: np.ndarray) -> np.ndarray:
+def with_ghosts(grid, whole):
     """Return this solver rank's part, with NaN in the ghost cells."""
     return np.pad(grid.take_local(whole), ((1, 1), (1, 1), (0, 0)), constant_values=np.nan)
 
 
-def check_snapshot(grid: fsdpx.Grid, snapshot: Any) -> None:
+def check_snapshot(grid, snapshot):
     """Check that all fields of a snapshot have the number in its scalars."""
     whole = whole_field(snapshot.scalars["step"])
     u, mean = snapshot.fields
@@ -72,14 +65,12 @@ def check_snapshot(grid: fsdpx.Grid, snapshot: Any) -> None:
     assert mean.dtype == np.float32
 
 
-def send_step(bridge: fsdpx.Bridge, grid: fsdpx.Grid, step: int) -> None:
+def send_step(bridge, grid, step):
     whole = whole_field(step)
     bridge.send(with_ghosts(grid, whole), grid.take_local(whole.mean(2).astype(np.float32)), step=step, name="u")
 
 
-def run_solver(
-    bridge: fsdpx.Bridge, grid: fsdpx.Grid, wait: bool, steps: int, load_weights: Callable[[Any], None]
-) -> list[int]:
+def run_solver(bridge, grid, wait, steps, load_weights):
     """Send fields for so many steps or, without waiting, until the trainer has closed. Check the answers, load all
     weights, and return to which snapshots there were answers."""
     answered, step = [], 0
@@ -97,9 +88,7 @@ def run_solver(
     return answered
 
 
-def run_trainer(
-    bridge: fsdpx.Bridge, grid: fsdpx.Grid, wait: bool, steps: int, make_weights: Callable[[int], Any]
-) -> list[int]:
+def run_trainer(bridge, grid, wait, steps, make_weights):
     """Check and answer all snapshots or, without waiting, so many; send back weights for each. Return
     their numbers."""
     numbers = []

@@ -6,7 +6,6 @@ moment, and the launcher ends the job.
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -22,10 +21,9 @@ from coupled import make_side, send_step  # noqa: E402
 from trials import MPIEXEC, environment, none_left  # noqa: E402
 
 RANKS, PATIENCE_SECONDS = 3, 60.0
-MODES = ("lockstep", "queue", "latest")
 
 
-def exchange(mode: str, ending: str) -> None:
+def exchange(mode, ending):
     """Exchange fields on this rank: until it is "killed" or, on the solver, end "unclosed", without closing the bridge.
     Rank 0 prints the process IDs when all ranks have started."""
     comm = fsdpx.init()
@@ -49,7 +47,7 @@ def exchange(mode: str, ending: str) -> None:
         print("the trainer has ended", flush=True)
 
 
-def start(jobs: Path, mode: str, ending: str, ranks: int) -> "subprocess.Popen[str]":
+def start(jobs, mode, ending, ranks):
     """Start a job; jobs: its working directory, by which what is left of it is found."""
     return subprocess.Popen(
         [str(MPIEXEC), "-n", str(ranks), sys.executable, __file__, mode, ending], cwd=jobs, text=True,
@@ -58,13 +56,10 @@ def start(jobs: Path, mode: str, ending: str, ranks: int) -> "subprocess.Popen[s
     )  # fmt: skip
 
 
-def kill_one(jobs: Path, mode: str, chance: random.Random) -> None:
+def kill_one(jobs, mode, chance):
     """Start a job and kill one of its ranks, after which the job ends."""
     with start(jobs, mode, "killed", RANKS) as job:
-        assert job.stdout is not None
-        line = job.stdout.readline()
-        while line and not line.startswith("["):
-            line = job.stdout.readline()
+        line = next((line for line in job.stdout if line.startswith("[")), "")
         assert line, f"status {job.wait()} before the first exchange"
         time.sleep(chance.random() * 0.2)
         rank = chance.randrange(RANKS)
@@ -74,7 +69,7 @@ def kill_one(jobs: Path, mode: str, chance: random.Random) -> None:
     assert none_left(jobs)
 
 
-def end_unclosed(jobs: Path, mode: str) -> None:
+def end_unclosed(jobs, mode):
     """The solver's script ends without closing the bridge, and the trainer ends as well."""
     with start(jobs, mode, "unclosed", 2) as job:
         output, _ = job.communicate(timeout=PATIENCE_SECONDS)

@@ -1,24 +1,12 @@
 """Bridges between solver ranks and training ranks that are threads: received fields, waiting, and closing."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import count
 from threading import Event
 
+import coupled
 import numpy as np
 import pytest
-from coupled import (
-    SHAPE,
-    check_snapshot,
-    couple,
-    make_side,
-    run_solver,
-    run_trainer,
-    send_step,
-    solver_grid,
-    trainer_grid,
-)
+from coupled import MODES, SHAPE, check_snapshot, couple, make_side, send_step
 
 import fsdpx
 from fsdpx import nn, spawn
@@ -27,11 +15,10 @@ from fsdpx.errors import CommTimeout, ConfigError, DataError, RankLost
 from fsdpx.ext.coupling import streams
 from fsdpx.ext.coupling.messages import pack_message, unpack_message
 
-MODES = ["lockstep", "queue", "latest"]
 STEPS = 5
 
 
-def send_steps(steps: int) -> Callable[..., None]:
+def send_steps(steps):
     """What a side does that only sends so many steps."""
 
     def send(bridge, grid, part):
@@ -50,7 +37,7 @@ def test_both_sides_receive_the_bits_that_the_other_one_sends(sides, mode):
 
     def solve(bridge, grid, part):
         network = nn.Conv2d(2, 2, 3).as_distributed(comm=part, precision="float64")
-        return run_solver(bridge, grid, wait, STEPS, network.load_parameters), network.parameters()["bias"][0]
+        return coupled.run_solver(bridge, grid, wait, STEPS, network.load_parameters), network.parameters()["bias"][0]
 
     def train(bridge, grid, part):
         network = nn.Conv2d(2, 2, 3).as_distributed(comm=part, precision="float64")
@@ -61,7 +48,7 @@ def test_both_sides_receive_the_bits_that_the_other_one_sends(sides, mode):
             network.load_parameters(values)
             return network if number % 2 else values
 
-        return run_trainer(bridge, grid, wait, STEPS, make_weights)
+        return coupled.run_trainer(bridge, grid, wait, STEPS, make_weights)
 
     seed = 1 + MODES.index(mode) if sides == (4, 3) else 0
     found = spawn(lambda comm: couple(comm, sides[0], solve, train, seed, mode=mode), sum(sides), delays=seed)
@@ -194,7 +181,7 @@ def test_wrong_arguments_are_the_same_error_on_all_ranks():
     def attempt(match, **given):
         def run(comm):
             part, side = comm.split(comm.rank), ["solver", "trainer"][comm.rank]
-            grids = {"solver": solver_grid(part), "trainer": trainer_grid(part)}
+            grids = {"solver": coupled.solver_grid(part), "trainer": coupled.trainer_grid(part)}
             chosen = {side: grids[side]} | {k: v(part, grids, comm.rank) for k, v in given.items()}
             with pytest.raises(ConfigError, match=match):
                 fsdpx.Bridge(comm, **chosen)
@@ -213,7 +200,7 @@ def test_wrong_arguments_are_the_same_error_on_all_ranks():
             depth=lambda part, grids, rank: 3 * rank or None)  # fmt: skip
     attempt(
         r"the solver's field has \(9, 7\) cells in layout 'yxc', the trainer's \(7, 9\) in layout 'xy'",
-        trainer=lambda part, grids, rank: trainer_grid(part, layout="xy") if rank else None,
+        trainer=lambda part, grids, rank: coupled.trainer_grid(part, layout="xy") if rank else None,
     )
 
 
@@ -245,28 +232,25 @@ def test_wrong_calls_say_what_is_wrong():
 
     spawn(lambda comm: couple(comm, 1, solve, train, depth=9), 2, timeout=30)
 
+    def demand_difference(says, send, seed=0):
+        def refuse(bridge, grid, part):
+            with pytest.raises(DataError, match=says):
+                bridge.receive()
+
+        spawn(lambda comm: couple(comm, 2, send, refuse, seed=seed), 3, timeout=30)
+
     def differ(bridge, grid, part):
         bridge.send(np.zeros((*grid.local_shape, 1 + part.rank)))
 
-    def refuse(bridge, grid, part):
-        match = "rank 0 has sent field 0 as float64 with 1 channels, and rank 1 in another"
-        with pytest.raises(DataError, match=match):
-            bridge.receive()
+    demand_difference("rank 0 has sent field 0 as float64 with 1 channels, and rank 1 in another", differ, seed=3)
 
-    spawn(lambda comm: couple(comm, 2, differ, refuse, seed=3), 3, timeout=30)
+    for counts in ((1, 2), (2, 1), (1, 1)):
 
-    for first, second in ((1, 2), (2, 1), (1, 1)):
+        def send(bridge, grid, part):
+            bridge.send(*[np.zeros(grid.local_shape)] * counts[part.rank], step=part.rank)  # noqa: B023
 
-        def send_other(bridge, grid, part):
-            count = (first, second)[part.rank]  # noqa: B023
-            bridge.send(*[np.zeros(grid.local_shape)] * count, step=part.rank)
-
-        def refuse_other(bridge, grid, part):
-            match = rf"rank 0 has sent {first} fields with the scalars .* and rank 1 {second} with .*'step': 1"  # noqa: B023
-            with pytest.raises(DataError, match=match):
-                bridge.receive()
-
-        spawn(lambda comm: couple(comm, 2, send_other, refuse_other), 3, timeout=30)
+        says = rf"rank 0 has sent {counts[0]} fields with the scalars .* and rank 1 {counts[1]} with .*'step': 1"
+        demand_difference(says, send)
 
     told = Event()
 

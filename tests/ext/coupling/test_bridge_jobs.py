@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from kills_bridge import MODES, end_unclosed, kill_one
+from coupled import MODES
+from kills_bridge import end_unclosed, kill_one
 from trials import MPIEXEC
 
 

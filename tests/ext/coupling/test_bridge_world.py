@@ -1,10 +1,8 @@
 """Bridges between MPI processes, on any number of ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from coupled import run_solver, run_trainer, solver_grid, trainer_grid
+from coupled import MODES, run_solver, run_trainer, solver_grid, trainer_grid
 
 import fsdpx
 
@@ -12,7 +10,7 @@ import fsdpx
 pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world", ["mpi"], indirect=True)]
 
 
-@pytest.mark.parametrize("mode", ["lockstep", "queue", "latest"])
+@pytest.mark.parametrize("mode", MODES)
 def test_ranks_of_mpi_exchange_fields_and_weights(world, mode):
     MPI = pytest.importorskip("mpi4py.MPI")
     if world.size == 1:

@@ -1,9 +1,6 @@
 """Replay buffers over ranks: which samples they keep, draw and save."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +9,6 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import data, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 from fsdpx.ext.coupling.messages import parse_number_dtype
@@ -22,24 +18,24 @@ V = (U[..., 0] * 7).astype(np.float32)
 ALONE = fsdpx.Grid(make_single_rank_communicator(), (3,), layout="x")
 
 
-def rows(comm: Communicator) -> fsdpx.Grid:
+def rows(comm):
     """Make a grid of rows. With 3 ranks, the last one has no cells."""
     own = cut(SHAPE[0], comm.size, 3)[comm.rank]
     return fsdpx.Grid(comm, (own, SHAPE[1]), dims=(comm.size, 1), layout="yxc")
 
 
-def columns(comm: Communicator) -> fsdpx.Grid:
+def columns(comm):
     return fsdpx.Grid(comm, (SHAPE[0], cut(SHAPE[1], comm.size, 1)[comm.rank]), dims=(1, comm.size), layout="yxc")
 
 
-def filled(grid: fsdpx.Grid, policy: Any, count: int) -> data.ReplayBuffer:
+def filled(grid, policy, count):
     buffer = data.ReplayBuffer(6, grid, policy, seed=4)
     for u, v in zip(U[:count], V[:count], strict=True):
         buffer.add(grid.take_local(u), grid.take_local(v))
     return buffer
 
 
-def check_batch(grid: fsdpx.Grid, batch: Any) -> None:
+def check_batch(grid, batch):
     """Check that each sample has the fields of its number."""
     for k, u, v in zip(batch.ids, *batch.fields, strict=True):
         np.testing.assert_array_equal(u, grid.take_local(U[k]))
@@ -47,7 +43,7 @@ def check_batch(grid: fsdpx.Grid, batch: Any) -> None:
     assert [a.dtype for a in batch.fields] == [np.float64, np.float32]
 
 
-def draw(buffer: data.ReplayBuffer, grid: fsdpx.Grid, times: int = 3) -> list[int]:
+def draw(buffer, grid, times=3):
     numbers = []
     for _ in range(times):
         batch = buffer.sample(8)
