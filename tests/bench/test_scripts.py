@@ -24,16 +24,15 @@ from workloads import MODELS, Model, batch, in_fsdpx, in_torch
 import fsdpx
 from fsdpx.core.array.kernels import choice
 
+REASONS = {
+    "raise ValueError('too small')": "ValueError: too small",
+    "import sys; sys.exit(3)": "exit status 3",
+    "import time; time.sleep(60)": "no result after 1 s",
+    "print('nothing of use')": "exit status 0",
+}
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("raise ValueError('too small')", "ValueError: too small"),
-        ("import sys; sys.exit(3)", "exit status 3"),
-        ("import time; time.sleep(60)", "no result after 1 s"),
-        ("print('nothing of use')", "exit status 0"),
-    ],
-)
+
+@pytest.mark.parametrize(("code", "reason"), REASONS.items())
 def test_a_job_that_fails_leaves_a_reason(code, reason):
     assert finish(start([sys.executable, "-c", code], environ()), 1.0) == {"failed": reason}
 
@@ -150,8 +149,7 @@ def test_limits_follow_from_bytes_read_and_written():
 def test_the_page_has_a_table_where_there_are_results_and_says_so_where_not(tmp_path):
     text = "<!-- modules: small -->\nold\n<!-- end -->\n<!-- footprint: memory -->\n<!-- end -->\n"
     row = {"model": "small", "job": "torch ddp 2x1", "library": "torch", "unit": "tokens/s", "note": "too slow"}
-    found = {"command": "here", "machine": "this", "rows": [row]}
-    (tmp_path / "modules.json").write_text(json.dumps(found))
+    (tmp_path / "modules.json").write_text(json.dumps({"command": "here", "machine": "this", "rows": [row]}))
     made = render(text, tmp_path)
     assert "too slow" in made
     assert "old" not in made
@@ -261,8 +259,7 @@ def test_rates_in_16_bits_are_compared_with_those_of_float32():
         {"model": "mlp", "job": "fsdpx-bf16 ddp 1x1", "rate": 210.0},
         {"model": "tiny", "job": "fsdpx-bf16 ddp 1x1", "rate": 1.0},
     ]
-    text = halves.beside_float32({"rows": rows})
-    assert [line.split() for line in text.splitlines()] == [
+    assert [line.split() for line in halves.beside_float32({"rows": rows}).splitlines()] == [
         ["model", "float32", "bf16", "ratio"],
         ["mlp", "100.0", "210.0", "2.10"],
     ]
