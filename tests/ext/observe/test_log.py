@@ -18,6 +18,15 @@ RANK_0 = SimpleNamespace(call_runner=SimpleNamespace(rank=0))
 """As much of a trainer as a log looks at."""
 
 
+def write_one_row(folder, values):
+    """The rows of a log of one step."""
+    log = logs.TrainingLog(folder, ())
+    log._lock_and_truncate(0)
+    log._write_row(RANK_0, FitHistory([1.0]), values)
+    log.on_train_end(RANK_0, FitHistory())
+    return rows_of(folder)
+
+
 def test_two_jobs_do_not_write_one_log(tmp_path):
     def body(comm):
         trainer, log = make(comm, "mlp"), logs.TrainingLog(tmp_path, ())
@@ -42,18 +51,10 @@ def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path):
     for name in ("metrics.csv", "log.txt"):
         os.mkfifo(tmp_path / "log" / name)
     (tmp_path / "log/metrics.jsonl").symlink_to(tmp_path / "other")
-    log = logs.TrainingLog(tmp_path / "log", ())
-    log._lock_and_truncate(0)
-    log._write_row(RANK_0, FitHistory([1.0]), {"loss": 1.0})
-    log.on_train_end(RANK_0, FitHistory())
-    assert rows_of(tmp_path / "log") == [{"step": 1, "epoch": 1, "loss": 1.0}]
+    assert write_one_row(tmp_path / "log", {"loss": 1.0}) == [{"step": 1, "epoch": 1, "loss": 1.0}]
     assert (tmp_path / "other").read_text() == "another file"
     assert all(path.is_file() and not path.is_symlink() for path in (tmp_path / "log").iterdir())
 
 
 def test_numbers_that_are_none_are_left_out(tmp_path):
-    log = logs.TrainingLog(tmp_path, ())
-    log._lock_and_truncate(0)
-    log._write_row(RANK_0, FitHistory([1.0]), {"loss": 1.0, "gradient_norm": math.nan})
-    log.on_train_end(RANK_0, FitHistory())
-    assert rows_of(tmp_path) == [{"step": 1, "epoch": 1, "loss": 1.0}]
+    assert write_one_row(tmp_path, {"loss": 1.0, "gradient_norm": math.nan}) == [{"step": 1, "epoch": 1, "loss": 1.0}]

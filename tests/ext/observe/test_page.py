@@ -9,7 +9,6 @@ import time
 from datetime import UTC
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,21 +52,20 @@ def of_a_mesh(tmp_path_factory):
 class Checked(HTMLParser):
     """Tags that are opened are closed, in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.open = []
-        self.seen = []
+        self.open, self.seen = [], []
 
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
+    def handle_starttag(self, tag, attrs):
         self.seen.append(tag)
         if tag not in ("meta", "br", "img"):
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
-def seen(folder: RunFolder) -> list[str]:
+def seen(folder):
     """The tags of the page, which is well formed and asks for no other file."""
     text = folder.page_path.read_text()
     checked = Checked()
@@ -197,15 +195,15 @@ def test_gradients_beyond_the_plan_are_seen():
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
-def rank_of(n: int, begins: float, ends: float, ahead: float = 0.0) -> RankTrace:
+def rank_of(n, begins, ends, ahead=0.0):
     """A step of 10 ms with one meeting, in which the rank stands still; times in ms of rank 0. ahead: its clock, s."""
     told = TraceHeader(n, 3, "", {}, "", 0.0, [ClockReading(0.0, ahead, 0.0)])
-    shift = 1e6 * ahead
-    step = {"ph": "X", "cat": "step", "ts": shift, "dur": 10e3, "args": {}}
-    computing = {"ph": "X", "cat": "compute", "ts": shift, "dur": 1e3 * begins, "args": {}}
-    args = {"key": "k", "stops": True}
-    meeting = {"ph": "X", "cat": "world", "ts": shift + 1e3 * begins, "dur": 1e3 * (ends - begins), "args": args}
-    return RankTrace(told, [step, computing, meeting])
+
+    def span(cat, begin, end, **args):
+        return {"ph": "X", "cat": cat, "ts": 1e6 * ahead + 1e3 * begin, "dur": 1e3 * (end - begin), "args": args}
+
+    meeting = span("world", begins, ends, key="k", stops=True)
+    return RankTrace(told, [span("step", 0, 10), span("compute", 0, begins), meeting])
 
 
 def test_who_comes_last_is_waited_for():

@@ -12,19 +12,17 @@ from collections import defaultdict
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from bits import bits
 from commands import refused, shown
-from models import CASES, make, own_part
+from models import CASES, Same, distributed, make, own_part
 from threads import on_ranks
 from trials import ROOT
 
 import fsdpx
 from fsdpx import ElasticConfig, Mesh, TraceConfig, nn, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.core.program import VERBS, Action
 from fsdpx.errors import ConfigError
 from fsdpx.examples import models
@@ -35,14 +33,14 @@ from fsdpx.ext.observe.recording import ActionSpan, ProgramRecord, TransferSpan,
 from fsdpx.plan import predict
 
 
-def trained(comm: Communicator, folder: Any, steps: int = 3, case: str = "gpt", **options: Any) -> Any:
+def trained(comm, folder, steps=3, case="gpt", **options):
     trainer = make(comm, case, trace=folder, **options)
     for _ in range(steps):
         trainer.step(*own_part(trainer.data_group, case, 8))
     return trainer
 
 
-def unpacked(path: Path) -> dict[str, Any]:
+def unpacked(path):
     return json.loads(gzip.decompress(path.read_bytes()))
 
 
@@ -50,8 +48,7 @@ def unpacked(path: Path) -> dict[str, Any]:
 def of_a_mesh(tmp_path_factory):
     """Traces of a pipe of two stages on two ranks each, which no test changes."""
     folder = tmp_path_factory.mktemp("mesh")
-    options = {"mesh": Mesh(pipe=2, shard=2), "microbatches": 3}
-    spawn(lambda comm: trained(comm, folder, **options).close(), 4)
+    spawn(lambda comm: trained(comm, folder, mesh=Mesh(pipe=2, shard=2), microbatches=3).close(), 4)
     return folder
 
 
@@ -64,7 +61,7 @@ def traces(of_a_mesh, tmp_path):
 class Twice(nn.Linear):
     """Does its work twice."""
 
-    def forward(self, env: Any, params: Any, x: Any) -> Any:
+    def forward(self, env, params, x):
         super().forward(env, params, x)
         return super().forward(env, params, x)
 
@@ -76,8 +73,7 @@ def test_layers_inside_of_a_unit(tmp_path):
     batch = np.ones((4, 8), "float32"), np.ones((4, 8), "float32")
 
     def run(comm, trace):
-        options = {"group_bytes": "1MiB", "comm": comm, "trace": trace, "tune": False, "recompute": "all"}
-        trainer = fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=fsdpx.optim.SGD(lr=0.1), **options)
+        trainer = distributed(model, comm, group_bytes="1MiB", trace=trace, tune=False, recompute="all")
         for _ in range(3):
             trainer.step(*batch)
         trainer.evaluate(*batch)
@@ -109,21 +105,17 @@ class Imported:
     nanoseconds, and keeps for each thread the slices that are open. A slice that ends after the one it begins in is
     dropped, and an arrow where no slice is open, or whose other end has not come before."""
 
-    def __init__(self, events: list[dict[str, Any]], cut: bool) -> None:
+    def __init__(self, events, cut):
         """cut: whether nanoseconds of a duration are cut off, as some versions do, and not rounded."""
-        self.kept = []
-        self.flows = []
-        self.lost = []
-        self._open = defaultdict(list)
-        self._begun = {}
-        self._cut = cut
+        self.kept, self.flows, self.lost = [], [], []
+        self._open, self._begun, self._cut = defaultdict(list), {}, cut
         for event in sorted((e for e in events if "ts" in e), key=lambda e: round(e["ts"] * 1000)):
             if event["ph"] == "X":
                 self._slice(event)
             elif event["ph"] in "sf":
                 self._arrow(event)
 
-    def _slice(self, event: dict[str, Any]) -> None:
+    def _slice(self, event):
         begin, long = round(event["ts"] * 1000), event["dur"] * 1000
         end = begin + (int(long) if self._cut else round(long))
         stack = self._open[event["pid"], event["tid"]]
@@ -135,7 +127,7 @@ class Imported:
         stack.append((end, event))
         self.kept.append(event)
 
-    def _arrow(self, event: dict[str, Any]) -> None:
+    def _arrow(self, event):
         stack, key = self._open[event["pid"], event["tid"]], (event["cat"], event["name"], event["id"])
         outside = not stack or stack[-1][0] < round(event["ts"] * 1000)
         if outside or (event["ph"] == "s") == (key in self._begun) or event.get("bp", "e") != "e":
@@ -216,7 +208,7 @@ def test_a_simulated_trace_has_what_the_prediction_has(tmp_path):
     assert moved == found.bytes_sent["shard"]
 
 
-def counted(imported: Imported) -> int:
+def counted(imported):
     """Messages by the query of the page, over tables named as the trace processor names them."""
     query = re.findall(r"^```sql\n(.*?)^```", (ROOT / "docs" / "observe.md").read_text(), re.S | re.M)[0]
     number = {id(event): n for n, event in enumerate(imported.kept)}
@@ -355,23 +347,18 @@ def test_other_clocks_are_put_onto_that_of_rank_0():
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
-class Slow(nn.Layer):
+class Slow(Same):
     """Takes its time on one rank."""
 
-    def forward(self, env: Any, p: Any, x: Any) -> Any:
+    def forward(self, env, p, x):
         time.sleep(0.4 * (env.mesh.data.rank == 1))  # a busy machine stops a thread for less
         return x, ()
-
-    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
-        return dy, ()
 
 
 def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path):
     def run(comm):
         model = nn.Sequential(nn.Linear(8, 8), Slow(), nn.Linear(8, 4))
-        trainer = model.as_distributed(
-            loss=nn.MSELoss(), optimizer=fsdpx.optim.SGD(lr=0.1), comm=comm, group_bytes=0, trace=tmp_path
-        )
+        trainer = distributed(model, comm, group_bytes=0, trace=tmp_path)
         x = np.ones((2, 8), np.float32)
         for _ in range(2):
             trainer.step(x, np.ones((2, 4), np.float32))
@@ -393,8 +380,7 @@ def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path):
 
 def test_missing_and_damaged_files_are_named(tmp_path):
     words, one = ["trace", "merge", str(tmp_path)], tmp_path / get_trace_file_name(1)
-    says = "there is no rank-*.json.gz; run with --trace, FSDPX_TRACE or distribute(trace=...)"
-    assert says in refused(words)
+    assert "there is no rank-*.json.gz; run with --trace, FSDPX_TRACE or distribute(trace=...)" in refused(words)
     spawn(lambda comm: trained(comm, tmp_path, 1, "mlp").close(), 3)
     assert str(tmp_path / chrome.MERGED) in shown(words)
     one.unlink()
