@@ -66,12 +66,9 @@ def children(monkeypatch):
     return found
 
 
-def gone(child):
-    try:
+def demand_gone(child):
+    with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 def test_a_description_survives_the_way_between_processes():
@@ -87,11 +84,10 @@ def test_a_description_survives_the_way_between_processes():
 
 def test_a_child_does_the_work(children):
     here = []
-    found = run_in_child_or_here(lambda: here.append(1) or layout())
-    assert repr(found) == repr(layout())
+    assert repr(run_in_child_or_here(lambda: here.append(1) or layout())) == repr(layout())
     assert here == []
     assert len(children) == 1
-    assert gone(children[0])
+    demand_gone(children[0])
 
 
 @pytest.mark.parametrize("end", [
@@ -105,7 +101,7 @@ def test_what_the_child_does_not_give_is_done_here(end, children, monkeypatch):
         return wanted if os.getpid() == process else end()
 
     assert run_in_child_or_here(work) is wanted
-    assert gone(children[0])
+    demand_gone(children[0])
 
 
 def test_errors_are_those_of_this_process(children):

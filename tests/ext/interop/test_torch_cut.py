@@ -1,6 +1,7 @@
 """Modules of PyTorch that are cut: layouts of memory that their views rely on, and parameters of the whole module."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -138,16 +139,13 @@ def test_what_stays_uncut_is_named_with_what_to_do():
 def test_an_export_that_takes_long_is_named_by_the_first_rank(rank, monkeypatch, capsys):
     made = []
 
-    class AtOnce:
+    def make_timer(seconds, function):
         """A timer whose time is over when it starts."""
+        return SimpleNamespace(start=function, cancel=lambda: made.append(seconds))
 
-        def __init__(self, seconds, function):
-            self.start, self.cancel = function, lambda: made.append(self)
-
-    monkeypatch.setattr("threading.Timer", AtOnce)
+    monkeypatch.setattr("threading.Timer", make_timer)
     monkeypatch.setenv("PMI_RANK", str(rank))
     monkeypatch.setenv("PMI_SIZE", "2")
     from_torch(tnn.Sequential(tnn.Linear(4, 4)), np.ones((2, 4), np.float32))
-    said = capsys.readouterr().err
     assert len(made) == 1 - rank
-    assert said.count("fsdpx: PyTorch exports Sequential to split it into units") == 2 * len(made)
+    assert capsys.readouterr().err.count("fsdpx: PyTorch exports Sequential to split it into units") == 2 * len(made)

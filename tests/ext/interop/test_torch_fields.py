@@ -65,13 +65,12 @@ class Residual(tnn.Module):
         return x - self.head(1 - y * y + y**2 * 3)
 
 
-class TwoConvs(tnn.Sequential):
-    def __init__(self, before, after):
-        super().__init__(
-            tnn.Conv2d(before, after, 3, padding=1, bias=False), tnn.BatchNorm2d(after), tnn.SiLU(inplace=True),
-            tnn.Conv2d(after, after, 3, padding=1, padding_mode="reflect"), tnn.InstanceNorm2d(after, affine=True),
-            tnn.LeakyReLU(0.2),
-        )  # fmt: skip
+def two_convs(before, after):
+    return tnn.Sequential(
+        tnn.Conv2d(before, after, 3, padding=1, bias=False), tnn.BatchNorm2d(after), tnn.SiLU(inplace=True),
+        tnn.Conv2d(after, after, 3, padding=1, padding_mode="reflect"), tnn.InstanceNorm2d(after, affine=True),
+        tnn.LeakyReLU(0.2),
+    )  # fmt: skip
 
 
 class UNet(tnn.Module):
@@ -79,9 +78,9 @@ class UNet(tnn.Module):
 
     def __init__(self):
         super().__init__()
-        self.one, self.two, self.three = TwoConvs(2, 4), TwoConvs(4, 8), TwoConvs(8, 8)
+        self.one, self.two, self.three = two_convs(2, 4), two_convs(4, 8), two_convs(8, 8)
         self.pool, self.up = tnn.MaxPool2d(2, ceil_mode=True), tnn.ConvTranspose2d(8, 8, 2, stride=2)
-        self.back_two, self.back_one, self.head = TwoConvs(16, 4), TwoConvs(8, 4), tnn.Conv2d(4, 1, 1)
+        self.back_two, self.back_one, self.head = two_convs(16, 4), two_convs(8, 4), tnn.Conv2d(4, 1, 1)
         self.norm = tnn.GroupNorm(2, 4)
 
     def forward(self, x):
@@ -132,23 +131,22 @@ class Gated(tnn.Module):
 
 
 MODULES = {
-    "gated": Gated,
-    "residual": Residual,
-    "unet": UNet,
-    "scores1": lambda: Scores(1),
-    "scores3": lambda: Scores(3),
+    "gated": (Gated, (5, 4)),
+    "residual": (Residual, (7, 9)),
+    "unet": (UNet, (13, 11)),
+    "scores1": (lambda: Scores(1), (11,)),
+    "scores3": (lambda: Scores(3), (5, 4, 3)),
 }
-CELLS = {"gated": (5, 4), "residual": (7, 9), "unet": (13, 11), "scores1": (11,), "scores3": (5, 4, 3)}
+"""Modules, and the cells of their inputs."""
 
 
 @cache
 def trained_by_torch(name):
     """A module before training, its batch, and what PyTorch makes of them: losses, output and parameters."""
     torch.manual_seed(0)
-    module = MODULES[name]().double()
-    x = torch.randn(2, 2, *CELLS[name], dtype=torch.float64)
-    target = torch.randn_like(copy.deepcopy(module)(x))
-    x, target = x.numpy(), target.numpy()
+    make, cells = MODULES[name]
+    module, x = make().double(), torch.randn(2, 2, *cells, dtype=torch.float64)
+    x, target = x.numpy(), torch.randn_like(copy.deepcopy(module)(x)).numpy()
     losses, trained = train_in_torch(module, x, target, STEPS, "SGD", functional.mse_loss, lr=0.05, momentum=0.9)
     y = trained.eval()(torch.tensor(x)).detach().numpy()
     return module, x, target, losses, y, trained
@@ -298,9 +296,7 @@ def test_a_rollout_of_a_module_is_one_of_its_layers():
     def run(comm):
         grid = fsdpx.Grid(comm, (4 + comm.rank, 6), dims=(2, 1), layout="yxc")
         model = nn.Rollout(from_torch(module, domain=grid), 2)
-        trainer = fsdpx.distribute(
-            model, domain=grid, loss=nn.MSELoss(), optimizer=optim.SGD(0.1), precision="float64"
-        )
+        trainer = model.as_distributed(domain=grid, precision="float64")
         return trainer.output_grid.all_gather(trainer.predict(np.ones((4 + comm.rank, 6, 1))))
 
     first = module(torch.ones(1, 1, 9, 6, dtype=torch.float64))

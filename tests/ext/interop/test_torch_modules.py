@@ -71,20 +71,16 @@ def image_net():
     )
 
 
-def images():
-    r = np.random.default_rng(0)
-    return r.standard_normal((SAMPLES, 2, 4, 4)), r.integers(0, 5, SAMPLES)
-
-
-def text():
-    r = np.random.default_rng(0)
-    x = r.integers(0, VOCAB, (SAMPLES, TIME)), r.standard_normal((SAMPLES, TIME))
-    return x, r.integers(0, VOCAB, (SAMPLES, TIME))
+R = np.random.default_rng(0)
+IMAGES = R.standard_normal((SAMPLES, 2, 4, 4)), R.integers(0, 5, SAMPLES)
+TOKENS, LABELS = R.integers(0, VOCAB, (2, SAMPLES, TIME))
+TEXT = (TOKENS, R.standard_normal((SAMPLES, TIME))), LABELS
+EXAMPLE = [a[:4] for a in TEXT[0]]
 
 
 def from_text(net, **options):
-    """A module that takes what `text` gives, in units."""
-    return from_torch(net, *(a[:4] for a in text()[0]), **options)
+    """A module that takes what `TEXT` has, in units."""
+    return from_torch(net, *EXAMPLE, **options)
 
 
 def distributed(net, **options):
@@ -138,7 +134,7 @@ class TestModuleOfTwoInputsThatDrops(LayerContract):
 @pytest.mark.parametrize("cut", [False, True], ids=["sequential", "residual units"])
 def test_batch_norms_see_the_whole_batch_as_in_pytorch(cut):
     torch.manual_seed(1)
-    net, (x, y) = (Residual() if cut else image_net()).double(), images()
+    net, (x, y) = (Residual() if cut else image_net()).double(), IMAGES
     losses, end = plain(net, x, y)
     model = from_torch(net, x[:4]) if cut else net
     for ranks in (1, 3):
@@ -162,7 +158,7 @@ def cut_and_trained(kind):
     """A module, itself in units, and what PyTorch gives: once, for the exporter takes seconds."""
     torch.manual_seed(2)
     net = kind().double()
-    return net, from_text(net), plain(net, *text())
+    return net, from_text(net), plain(net, *TEXT)
 
 
 class Shared(tnn.Module):
@@ -184,7 +180,7 @@ def test_units_of_a_module_train_as_in_pytorch(kind, way):
     """Of Shared, an operation outside of units reads a parameter of one."""
     net, model, wanted = cut_and_trained(kind)
     ranks, options = WAYS[way]
-    found = train(model, *text(), ranks, **options)
+    found = train(model, *TEXT, ranks, **options)
     demand_training(found, wanted)
     assert found[1].keys() == {name for name, _ in net.named_parameters()}
     assert len(model.children()) == 5
@@ -205,11 +201,18 @@ class Gated(tnn.Module):
         return self.lin(x) * torch.sigmoid(self.gate(x)) * scale * self.factor + self.shift
 
 
-class ByPlace(tnn.Module):
+class Inside(tnn.Module):
+    """As Sequential, whose children are not layers by themselves."""
+
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
+    def forward(self, x):
+        return self.inner(x)
+
+
+class ByPlace(Inside):
     def forward(self, x, scale):
         return self.inner(x, scale=scale)
 
@@ -245,26 +248,22 @@ def dropping():
 
 @pytest.mark.parametrize("cut", [False, True], ids=["one layer", "units"])
 def test_dropout_is_the_same_however_ranks_are_laid_out(cut):
-    (net, units), (x, y) = dropping(), text()
+    (net, units), (x, y) = dropping(), TEXT
     model = units if cut else from_torch(net)
     alone, _, still = train(model, x, y)
     for ranks, options in ((2, {}), (3, {"strategy": "ddp"}), (2, {"recompute": "all"})):
         losses, _, predicted = train(model, x, y, ranks, **options)
         np.testing.assert_allclose(losses, alone, rtol=1e-12)
         np.testing.assert_allclose(predicted, still[: len(predicted)], rtol=1e-9)
-    without, _, _ = train(from_torch(_without_dropout(net)), x, y, steps=1)
+    whole = copy.deepcopy(net)
+    for block in whole.blocks:
+        block.drop, block.mlp[3].p = 0.0, 0.0
+    without, _, _ = train(from_torch(whole), x, y, steps=1)
     assert abs(without[0] - alone[0]) > 1e-4, "nothing was dropped"
 
 
-def _without_dropout(net):
-    net = copy.deepcopy(net)
-    for block in net.blocks:
-        block.drop, block.mlp[3].p = 0.0, 0.0
-    return net
-
-
 def test_chunks_give_the_same_bits_on_any_number_of_ranks():
-    (_, model), (x, y) = dropping(), text()
+    (_, model), (x, y) = dropping(), TEXT
     first, *others = (
         train(model, x, y, ranks, reproducible_chunks=6, **options)
         for ranks, options in ((1, {}), (3, {"strategy": "ddp"}), (2, {}), (2, {"mesh": fsdpx.Mesh(pipe=2), "data": 1}))
@@ -288,35 +287,31 @@ def test_first_values_are_those_of_rank_0():
 
 @pytest.mark.parametrize("cut", [False, True], ids=["one layer", "units"])
 def test_layers_keep_no_first_values_that_were_handed_on(cut):
-    net, (x, y) = Language(1), text()
-    example = [a[:4] for a in x]
-    model = from_torch(net, *example * cut)
+    net, (x, y) = Language(1), TEXT
+    model = from_torch(net, *EXAMPLE * cut)
     first, again = (train(model, x, y, 2, steps=1, precision="float32")[0] for _ in range(2))
     assert first == again
     del net
     gc.collect()
     with pytest.raises(ConfigError, match="first values of this layer were released, and their module was deleted"):
         train(model, x, y, 2)
-    alone = from_torch(Language(1), *example * cut)
+    alone = from_torch(Language(1), *EXAMPLE * cut)
     fsdpx.dry_run(alone, x, y, ranks=2, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1))
     assert np.isfinite(train(alone, x, y, 2)[0]).all(), "a dry run has no ranks that take them"
 
 
 def test_a_dry_run_predicts_what_a_module_keeps_for_backward():
-    (_, model, _), ((tokens, scale), y) = cut_and_trained(Language), text()
-    options = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0}
-    options |= {"precision": "float64"}  # whose shapes are known from the exporter
-    kept = {}
-    for samples in (4, SAMPLES):
-        x = (tokens[:samples], scale[:samples])
-        kept[samples] = fsdpx.dry_run(model, x, y[:samples], ranks=2, **options).activations
-    assert 2.5 * kept[4] < kept[SAMPLES] < 3.5 * kept[4]
+    (_, model, _), ((tokens, scale), y) = cut_and_trained(Language), TEXT
+    # the exporter knows the shapes of float64
+    options = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0, "precision": "float64"}
+    some = fsdpx.dry_run(model, (tokens[:4], scale[:4]), y[:4], ranks=2, **options).activations
+    assert 2.5 * some < fsdpx.dry_run(model, (tokens, scale), y, ranks=2, **options).activations < 3.5 * some
 
 
 def test_the_saved_file_is_a_state_dict(tmp_path):
     from safetensors.torch import load_file
 
-    net, (x, y) = image_net(), images()
+    net, (x, y) = image_net(), IMAGES
     trainer = distributed(net, loss=nn.CrossEntropyLoss())
     trainer.step(x.astype(np.float32), y)
     trainer.save(tmp_path / "net")
@@ -340,7 +335,7 @@ CRITERIA = {
 def test_losses_divide_as_pytorch_divides_the_whole_batch(name):
     torch.manual_seed(5)
     loss, shape = CRITERIA[name]
-    net, (x, y) = image_net().double(), images()
+    net, (x, y) = image_net().double(), IMAGES
     y = y if shape is None else np.random.default_rng(7).standard_normal(shape)
     wanted = loss(copy.deepcopy(net)(torch.tensor(x)), torch.tensor(y)).item()
     (found,), _, _ = train(net, x, y, 3, steps=1, loss=TorchLoss(loss))
@@ -368,7 +363,7 @@ def test_targets_that_do_not_fit_a_loss_are_refused(name):
 
 
 def test_targets_of_any_whole_numbers_are_those_of_int64_or_floats():
-    net, (x, y) = image_net().double(), images()
+    net, (x, y) = image_net().double(), IMAGES
     kinds = [np.int64, np.int32, np.uint8, np.uint16]
     wanted, *found = (train(net, x, y.astype(kind), 2, steps=1, loss=tnn.CrossEntropyLoss())[0] for kind in kinds)
     assert found == [wanted] * 3
@@ -398,22 +393,10 @@ def test_a_loss_of_16_bit_outputs_is_computed_in_float32(loss, kind):
 def test_only_layers_of_fsdpx_are_warned_of_slow_16_bit_products(monkeypatch, ours):
     """PyTorch multiplies in its modules, with bfloat16 instructions of its own."""
     monkeypatch.setattr(matmul, "get_selected_library", lambda kind="bfloat16": matmul.WIDENED)
-    net = nn.Linear(4, 2) if ours else tnn.Linear(4, 2)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        distributed(net, precision="bf16", comm=spawn(lambda c: c, 1)[0])
+        distributed(nn.Linear(4, 2) if ours else tnn.Linear(4, 2), precision="bf16", comm=spawn(lambda c: c, 1)[0])
     assert any("bf16 is computed as float32" in str(one.message) for one in heard) == ours
-
-
-class Modes(tnn.Module):
-    """As Sequential, whose children are not layers by themselves."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 def still(which):
@@ -437,7 +420,7 @@ def test_what_is_in_evaluation_stays_so_in_training_as_in_pytorch(which, way):
     x, y = r.standard_normal((8, 4)), r.integers(0, 3, 8)
     given = from_torch(net, x) if way == "cut" else net
     if way == "module":
-        given = Modes(net)
+        given = Inside(net)
         given.training = net.training  # of itself alone
     trainer = distributed(given, loss=nn.CrossEntropyLoss(), precision="float64")
     losses, there = train_in_torch(net, x, y, 3, "SGD", lr=0.1)

@@ -13,7 +13,6 @@ import fsdpx  # noqa: E402
 from fsdpx import optim  # noqa: E402
 from fsdpx.errors import ConfigError  # noqa: E402
 from fsdpx.ext.interop.torch import from_torch  # noqa: E402
-from fsdpx.testing import assert_close  # noqa: E402
 
 SAMPLES, VOCAB, STEPS = 12, 50, 3
 
@@ -82,13 +81,6 @@ def test_steps_are_those_of_plain_pytorch(make, way):
     found = trained(model, x, y, ranks, precision="float64", **options)
     demand_training(found, wanted, 1e-9)
     assert found[1].keys() == wanted[1].keys()
-
-
-def test_chunks_give_the_bits_of_one_process():
-    model, x, y, *_ = in_float64(llama)
-    chunks = {"reproducible_chunks": 6, "precision": "float64"}
-    wanted = trained(model, x, y, 1, **chunks)
-    assert_close(trained(model, x, y, 2, **chunks, mesh=fsdpx.Mesh(pipe=2)), wanted)
 
 
 def test_chunks_of_a_model_with_batch_norms_are_refused():

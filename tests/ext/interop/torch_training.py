@@ -1,9 +1,6 @@
 """The same training in plain PyTorch and on thread ranks of fsdpx."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,18 +9,15 @@ torch = pytest.importorskip("torch")
 
 import fsdpx  # noqa: E402
 from fsdpx import nn, spawn  # noqa: E402
-from fsdpx.core.comm import Communicator  # noqa: E402
 
 __all__ = ["demand_training", "train_in_torch", "train_on_ranks"]
 
 
-def compute_cross_entropy(out: Any, y: Any) -> Any:
+def compute_cross_entropy(out, y):
     return torch.nn.functional.cross_entropy(getattr(out, "logits", out).flatten(0, -2), y.flatten())
 
 
-def train_in_torch(
-    net: Any, x: Any, y: Any, steps: int, optimizer: str = "AdamW", loss: Any = compute_cross_entropy, **options: Any
-) -> tuple[list[float], Any]:
+def train_in_torch(net, x, y, steps, optimizer="AdamW", loss=compute_cross_entropy, **options):
     """Train a copy of a module on one batch. Return the losses, and the copy."""
     net, compute_loss = copy.deepcopy(net), loss
     update, losses = getattr(torch.optim, optimizer)(net.parameters(), **options), []
@@ -37,14 +31,12 @@ def train_in_torch(
     return losses, net
 
 
-def train_on_ranks(
-    model: Any, x: Any, y: Any, optimizer: Any, ranks: int = 1, steps: int = 4, data: int | None = None, **options: Any
-) -> Any:
+def train_on_ranks(model, x, y, optimizer, ranks=1, steps=4, data=None, **options):
     """Train on thread ranks that share the batch. Return rank 0's losses, parameters and predictions.
 
     data: number of parts of the batch, if not one for each rank"""
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         given = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "precision": "float64", **options}
         trainer = fsdpx.distribute(model, comm=comm, **given)
         many = data or comm.size
@@ -56,7 +48,7 @@ def train_on_ranks(
     return spawn(run, ranks)[0]
 
 
-def demand_training(found: Any, wanted: Any, rtol: float = 1e-12) -> None:
+def demand_training(found, wanted, rtol=1e-12):
     """The losses are those of plain PyTorch, and so are all parameters. found, wanted: losses, parameters and more."""
     np.testing.assert_allclose(found[0], wanted[0], rtol=rtol)
     for name, value in found[1].items():
