@@ -1,15 +1,14 @@
 """strategy="auto": all ranks take what the plan of rank 0 finds, what the user fixed stays, and errors are alike."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from caches import set_own_cache
 from commands import shown
 from models import alike
+from steps import X, gpt
 
 import fsdpx
 from fsdpx import data, nn, optim, spawn
@@ -19,9 +18,8 @@ from fsdpx.plan import Machine, measuring
 from fsdpx.plan.auto import MACHINE_FILE
 from fsdpx.plan.measuring import format_machine_file
 
-X = ((16, 8), "int64")
-PLAIN: dict[str, Any] = {"batch": None, "memory": None}
-NARROW: dict[str, Any] = {"mesh": fsdpx.Mesh(), "microbatches": 2}
+PLAIN = {"batch": None, "memory": None}
+NARROW = {"mesh": fsdpx.Mesh(), "microbatches": 2}
 """Options that are fixed in tests that do not depend on the search result; the search then takes a third of the
 time."""
 TOKENS = np.arange(128).reshape(16, 8) % 64
@@ -33,21 +31,17 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def gpt(blocks: int = 2) -> nn.Layer:
-    return nn.GPT(64, 32, blocks, 2, 8)
-
-
-def auto(comm: Any, blocks: int = 2, **options: Any) -> fsdpx.Trainer:
+def auto(comm, blocks=2, **options):
     chosen = {"strategy": "auto", "batch": (X, X), "memory": "1GiB", "tune": False} | options
     return gpt(blocks).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, **chosen)
 
 
-def planned(size: int, **options: Any) -> list[str]:
+def planned(size, **options):
     """What each rank says of its plan."""
     return spawn(lambda comm: auto(comm, **NARROW, **options).report().planned, size)
 
 
-def stepped(trainer: fsdpx.Trainer) -> list[float]:
+def stepped(trainer):
     size, rank = trainer.data_group.size, trainer.data_group.rank
     mine = slice(16 * rank // size, 16 * (rank + 1) // size)
     return [trainer.step(TOKENS[mine], TOKENS[mine]) for _ in range(2)]
@@ -79,23 +73,19 @@ def test_what_fits_is_chosen_and_what_is_fixed_stays():
         options = {"recompute": "all", "blocks": 4}
         wide = auto(comm, **options).inspect.placement
         tight = auto(comm, **options, memory="600KiB").inspect.placement
-        mesh = fsdpx.Mesh(pipe=2)
-        fixed = auto(comm, mesh=mesh, schedule="gpipe", precision="float64", recompute="all").inspect.placement
-        return wide, tight, fixed
+        chosen = {"mesh": fsdpx.Mesh(pipe=2), "schedule": "gpipe", "precision": "float64", "recompute": "all"}
+        return wide, tight, auto(comm, **chosen).inspect.placement
 
     wide, tight, fixed = spawn(body, 2)[0]
     for words in ("mesh=fsdpx.Mesh(pipe=2)", "recompute='all'", "precision='float64'"):
         assert words in fixed.options.planned.partition(";")[0]
-    held = [place.sharding.full_params == "use" or place.axes.pipe.size > 1 for place in (wide, tight)]
-    assert held == [False, True]
+    assert [place.sharding.full_params == "use" or place.axes.pipe.size > 1 for place in (wide, tight)] == [False, True]
     assert fixed.axes.mesh == fsdpx.Mesh(pipe=2).fill_from_strategy("fsdp", 2)
     assert (fixed.options.schedule, fixed.options.recompute.every, fixed.formats.master) == ("gpipe", 1, np.float64)
 
 
 def test_a_measured_machine_is_taken_from_where_the_job_is_started():
-    slow = Machine.load("ethernet-10g")
-    MACHINE_FILE.write_text(format_machine_file(slow).replace('"ethernet-10g"', '"ours"'))
-
+    MACHINE_FILE.write_text(format_machine_file(replace(Machine.load("ethernet-10g"), name="ours")))
     assert all("on 2 ranks of ours (machine.toml)" in words for words in planned(2))
     MACHINE_FILE.unlink()
     laptops = "on 2 ranks of laptops (there is no machine.toml, which python -m fsdpx measure-machine writes)"
@@ -146,27 +136,18 @@ def test_a_trainer_without_optimizer_has_no_plan():
 
 
 def test_ranks_that_ask_for_different_plans():
-    def body(comm):
-        with pytest.raises(ConfigError) as caught:
-            auto(comm, memory="1GiB" if comm.rank else "2GiB")
-        with pytest.raises(ConfigError) as mixed:
-            auto(comm, **({} if comm.rank else {"strategy": "fsdp", **PLAIN}))
-        return f"{caught.value}|{mixed.value}"
-
-    first, _, second = spawn(body, 2)[0].partition("|")
-    assert first == "ranks differ in memory: rank 0 has 2GiB, rank 1 has 1GiB"
-    assert second.startswith("ranks differ in strategy='auto' (")
+    said = alike(2, lambda comm: auto(comm, memory="1GiB" if comm.rank else "2GiB"))
+    assert said == "ConfigError: ranks differ in memory: rank 0 has 2GiB, rank 1 has 1GiB"
+    said = alike(2, lambda comm: auto(comm, **({} if comm.rank else {"strategy": "fsdp", **PLAIN})))
+    assert said.startswith("ConfigError: ranks differ in strategy='auto' (")
 
 
 def test_arrays_are_a_batch_and_run_files_can_say_all_of_it():
-    plan = {
-        "model": gpt(), "loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(),
-        "distribute": {"strategy": "auto", "memory": "1GiB", "batch": [[[16, 8], "int64"]] * 2, **NARROW},
-    }  # fmt: skip
-    loaded = {
-        **plan, "data": data.ArrayDataset(TOKENS, TOKENS), "loader": {"batch_size": 16},
-        "distribute": {"strategy": "auto", "memory": "1GiB", **NARROW},
-    }  # fmt: skip
+    same = {"model": gpt(), "loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW()}
+    auto_options = {"strategy": "auto", "memory": "1GiB", **NARROW}
+    plan = {**same, "distribute": {**auto_options, "batch": [[[16, 8], "int64"]] * 2}}
+    loaded = {**same, "distribute": auto_options, "data": data.ArrayDataset(TOKENS, TOKENS)}
+    loaded["loader"] = {"batch_size": 16}
 
     def body(comm):
         made = [fsdpx.ModelBuilder(each).build_trainer(comm) for each in (plan, loaded)]

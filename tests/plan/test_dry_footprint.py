@@ -1,5 +1,7 @@
 """The memory of processes as dry runs count it."""
 
+from functools import cache
+
 import pytest
 
 import fsdpx
@@ -16,18 +18,18 @@ WIDTH, LAYERS = 256, 8
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
 
 
-def dry(ranks: int, here: int, strategy: str):
+def dry(ranks, here, strategy):
     batch, model = ((16, WIDTH), "float32"), nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     options = {"loss": nn.MSELoss(), "optimizer": optim.AdamW(), "strategy": strategy, "group_bytes": 0}
     return fsdpx.dry_run(model, batch, batch, ranks=ranks, ranks_per_host=here, **options)
 
 
 @pytest.fixture
-def forgotten():
+def forgotten(tmp_path, monkeypatch):
     """What was measured before is not known, and what the test measures is not known after it."""
-    module.measure_or_load_baseline_memory.cache_clear()
-    yield
-    module.measure_or_load_baseline_memory.cache_clear()
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
+    anew = cache(module.measure_or_load_baseline_memory.__wrapped__)
+    monkeypatch.setattr(module, "measure_or_load_baseline_memory", anew)
 
 
 def test_without_neighbors_nothing_is_shared():
@@ -88,7 +90,6 @@ def test_a_model_that_takes_minutes_of_random_numbers_is_counted_without_any(mon
 
 def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatch, forgotten):
     asked, answer = [], ProcessBaseline(1, 2, 3, 4)
-    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_measure_baseline_memory_in_child", lambda *how: asked.append(how) or answer)
     for _ in range(2):
         module.measure_or_load_baseline_memory.cache_clear()
@@ -107,9 +108,8 @@ def test_a_product_takes_what_was_measured_and_no_more_than_its_operands(width, 
     assert parts["between activations"].rss == parts["activations"].rss // 16
 
 
-def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch, forgotten):
+def test_without_mpi_the_process_is_asked_without(monkeypatch, forgotten):
     answer = ProcessBaseline(1, 2)
-    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_measure_baseline_memory_in_child", lambda mpi, *_: "no MPI" if mpi else answer)
     assert module.measure_or_load_baseline_memory(True, "openblas", 2) == answer
     monkeypatch.setattr(module, "_measure_baseline_memory_in_child", lambda *_: "SyntaxError: wrong")

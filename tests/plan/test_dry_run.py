@@ -1,32 +1,28 @@
 """Dry runs tell the memory and the traffic of a run that nobody has made."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from amount import few, pairs
-from models import CASES, make, part
+from models import CASES, distributed, make, part
 
 from fsdpx import Mesh, Precision, nn, optim, spawn
 from fsdpx.core.array.arena import ALIGN
 from fsdpx.core.program import parse_actions
 from fsdpx.errors import ConfigError
-from fsdpx.plan.dry_run import DryRun, dry_run
+from fsdpx.plan.dry_run import dry_run
 
 F32 = 4
 
 
-def dry(model: nn.Layer, x: Any, y: Any = None, **options: Any) -> DryRun:
+def dry(model, x, y=None, **options):
     """A dry run of training with plain SGD; y: as x, if it isn't given."""
-    given = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), **options}
-    return dry_run(model, x, x if y is None else y, **given)
+    return dry_run(model, x, x if y is None else y, **{"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), **options})
 
 
 def test_ahead_is_paid_in_pages():
     def run(comm, ahead):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-        options = {"comm": comm, "group_bytes": 0, "prefetch": ahead, "precision": "float64"}
-        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **options)
+        trainer = distributed(model, comm, group_bytes=0, prefetch=ahead, precision="float64")
         trainer.step(np.ones((2, 64)), np.ones((2, 64)))
         return trainer.report().memory["working set"]
 
@@ -53,10 +49,8 @@ def test_sums_in_16_bits_take_no_more_memory_than_in_float32(ranks, ranks_per_ho
     """What is sent and what arrives lies where the gradient was."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     options = {"ranks": ranks, "ranks_per_host": ranks_per_host, "group_bytes": 0}
-    wide, half = (
-        dry(model, ((4, 256), "float32"), precision=Precision("bf16", reduce=sums), **options)
-        for sums in ("float32", "bf16")
-    )
+    formats = [Precision("bf16", reduce=sums) for sums in ("float32", "bf16")]
+    wide, half = (dry(model, ((4, 256), "float32"), precision=precision, **options) for precision in formats)
     assert (wide.report.memory, wide.peak_heap_bytes) == (half.report.memory, half.peak_heap_bytes)
 
 
@@ -73,11 +67,7 @@ def test_dry_run_takes_arrays():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"strategy": "fsdp"},
-        {"strategy": "zero2", "microbatches": 2},
-        {"strategy": "fsdp", "reproducible_chunks": 8},
-    ],
+    [{"strategy": "fsdp"}, {"strategy": "zero2", "microbatches": 2}, {"strategy": "fsdp", "reproducible_chunks": 8}],
 )
 def test_dry_run_equals_the_real_run(options):
     def real(comm):
@@ -113,7 +103,7 @@ VALUE = ROWS * WIDTH * 4
 """Bytes of one microbatch of activations."""
 
 
-def run(rank: int = 0, microbatches: int = 8, **options: Any) -> DryRun:
+def run(rank=0, microbatches=8, **options):
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * RANKS)])
     options |= {"strategy": "ddp", "mesh": Mesh(shard=1, pipe=RANKS), "microbatches": microbatches, "group_bytes": 0}
     return dry(model, ((ROWS * microbatches, WIDTH), "float32"), ranks=RANKS, rank=rank, **options)
@@ -148,7 +138,7 @@ def test_the_pipe_moves_what_crosses_a_cut():
 BLOCKS = 6
 
 
-def blocks(recompute: Any) -> DryRun:
+def blocks(recompute):
     model = nn.Sequential(*[nn.TransformerBlock(32, 4) for _ in range(BLOCKS)])
     return dry(model, ((2, 16, 32), "float32"), ranks=1, strategy="ddp", group_bytes=0, recompute=recompute)
 
@@ -169,10 +159,8 @@ def test_recompute_costs_one_more_forward():
 
 
 def test_a_budget_recomputes_as_little_as_it_takes():
-    counts = []
-    for budget in ("1GiB", "150KiB", "61KiB"):
-        found = blocks(budget)
-        counts.append(sum(a.op == "R" for a in found.trainer.inspect.engine.last_program.actions))
+    programs = [blocks(budget).trainer.inspect.engine.last_program for budget in ("1GiB", "150KiB", "61KiB")]
+    counts = [sum(action.op == "R" for action in program.actions) for program in programs]
     assert counts == [0, 3, 5]  # 3 x 41,984 + 3 x 4,096 bytes are less than 150 KiB, 41,984 + 5 x 4,096 are 61 KiB
     with pytest.raises(ConfigError, match="recompute: 1,024 bytes are not enough: with every unit recomputed 62,464"):
         blocks("1KiB")
@@ -190,7 +178,7 @@ def test_dry_runs_of_uneven_sequences_are_the_runs(sequence, uneven):
     }  # fmt: skip
 
     def one(comm):
-        trainer = nn.GPT(13, 12, 4, 3, 12).as_distributed(comm=comm, optimizer=optim.SGD(lr=0.1), **options)
+        trainer = distributed(nn.GPT(13, 12, 4, 3, 12), comm, **options)
         x = np.random.default_rng(0).integers(0, 13, (4, time))
         trainer.step(x, x)
         return trainer.report(), str(trainer.inspect.engine.last_program)
@@ -211,21 +199,18 @@ def test_dry_runs_of_uneven_sequences_are_the_runs(sequence, uneven):
 def test_long_sequences_take_their_share_of_activations(sequence):
     """1/N of the activation memory of one process on each of N ranks, up to a block of keys and values under way."""
 
-    def of(ranks):
-        more = {"sequence": sequence} if ranks > 1 else {}
-        more |= {"loss": nn.CrossEntropyLoss(), "strategy": "ddp", "mesh": Mesh(shard=1, tensor=ranks)}
-        return dry(nn.GPT(64, 32, 4, 4, 512), ((1, 512), "int64"), ranks=ranks, **more).activations
-
-    one = of(1)
-    for ranks in (2, 4):
-        assert of(ranks) < 1.15 * one / ranks
+    held = {}
+    for ranks in (1, 2, 4):
+        options = {"loss": nn.CrossEntropyLoss(), "strategy": "ddp", "mesh": Mesh(shard=1, tensor=ranks)}
+        options |= {"sequence": sequence} if ranks > 1 else {}
+        held[ranks] = dry(nn.GPT(64, 32, 4, 4, 512), ((1, 512), "int64"), ranks=ranks, **options).activations
+        assert held[ranks] < 1.15 * held[1] / ranks
 
 
 def test_many_small_layers_become_few_collectives():
     def run(comm):
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(1000)))
-        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1e-3), strategy="fsdp", comm=comm)
-        words = str(trainer.program).split()
+        words = str(distributed(model, comm, strategy="fsdp").program).split()
         return sum(w.startswith("GATHER") for w in words[: words.index("LOSS.0")])
 
     assert spawn(run, 2) == [4, 4]  # 4.03 MiB in groups of at least 1 MiB

@@ -1,13 +1,11 @@
 """What dry runs tell of models that are frozen in part."""
 
-from typing import Any
-
 import pytest
 
 from fsdpx import Mesh, dry_run, nn, optim
 
 
-def chain(layers: int, frozen: int, **options: Any) -> Any:
+def chain(layers, frozen, **options):
     """A dry run of so many equal layers, the first of which are frozen."""
     model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))), ((16, 64), "float32")
     options = {"ranks": 2, "strategy": "fsdp", "group_bytes": 0, **options, "frozen": [f"{i}.*" for i in range(frozen)]}

@@ -1,12 +1,9 @@
 """Fields in plans: bytes and memory of ranks that hold parts of one, and which grid to cut it over."""
 
-from __future__ import annotations
-
 import json
 import re
 from math import prod
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,70 +20,57 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import LayerContext
 from fsdpx.plan import Compute, Machine, NetworkLevel, predict
 
-OPTIONS: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW()}
+OPTIONS = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW()}
+CONVOLUTIONS = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1))
 
 
-def unet() -> nn.Layer:
-    return nn.UNet(2, 2, 2, 4, 2)
-
-
-def convolutions() -> nn.Layer:
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1))
-
-
-def fno() -> nn.Layer:
-    return nn.FNO(2, 2, (4, 4), 4, 2)
-
-
-def network_of(attention: nn.Layer) -> nn.Layer:
+def network_of(attention):
     block = nn.Residual(attention)
     return nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), block, nn.ChannelLayerNorm(8), nn.Conv2d(8, 2, 1))
 
 
-def slices() -> nn.Layer:
-    return network_of(nn.PhysicsAttention(8, 2, 4, 3))
+MODELS = {
+    "unet": nn.UNet(2, 2, 2, 4, 2),
+    "unet with attention": nn.UNet(2, 2, 2, 4, 1, attention=2),
+    "fno": nn.FNO(2, 2, (4, 4), 4, 2),
+    "slices": network_of(nn.PhysicsAttention(8, 2, 4, 3)),
+    "neighbors": network_of(nn.NeighborhoodAttention(8, 2, 5, (True, False))),
+    "ring": network_of(nn.GlobalAttention(8, 2)),
+}
 
 
-def neighbors() -> nn.Layer:
-    return network_of(nn.NeighborhoodAttention(8, 2, 5, (True, False)))
-
-
-def ring() -> nn.Layer:
-    return network_of(nn.GlobalAttention(8, 2))
-
-
-def fields(samples: int, *cells: int) -> Any:
+def fields(samples, *cells):
     return (((samples, 2, *cells), "float32"),) * 2
 
 
 @pytest.mark.parametrize(
     ("model", "ranks", "domain", "samples", "chosen"),
     [
-        (unet, 4, (2, 2), 1, {"strategy": "fsdp"}),
-        (unet, 3, (3, 1), 2, {"strategy": "ddp", "microbatches": 2}),
-        (unet, 6, (1, 3), 3, {"strategy": "zero2"}),
-        (unet, 4, (2, 1), 2, {"strategy": "zero1", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 2}),
-        (fno, 4, (2, 2), 2, {"strategy": "zero1", "recompute": "all"}),
-        (fno, 3, (3, 1), 2, {"strategy": "ddp", "loss": nn.RelativeH1() + 0.1 * nn.SpectrumRMSE()}),
-        (lambda: nn.UNet(2, 2, 2, 4, 1, attention=2), 4, (4, 1), 1, {"strategy": "ddp", "loss": nn.SpectrumRMSE(2)}),
-        (slices, 3, (1, 3), 2, {"strategy": "fsdp"}),
-        (slices, 4, (2, 2), 2, {"strategy": "ddp", "recompute": "attention"}),
-        (neighbors, 3, (3, 1), 2, {"strategy": "zero2"}),
-        (neighbors, 4, (2, 2), 2, {"strategy": "fsdp", "recompute": "attention"}),
-        (ring, 3, (3, 1), 2, {"strategy": "fsdp"}),
-        (ring, 4, (2, 2), 2, {"strategy": "ddp", "recompute": "attention"}),
+        ("unet", 4, (2, 2), 1, {"strategy": "fsdp"}),
+        ("unet", 3, (3, 1), 2, {"strategy": "ddp", "microbatches": 2}),
+        ("unet", 6, (1, 3), 3, {"strategy": "zero2"}),
+        ("unet", 4, (2, 1), 2, {"strategy": "zero1", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 2}),
+        ("fno", 4, (2, 2), 2, {"strategy": "zero1", "recompute": "all"}),
+        ("fno", 3, (3, 1), 2, {"strategy": "ddp", "loss": nn.RelativeH1() + 0.1 * nn.SpectrumRMSE()}),
+        ("unet with attention", 4, (4, 1), 1, {"strategy": "ddp", "loss": nn.SpectrumRMSE(2)}),
+        ("slices", 3, (1, 3), 2, {"strategy": "fsdp"}),
+        ("slices", 4, (2, 2), 2, {"strategy": "ddp", "recompute": "attention"}),
+        ("neighbors", 3, (3, 1), 2, {"strategy": "zero2"}),
+        ("neighbors", 4, (2, 2), 2, {"strategy": "fsdp", "recompute": "attention"}),
+        ("ring", 3, (3, 1), 2, {"strategy": "fsdp"}),
+        ("ring", 4, (2, 2), 2, {"strategy": "ddp", "recompute": "attention"}),
     ],
 )
 def test_predicted_bytes_calls_and_memory_are_those_of_ranks(model, ranks, domain, samples, chosen):
     cells, chosen = (16, 20), OPTIONS | chosen
-    found = predict(model(), fields(samples, *cells), ranks=ranks, machine="epyc-100g", domain=domain, **chosen)
+    found = predict(MODELS[model], fields(samples, *cells), ranks=ranks, machine="epyc-100g", domain=domain, **chosen)
 
     def run(comm):
         data = found.mesh.ranks_along(found.mesh.coordinates_of(comm.rank), ("replica", "shard"))
         _, part, rows = place_on_data_axis(found, comm.rank, prod(domain), samples)
         own = fsdpx.Grid.from_shape(cells, domain, part).local_shape
         grid = fsdpx.Grid(comm if data == [*range(ranks)] else comm.subgroup(data), own, dims=domain, layout="cyx")
-        made = model().as_distributed(comm=comm, domain=grid, **chosen)
+        made = MODELS[model].as_distributed(comm=comm, domain=grid, **chosen)
         return observed(made, *(np.ones((rows, 2, *own), "f4") for _ in range(2)))
 
     demand_equal_on_parts(found, fsdpx.spawn(run, ranks))
@@ -113,11 +97,11 @@ def test_the_multiplications_of_attention_are_counted(attention, tokens):
 def test_a_grid_with_ghost_cells_is_planned_in_its_layout():
     grid = fsdpx.Grid.from_shape((16, 16), (2, 2), layout="yxc", ghosts=1)
     whole = (((1, 16, 16, 2), "float32"),) * 2
-    found = predict(unet(), whole, ranks=4, machine="laptop", domain=grid, **OPTIONS)
+    found = predict(MODELS["unet"], whole, ranks=4, machine="laptop", domain=grid, **OPTIONS)
     x, y = (((1, n, n, 2), "float32") for n in (10, 8))
-    dry = fsdpx.dry_run(unet(), x, y, ranks=4, strategy="ddp", domain=grid, **OPTIONS)
+    dry = fsdpx.dry_run(MODELS["unet"], x, y, ranks=4, strategy="ddp", domain=grid, **OPTIONS)
     assert found.worst_class.memory["activations"] == dry.peak_heap_bytes
-    without = predict(unet(), fields(1, 16, 16), ranks=4, machine="laptop", domain=(2, 2), **OPTIONS)
+    without = predict(MODELS["unet"], fields(1, 16, 16), ranks=4, machine="laptop", domain=(2, 2), **OPTIONS)
     assert found.bytes_sent["domain"] < without.bytes_sent["domain"]
 
 
@@ -141,25 +125,23 @@ def test_halos_go_to_neighbors():
 
 def test_grids_are_searched():
     options = OPTIONS | {"domain": "any", "strategy": "ddp", "microbatches": 1, "recompute": None}
-    found = fsdpx.plan(convolutions(), batch=fields(1, 256, 256), ranks=4, machine="laptop", memory="16MiB", **options)
-    tried = {one.options.get("domain") for one in found.candidates}
-    assert {(4, 1), (1, 4), (2, 2)} <= tried
+    found = fsdpx.plan(CONVOLUTIONS, batch=fields(1, 256, 256), ranks=4, machine="laptop", memory="16MiB", **options)
+    assert {(4, 1), (1, 4), (2, 2)} <= {one.options.get("domain") for one in found.candidates}
     domains = {one.prediction.mesh.domain for one in found.candidates if "domain" in one.summary}
     assert {(4, 1), (1, 4), (2, 2)} <= domains
     assert found.best_candidate.summary.endswith(" + domain")
     assert "grids of fields, " in found.search_space
     dims = found.best_candidate.options["domain"]
     own = tuple(n // width for n, width in zip((256, 256), dims, strict=True))
-    grid = f"domain=fsdpx.Grid(fsdpx.init(), {own}, dims={dims}, layout='cyx')"
     begin = "trainer = model.as_distributed(loss=nn.RelativeL2(), optimizer=optim.AdamW(), strategy="
     assert found.python_line.startswith(begin)
-    assert grid in found.python_line
+    assert f"domain=fsdpx.Grid(fsdpx.init(), {own}, dims={dims}, layout='cyx')" in found.python_line
     assert f"# domain={dims}" in found.distribute_section_text
 
 
 def test_the_line_for_parts_that_differ_cuts_them_evenly():
     options = OPTIONS | {"domain": (3, 1), "strategy": "fsdp", "microbatches": 1, "recompute": None}
-    found = fsdpx.plan(convolutions(), batch=fields(1, 16, 20), ranks=3, machine="laptop", memory="1MiB", **options)
+    found = fsdpx.plan(CONVOLUTIONS, batch=fields(1, 16, 20), ranks=3, machine="laptop", memory="1MiB", **options)
     assert {one.options["domain"] for one in found.candidates} == {(3, 1)}
 
     def run(comm):
@@ -177,7 +159,7 @@ def test_ranks_of_a_grid_plan_for_it(tmp_path, monkeypatch):
     def run(comm):
         grid = fsdpx.Grid(comm, (8, 16), dims=(2, 1), layout="cyx")
         options = OPTIONS | {"strategy": "auto", "batch": fields(1, 16, 16), "memory": "1MiB", "recompute": None}
-        made = convolutions().as_distributed(domain=grid, **options)
+        made = CONVOLUTIONS.as_distributed(domain=grid, **options)
         made.step(*(np.ones((1, 2, 8, 16), "f4") for _ in range(2)))
         return made.report().planned
 
@@ -195,7 +177,7 @@ def test_what_is_no_field_is_named():
         (4, (3, 1), r"^domain=\(3, 1\): a sample is on 3 ranks, and the data axis of .* has 4: th"),
     ):
         with pytest.raises(ConfigError, match=says):
-            predict(unet(), fields(1, 16, 16), ranks=ranks, machine="laptop", domain=domain)
+            predict(MODELS["unet"], fields(1, 16, 16), ranks=ranks, machine="laptop", domain=domain)
 
 
 def test_the_command_line_names_a_grid():

@@ -2,10 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.fields import kernels as windows
 from fsdpx.plan import Compute, Machine, NetworkLevel, measuring, predict, probes
 from fsdpx.plan.kernels import LONG, SHORT, KernelRates
+from fsdpx.plan.machine import DiskSpeed
 from fsdpx.plan.measuring import format_machine_file
 from fsdpx.plan.prediction import dry_run_one_rank_per_group
 from fsdpx.plan.time_model import compute_work_seconds
@@ -30,15 +29,18 @@ RATES = KernelRates(
     },
     {"float32": {"correlate": GRID}},
 )
-FIELD = (((2, 3, 16, 16), "float32"), ((2, 2, 16, 16), "float32"))
 
 
-def machine(**compute: Any) -> Machine:
+def fields(*cells):
+    return ((2, 3, *cells), "float32"), ((2, 2, *cells), "float32")
+
+
+def machine(**compute):
     made = Compute(**{"flops": {"float32": 1e9}, "memory": 1e9} | compute)
     return Machine("one", (NetworkLevel("host", 0.0, 1e9),), made)
 
 
-def count_work_of(call: Callable[[], Any]) -> WorkCount:
+def count_work_of(call):
     with counting_work() as work:
         call()
     return work
@@ -96,19 +98,18 @@ def test_weights_that_meet_few_cells_count():
     own = KernelRates({"float32": {"weights of correlate": [1e6, 1e6]}}, RATES.products)
     for cells in (1, 4096):
         one = ProductCount(16, 8, cells, 1, 4, "correlate", 3, 64.0)
-        plain = RATES.compute_product_seconds(one, "float32")
-        assert plain == pytest.approx(one.flops / 128e9)
+        assert RATES.compute_product_seconds(one, "float32") == pytest.approx(one.flops / 128e9)
         assert own.compute_product_seconds(one, "float32") == pytest.approx(one.flops / 128e9 + 4 * 16 * 8 / 1e6)
 
 
 def test_windows_of_short_rows_are_told_from_those_of_long_ones():
     """Beyond the ends of a row a window has fewer places: of rows of 8 and 64 the rate is another."""
-    found = set[float]()
+    found = set()
     for cells, window in (((64, 8), 3), ((8, 64), 3), ((8, 64), 7)):
         with counting_work() as work:
-            model = nn.Conv2d(8, 8, window, padding=window // 2)
+            strides = nn.Conv2d(8, 8, window).window.make_window_strides((-(window // 2),) * 2)
             x, weight = shapes.ones((2, 8, *cells), np.float32), shapes.ones((8, 8, window, window), np.float32)
-            windows.correlate(shapes, x, weight, None, model.window.make_window_strides((-(window // 2),) * 2), cells)
+            windows.correlate(shapes, x, weight, None, strides, cells)
         found |= {one.windows for one in work.products}
         assert {one.kernel for one in work.products} == {"correlate"}
     assert found == {8 / 3, 64 / 3, 64 / 7}
@@ -118,19 +119,17 @@ FEW = {"batch_norm_scales_and_running_stats", "batch_norm_backward_factors"}
 """Of a number for each channel."""
 
 
-def models() -> list[tuple[nn.Layer, Any]]:
+def models():
     """Models, and batches, whose kernels must have been measured."""
-    cells = {1: (64,), 2: (16, 16), 3: (8, 8, 8)}
     found = []
-    for dims, size in cells.items():
-        batch = ((2, 3, *size), "float32"), ((2, 2, *size), "float32")
+    for cells in ((64,), (16, 16), (8, 8, 8)):
         for norm, activation in (("batch", "relu"), ("group", "gelu"), (None, "silu")):
-            found.append((nn.UNet(3, 2, dims, 8, 2, norm=norm, activation=activation), batch))
+            found.append((nn.UNet(3, 2, len(cells), 8, 2, norm=norm, activation=activation), fields(*cells)))
     deep = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 5, padding=2, groups=32), nn.AvgPool2d(1),
                     nn.Conv2d(32, 32, 3, padding=1), nn.Sigmoid(), nn.Conv2d(32, 2, 1))  # fmt: skip
     tokens = ((4, 16), "int64")
-    return [*found, (deep, (((2, 3, 32, 32), "float32"), ((2, 2, 32, 32), "float32"))),
-            (nn.GPT(64, 32, 2, 2, 16), (tokens, tokens)), (nn.Llama(64, 32, 2, 2, 16), (tokens, tokens))]  # fmt: skip
+    texts = [(make(64, 32, 2, 2, 16), (tokens, tokens)) for make in (nn.GPT, nn.Llama)]
+    return [*found, (deep, fields(32, 32)), *texts]
 
 
 @pytest.mark.parametrize("name", ["float32", "bf16"])
@@ -152,13 +151,13 @@ def test_probes_are_calls_of_arrays_that_count_what_they_say():
         assert not count_work_of(real).passes
 
 
-def test_a_machine_with_rates_of_kernels_is_read_as_it_was_written(tmp_path):
-    made, path = replace(machine(kernels=RATES), measured=("compute", "links")), tmp_path / "machine.toml"
-    path.write_text(format_machine_file(made))
-    found = Machine.load(path)
-    assert found.measured == made.measured
-    assert found.compute.kernels.products["float32"]["correlate"] == GRID
-    assert found.compute.kernels.passes == RATES.passes
+def test_machines_are_read_as_they_were_written(tmp_path):
+    path, levels = tmp_path / "machine.toml", (NetworkLevel("host", 1e-6, 1e10, 4), NetworkLevel("system", 1e-5, 1e9))
+    measured = replace(machine(kernels=RATES), levels=levels, measured=("compute", "links"))
+    for plain in (*map(Machine.load, Machine.list_names()), measured):
+        for made in (plain, replace(plain, disk=DiskSpeed(1e9, 2e9))):
+            path.write_text(format_machine_file(made))
+            assert Machine.load(path) == made
 
 
 def test_rates_of_kernels_that_were_renamed_are_reported(tmp_path):
@@ -190,8 +189,7 @@ def test_rates_of_kernels_that_were_renamed_are_reported(tmp_path):
 )  # fmt: skip
 def test_rates_that_are_none_are_named(text, says, tmp_path):
     path = tmp_path / "machine.toml"
-    path.write_text(f"{text}\n[compute]\nflops = {{float32 = 1}}\nmemory = 1\n[[levels]]\nname = 'a'\nlatency = 0\n"
-                    "bandwidth = 1\n")  # fmt: skip
+    path.write_text(f"{text}\n{format_machine_file(machine())}")
     with pytest.raises(ConfigError, match=re.escape(says)):
         Machine.load(path)
 
@@ -200,8 +198,8 @@ def test_convolutions_in_16_bits_are_not_priced_as_products_in_16_bits():
     """Processors compute them in float32, whatever the instructions for products are."""
     quick = machine(flops={"float32": 1e9, "bf16": 1e12}, memory=1e15)
     model = nn.Conv2d(3, 2, 3, padding=1)
-    for step in (predict(model, FIELD, ranks=1, machine=quick, precision=name) for name in (None, "bf16")):
-        assert step.seconds == pytest.approx(predict(model, FIELD, ranks=1, machine=quick).seconds, rel=1e-3)
+    for step in (predict(model, fields(16, 16), ranks=1, machine=quick, precision=name) for name in (None, "bf16")):
+        assert step.seconds == pytest.approx(predict(model, fields(16, 16), ranks=1, machine=quick).seconds, rel=1e-3)
 
 
 def test_published_processors_price_16_bits_without_a_library_that_may_not_be_there():

@@ -7,9 +7,9 @@ else runs there. `python -m pytest tests/plan/test_links.py -s` prints the table
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,14 +17,14 @@ from amount import THOROUGH
 
 import fsdpx
 from fsdpx import Mesh, nn, optim
-from fsdpx.core.comm import Call, Communicator, CommunicatorWrapper, Handle, make_single_rank_communicator
+from fsdpx.core.comm import CommunicatorWrapper, Handle, make_single_rank_communicator
 from fsdpx.plan import Compute, Machine, NetworkLevel, measuring, predict
 
 HOST, RANKS, STEPS = 2, 4, 3
 SPEEDS = (1, 10, 25)  # Gbit/s between hosts
 SHAPE = (16, 64 if THOROUGH else 8)
 """Samples and tokens: links alone take as long for few tokens."""
-CHOICES: dict[str, dict[str, Any]] = {
+CHOICES = {
     "ddp": {"strategy": "ddp"},
     "zero2": {"strategy": "zero2"},
     "fsdp": {"strategy": "fsdp"},
@@ -33,31 +33,24 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Meeting:
-    """Ranks that have issued a call -> when; when it is over."""
-
-    issued: dict[int, float] = field(default_factory=dict)
-    done: float = 0.0
-
-
 class Links:
     """What virtual hosts share: the links, and the calls under way. inner, outer: inside of a host, and between two."""
 
-    def __init__(self, inner: NetworkLevel, outer: NetworkLevel, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, inner, outer, clock=time.thread_time):
         self.inner, self.outer, self.clock, self.lock = inner, outer, clock, threading.Lock()
-        self.free = defaultdict[int, float](float)  # when the link of a host is
-        self.meetings = defaultdict[Any, Meeting](Meeting)
+        self.free = defaultdict(float)  # when the link of a host is
+        # calls under way: ranks that have issued it -> when, and when it is over
+        self.meetings = defaultdict(lambda: SimpleNamespace(issued={}, done=0.0))
         self.offsets = [0.0] * RANKS  # of clocks
 
-    def now(self, rank: int) -> float:
+    def now(self, rank):
         return self.offsets[rank] + self.clock()
 
-    def stood_still(self, rank: int, since: float) -> None:
+    def stood_still(self, rank, since):
         """It is `since` again for a rank, or later if that is when it goes on."""
         self.offsets[rank] = since - self.clock()
 
-    def message(self, sender: int, receiver: int, nbytes: float, begin: float) -> float:
+    def message(self, sender, receiver, nbytes, begin):
         """When a message that can begin then has come."""
         if sender // HOST == receiver // HOST:
             return begin + self.inner.latency + nbytes / self.inner.bandwidth
@@ -65,7 +58,7 @@ class Links:
         self.free[sender // HOST] = end
         return end + self.outer.latency
 
-    def ring(self, ranks: Sequence[int], times: dict[int, float], nbytes: float, rounds: int) -> None:
+    def ring(self, ranks, times, nbytes, rounds):
         """Move the times of ranks to when they have what the others sent around in these rounds."""
         for _ in range(rounds * (len(ranks) - 1)):
             sent = dict(times)
@@ -73,9 +66,9 @@ class Links:
                 came = self.message(sender, receiver, nbytes / len(ranks), sent[sender])
                 times[receiver] = max(times[receiver], came)
 
-    def collective(self, verb: str, times: dict[int, float], nbytes: float) -> float:
+    def collective(self, verb, times, nbytes):
         """When all are done. Over several hosts as fsdpx does it: inside of each, between ranks of one place."""
-        hosts = defaultdict[int, list[int]](list)
+        hosts = defaultdict(list)
         for rank in sorted(times):
             hosts[rank // HOST].append(rank)
         inside, lanes = list(hosts.values()), list(zip(*hosts.values(), strict=True))
@@ -95,17 +88,17 @@ class Slow(CommunicatorWrapper):
     """A communicator over such links, of several kinds at once: what a step takes over each is of the same step. What
     its calls compute on the host takes no time."""
 
-    def __init__(self, comm: Communicator, every: Sequence[Links], me: int, made: Counter[Any]) -> None:
+    def __init__(self, comm, every, me, made):
         super().__init__(comm)
-        self.every, self.me, self.made, self.number = every, me, made, Counter[Any]()
+        self.every, self.me, self.made, self.number = every, me, made, Counter()
         self.ranks = tuple(comm.all_gather_object(me))
         self.key = (self.ranks, made[self.ranks])
         made[self.ranks] += 1
 
-    def wrap_group(self, group: Communicator) -> Communicator:
+    def wrap_group(self, group):
         return Slow(group, self.every, self.me, self.made)
 
-    def issue(self, call: Call) -> Handle:
+    def issue(self, call):
         begins = [links.now(self.me) for links in self.every]
         meetings = [self.meeting(links, call, begin) for links, begin in zip(self.every, begins, strict=True)]
         self.number[self.kind(call), call.verb == "send"] += 1
@@ -114,11 +107,11 @@ class Slow(CommunicatorWrapper):
             links.stood_still(self.me, begin)
         return late
 
-    def kind(self, call: Call) -> Any:
+    def kind(self, call):
         pair = (call.verb, call.root, self.rank) if call.verb == "recv" else (call.verb, self.rank, call.root)
         return ("message", *pair[1:], call.tag) if call.verb in ("send", "recv") else "all"
 
-    def meeting(self, links: Links, call: Call, begin: float) -> Meeting:
+    def meeting(self, links, call, begin):
         kind = self.kind(call)
         meeting = links.meetings[self.key, kind, self.number[kind, call.verb == "send"]]
         nbytes = max((array.nbytes for array in call.arrays if array is not None), default=0)
@@ -137,25 +130,25 @@ class Late:
 
     every: Sequence[Links]
     rank: int
-    meetings: Sequence[Meeting]
+    meetings: Sequence[SimpleNamespace]
     handle: Handle
     sends: bool
 
     def test(self):
         return self.handle.test()
 
-    def wait(self) -> None:
+    def wait(self):
         before = [links.now(self.rank) for links in self.every]
         self.handle.wait()
         for links, meeting, begin in zip(self.every, self.meetings, before, strict=True):
             links.stood_still(self.rank, begin if self.sends else max(meeting.done, begin))
 
 
-def model() -> nn.Layer:
+def model():
     return nn.GPT(256, 192, 4 if THOROUGH else 2, 4, SHAPE[1])
 
 
-def run(every: Sequence[Links], options: dict[str, Any]) -> list[float]:
+def run(every, options):
     """Seconds of a step of ranks that run, over each kind of links."""
 
     def body(comm):
@@ -176,12 +169,12 @@ def run(every: Sequence[Links], options: dict[str, Any]) -> list[float]:
     return [float(t) for t in np.median(np.diff(ends, axis=0), axis=0)]
 
 
-def levels(speed: float) -> tuple[NetworkLevel, NetworkLevel]:
+def levels(speed):
     """Inside of hosts, and between them at so many Gbit/s."""
     return NetworkLevel("host", 5e-6, 5e9, HOST), NetworkLevel("system", 3e-5, speed * 1e9 / 8, contention=1.0)
 
 
-def in_order(rows: Sequence[tuple[float, float]], apart: float) -> bool:
+def in_order(rows, apart):
     """Whether what is predicted to take `apart` times as long as another takes longer."""
     return all(one[1] < other[1] for one in rows for other in rows if one[0] * apart < other[0])
 

@@ -2,7 +2,6 @@
 
 import re
 from math import prod
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,21 +12,21 @@ from fsdpx import nn, optim
 from fsdpx.errors import ConfigError
 from fsdpx.plan import predict
 
-OPTIONS: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.AdamW()}
+OPTIONS = {"loss": nn.MSELoss(), "optimizer": optim.AdamW()}
 NODES, WIDTH, STEPS = 40, 8, 2
 POINTS = np.random.default_rng(0).standard_normal((NODES, 2))
 EDGES = np.random.default_rng(1).integers(0, NODES, (2, 150))
 
 
-def net(**options: Any) -> nn.Layer:
+def net(**options):
     return nn.MeshGraphNet(2, 3, 1, WIDTH, STEPS, hidden_layers=1, **options)
 
 
-def batch(samples: int) -> Any:
+def batch(samples):
     return ((samples, NODES, 2), "float32"), ((samples, NODES, 1), "float32")
 
 
-def make_description(ranks: int, **options: Any) -> fsdpx.Partition:
+def make_description(ranks, **options):
     return fsdpx.Partition.from_graph(EDGES, NODES, ranks, positions=POINTS, **options)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from fsdpx.core.comm import FakeCommunicator
 from fsdpx.core.state.step_inputs import StepInputs
 from fsdpx.ext.observe.recording import TimelineRecorder
 from fsdpx.plan import predict
-from fsdpx.plan.dry_run import DryRun
 from fsdpx.plan.peak import Holding, MemoryPeak, OptionChange, format_option_changes, list_memory_lowering_changes
 
 WIDTH = 64
@@ -24,19 +22,19 @@ PAGE = 4 * WIDTH * WIDTH
 ROWS = 8
 
 
-def chain(layers: int = 4) -> nn.Layer:
+def chain(layers=4):
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
 
 
 GIVEN = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "group_bytes": 0, "tune": False}
 
 
-def dry(**options: Any) -> DryRun:
+def dry(**options):
     x = ((ROWS, WIDTH), "float32")
     return fsdpx.dry_run(chain(), x, x, ranks=2, **GIVEN | options)
 
 
-def held(peak: MemoryPeak) -> dict[str, int]:
+def held(peak):
     return {one.what: one.nbytes for one in peak.holdings}
 
 
@@ -156,8 +154,7 @@ def test_the_command_line_explains():
 )
 def test_a_peak_a_dry_run_a_prediction_and_an_error_count_memory_by_one_rule(options):
     run, whole = dry(**options), ((2 * ROWS, WIDTH), "float32")
-    predicted = predict(chain(), (whole, whole), ranks=2, machine="laptop", **GIVEN | options).peak
-    assert run.peak.memory == predicted.memory
+    assert run.peak.memory == predict(chain(), (whole, whole), ranks=2, machine="laptop", **GIVEN | options).peak.memory
     made = fsdpx.distribute(chain(), comm=FakeCommunicator(0, 2), device="shape", **GIVEN | options)
     made.step(*(ShapeArray((ROWS, WIDTH), np.dtype("float32")) for _ in range(2)))
     text = str(made._session.make_out_of_memory_error(MemoryError("none left"), StepInputs(made.inspect.engine.batch)))

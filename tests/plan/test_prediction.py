@@ -3,12 +3,11 @@
 import gc
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from itertools import cycle
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from fsdpx.core.program import VERBS, Action, compile_and_check_pipe, compiler, 
 from fsdpx.core.state.gradients import count_samples_of_rank
 from fsdpx.errors import ConfigError
 from fsdpx.nn.shape_inference import get_or_memoize
-from fsdpx.plan import Compute, Machine, NetworkLevel, Prediction, costing, predict
+from fsdpx.plan import Compute, Machine, NetworkLevel, costing, predict
 from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
 from fsdpx.plan.time_model import MeshOnMachine, StepTimes
 from fsdpx.plan.world_step import WorldStep
@@ -35,25 +34,25 @@ FLAT = Machine("flat", (NetworkLevel("host", 0.0, 1e9),), Compute({"float32": 1e
 FOUR_RANKS = replace(FLAT, levels=(NetworkLevel("host", 0.0, 1e9, ranks=4),))
 
 
-def gpt(layers: int = 2) -> nn.Layer:
+def gpt(layers=2):
     return nn.GPT(32, 16, layers, 2, 8)
 
 
-def batch(samples: int) -> Any:
+def batch(samples):
     return ((samples, 8), TOKENS), ((samples, 8), TOKENS)
 
 
-def mlp(width: int = 64, layers: int = 4) -> nn.Layer:
+def mlp(width=64, layers=4):
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
 
 
-def rows(samples: int, width: int = 64) -> Any:
+def rows(samples, width=64):
     return ((samples, width), "float32"), ((samples, width), "float32")
 
 
-def configurations(number: int) -> list[tuple[int, int, dict[str, Any]]]:
+def configurations(number):
     """Ranks, samples and options, drawn with a seed."""
-    draw, found = random.Random(5), list[tuple[int, int, dict[str, Any]]]()
+    draw, found = random.Random(5), []
     while len(found) < number:
         pipe, tensor, data = draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2)), draw.choice((1, 2, 3, 4))
         if pipe * tensor * data > 8:
@@ -73,7 +72,7 @@ def configurations(number: int) -> list[tuple[int, int, dict[str, Any]]]:
     return found
 
 
-def demand_as_ranks_of_gpt(found: Prediction, count: Callable[[int], int], options: dict[str, Any]) -> None:
+def demand_as_ranks_of_gpt(found, count, options):
     """What is predicted is what ranks have that train, each with its number of samples."""
 
     def run(comm):
@@ -89,9 +88,9 @@ def test_predicted_bytes_calls_and_memory_are_those_of_ranks(ranks, samples, opt
     demand_as_ranks_of_gpt(found, lambda rank: place_on_data_axis(found, rank, 1, samples)[2], options)
 
 
-def many(number: int) -> list[tuple[int, int, dict[str, Any]]]:
+def many(number):
     """Ranks, microbatches and options of steps of which a few microbatches run, drawn with a seed."""
-    draw, found = random.Random(8), list[tuple[int, int, dict[str, Any]]]()
+    draw, found = random.Random(8), []
     for _ in range(number):
         pipe, data = draw.choice((1, 1, 2)), draw.choice((1, 2))
         strategy, tensor = draw.choice(("ddp", "zero1", "zero2", "fsdp")), draw.choice((1, 2))
@@ -125,13 +124,10 @@ def test_bytes_and_calls_are_those_of_whole_programs(ranks, microbatches, option
 
     if each is not None:
         monkeypatch.setattr(compiler, "insert_reduces", reduce_seldom)
-    compiler._compile_cached.cache_clear()
+    monkeypatch.setattr(compiler, "_compile_cached", cache(compiler._compile_cached.__wrapped__))  # an empty one
     options, data = options | {"microbatches": microbatches}, ranks // options["mesh"].pipe // options["mesh"].tensor
-    try:
-        found = predict(gpt(), batch(microbatches * data), ranks=ranks, machine="epyc-100g", **options)
-        demand_as_ranks_of_gpt(found, lambda _: microbatches, options)
-    finally:
-        compiler._compile_cached.cache_clear()
+    found = predict(gpt(), batch(microbatches * data), ranks=ranks, machine="epyc-100g", **options)
+    demand_as_ranks_of_gpt(found, lambda _: microbatches, options)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
@@ -167,8 +163,7 @@ def test_layers_share_the_computing_of_a_step(recompute):
     """Their seconds are those of the step without update, and each keeps its output, on one of two equal ranks."""
     options = {"mesh": fsdpx.Mesh(replica=2, shard=1), "microbatches": 4, "recompute": recompute}
     found = predict(mlp(), rows(64), ranks=2, machine=FLAT, **options)
-    seconds = sum(one.forward + one.backward for one in found.layers.values())
-    assert seconds == pytest.approx(found.parts["compute"])
+    assert sum(one.forward + one.backward for one in found.layers.values()) == pytest.approx(found.parts["compute"])
     assert [one.nbytes for one in found.layers.values()][:-1] == [8 * 64 * 4] * 3
 
 
@@ -182,26 +177,23 @@ def test_products_take_their_flops():
 
 def test_a_bubble_is_that_of_its_schedule():
     """(P - 1) / (m + P - 1) of a step, where stages are equal; the first layer's backward is a half shorter."""
+    machine = replace(FLAT, levels=(NetworkLevel("host", 0.0, 1e30),))
     for pipe, m in ((2, 4), (4, 8)):
-        machine = replace(FLAT, levels=(NetworkLevel("host", 0.0, 1e30),))
-        mesh = fsdpx.Mesh(replica=1, pipe=pipe)
-        found = predict(mlp(layers=32), rows(m), ranks=pipe, machine=machine, mesh=mesh, microbatches=m)
+        options = {"machine": machine, "mesh": fsdpx.Mesh(replica=1, pipe=pipe), "microbatches": m}
+        found = predict(mlp(layers=32), rows(m), ranks=pipe, **options)
         assert found.bubble_share == pytest.approx((pipe - 1) / (m + pipe - 1), abs=0.02)
 
 
 def test_communication_is_hidden_behind_backward_or_shown():
     """The gradient of the last layer that is found has nothing to hide behind: 2 (N - 1) / N of its bytes."""
-    model = nn.Sequential(nn.Linear(64, 64, bias=False))
-    found = predict(model, rows(2), ranks=2, machine=FLAT, group_bytes=0)
+    found = predict(nn.Linear(64, 64, bias=False), rows(2), ranks=2, machine=FLAT, group_bytes=0)
     assert found.bytes_sent == {"replica": 64 * 64 * 4}
     assert found.parts["replica"] == pytest.approx(64 * 64 * 4 / 1e9, rel=1e-3)
 
 
 def test_an_axis_takes_the_level_that_it_crosses():
-    levels = (NetworkLevel("host", 1e-6, 1e11, ranks=4), NetworkLevel("system", 1e-3, 1e9))
-    machine = replace(FLAT, levels=levels)
-    inside = predict(mlp(), rows(8), ranks=4, machine=machine).parts["replica"]
-    across = predict(mlp(), rows(8), ranks=8, machine=machine).parts["replica"]
+    machine = replace(FLAT, levels=(NetworkLevel("host", 1e-6, 1e11, 4), NetworkLevel("system", 1e-3, 1e9)))
+    inside, across = (predict(mlp(), rows(8), ranks=n, machine=machine).parts["replica"] for n in (4, 8))
     assert inside < 1e-4 < 1e-3 < across
 
 
@@ -322,9 +314,8 @@ def test_microbatches_without_samples_are_told():
     says = "^microbatches=5: a data rank has 4 samples at most, and the others take their time without any$"
     with pytest.warns(RuntimeWarning, match=says):
         predict(gpt(), batch(8), ranks=2, machine=FLAT, microbatches=5)
-    options = {"ranks": 2, "machine": FLAT, "mesh": None}
     with pytest.raises(ConfigError, match=f"^no configuration of 2 ranks can run: {says[1:-1]}$"):
-        fsdpx.plan(gpt(), batch=batch(8), microbatches=5, **options)
+        fsdpx.plan(gpt(), batch=batch(8), ranks=2, machine=FLAT, mesh=None, microbatches=5)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(3, 4), (4, 3), (2, 4)])
@@ -336,15 +327,7 @@ def test_chunks_are_dealt_as_ranks_take_them(ranks, chunks):
     demand_as_ranks_of_gpt(found, lambda rank: count_samples_of_rank(24, rank, ranks, chunks), options)
 
 
-def test_many_ranks():
-    """16,384 of them: a class for each rank of the pipe."""
-    mesh = fsdpx.Mesh(pipe=4, tensor=2)
-    found = predict(gpt(8), batch(2048 * 16), ranks=16384, machine="a100-dgx-200g", strategy="fsdp", mesh=mesh)
-    assert len(found.classes) == 4
-    assert found.mesh.width_of("shard") == 2048
-
-
-def held(strategy: str, **options: Any) -> dict[str, list[int]]:
+def held(strategy, **options):
     """Kind -> bytes of rank 0 over a step of four equal layers with a batch of 8 KiB on two ranks."""
     dry = dry_run_one_rank_per_group(mlp(), rows(32), 2, gpu=False, strategy=strategy, group_bytes=0, **options)
     found = dry.make_memory_timelines(predict_from_dry_runs(dry, FLAT).events)[0]
@@ -373,8 +356,7 @@ def test_activations_over_a_step_reach_what_is_predicted(mesh):
 
 def test_a_million_ranks():
     """As many classes as the pipe has ranks, whatever the other axes have."""
-    mesh = fsdpx.Mesh(pipe=2, tensor=2, shard=128, replica=2048)
-    options = {"mesh": mesh, "strategy": "fsdp", "microbatches": 2}
+    options = {"mesh": fsdpx.Mesh(pipe=2, tensor=2, shard=128, replica=2048), "strategy": "fsdp", "microbatches": 2}
     found = predict(gpt(), batch(262144 * 2), ranks=1 << 20, machine="a100-dgx-200g", **options)
     assert [one.rank for one in found.classes] == [(1 << 19) - 2, (1 << 20) - 2]
     assert found.bytes_sent["replica"] > 0
