@@ -6,19 +6,19 @@ import json
 import re
 import sys
 import threading
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import ANY, Mock, call
 
 import numpy as np
 import pytest
 from bits import bits
 from metric_rows import rows_of
-from models import CASES, alike, make, part
+from models import CASES, alike, make, own_part
 from present import needs
+from threads import on_ranks
 
 from fsdpx import CheckpointConfig, Mesh, data, nn, optim, spawn
 from fsdpx.core.base import environment, messages
@@ -49,9 +49,7 @@ def loader(trainer: Any, rows: int = 24, size: int = 8) -> data.DataLoader:
 
 def held(trainer: Any, rows: int = 7) -> list[Any]:
     """One global batch whose parts are not alike."""
-    x, y = batch(rows, seed=1)
-    mine = part(trainer.data_group, rows)
-    return [(x[mine], y[mine])]
+    return [own_part(trainer.data_group, "mlp", rows, seed=1)]
 
 
 def fit(
@@ -77,20 +75,18 @@ def weighted(output: Any, target: Any) -> Any:
 
 @pytest.mark.parametrize(("size", "mesh"), [(1, None), (3, None), (4, Mesh(pipe=2)), (2, Mesh(shard=1, tensor=2))])
 def test_metrics_are_means_over_the_global_batch(size: int, mesh: Mesh | None) -> None:
-    def run(comm: Communicator) -> Any:
+    def run(comm: Communicator) -> None:
         plan = {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel} if mesh and mesh.tensor > 1 else None
         trainer = make(comm, "mlp", "fsdp", mesh=mesh, tensor_plan=plan)
-        metrics = {"square": square, "weighted": weighted}
-        history = trainer.fit(loader(trainer), metrics=metrics, validation=held(trainer), progress=False)
-        x, y = batch(7, seed=1)
-        mine = part(trainer.data_group, 7)
-        outputs = trainer.data_group.all_gather_object(np.asarray(trainer.predict(x[mine])))
-        return history.metrics, np.concatenate(outputs), y
+        metrics, validation = {"square": square, "weighted": weighted}, held(trainer)
+        history = trainer.fit(loader(trainer), metrics=metrics, validation=validation, progress=False)
+        output = np.concatenate(trainer.data_group.all_gather_object(np.asarray(trainer.predict(validation[0][0]))))
+        assert [step for step, _ in history.metrics["square"]] == [3]
+        assert history.metrics["square"][0][1] == pytest.approx(square(output, target).mean(), rel=1e-12)
+        assert history.metrics["weighted"][0][1] == pytest.approx(output.sum() / 14, rel=1e-12)
 
-    for metrics, output, target in spawn(run, size):
-        assert [step for step, _ in metrics["square"]] == [3]
-        assert metrics["square"][0][1] == pytest.approx(square(output, target).mean(), rel=1e-12)
-        assert metrics["weighted"][0][1] == pytest.approx(output.sum() / 14, rel=1e-12)
+    _, target = batch(7, seed=1)
+    spawn(run, size)
 
 
 def test_a_count_is_exact_at_any_number_of_ranks() -> None:
@@ -120,14 +116,10 @@ def test_metrics_that_do_not_fit(tmp_path: Path) -> None:
 @needs("elastic")
 def test_metrics_of_an_elastic_trainer() -> None:
     def run(comm: Communicator, **options: Any) -> Any:
-        model = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5))
-        trainer = model.as_distributed(
-            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, reproducible_chunks=4, **options
-        )
-        x, y = batch(8, seed=1)
-        mine = part(trainer.data_group, 8)
+        options |= {"precision": "float32", "optimizer": optim.SGD(lr=0.1), "reproducible_chunks": 4}
+        trainer = make(comm, "mlp", **options)
         found = trainer.fit(
-            loader(trainer), metrics={"s": square}, validation=[(x[mine], y[mine])], patience=1, every=1, epochs=4,
+            loader(trainer), metrics={"s": square}, validation=held(trainer, 8), patience=1, every=1, epochs=4,
             progress=False,
         )  # fmt: skip
         return found.metrics["s"], bits(trainer)
@@ -140,37 +132,27 @@ def test_metrics_of_an_elastic_trainer() -> None:
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
 
-class Notes:
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def on_train_begin(self, trainer: Any, history: FitHistory) -> None:
-        self.seen.append("begin")
-
-    def on_step_end(self, trainer: Any, history: FitHistory) -> None:
-        self.seen.append(f"step {history.steps}")
-
-    def on_validation_end(self, trainer: Any, history: FitHistory) -> None:
-        self.seen.append(f"validated {history.validation[-1][0]}")
-
-    def on_epoch_end(self, trainer: Any, history: FitHistory) -> None:
-        self.seen.append(f"epoch {history.epochs}")
-
-    def on_train_end(self, trainer: Any, history: FitHistory) -> None:
-        self.seen.append("end")
+def take_notes() -> SimpleNamespace:
+    """A callback that notes in `seen` what it is called for."""
+    seen: list[str] = []
+    return SimpleNamespace(
+        seen=seen,
+        on_train_begin=lambda trainer, history: seen.append("begin"),
+        on_step_end=lambda trainer, history: seen.append(f"step {history.steps}"),
+        on_validation_end=lambda trainer, history: seen.append(f"validated {history.validation[-1][0]}"),
+        on_epoch_end=lambda trainer, history: seen.append(f"epoch {history.epochs}"),
+        on_train_end=lambda trainer, history: seen.append("end"),
+    )
 
 
-def test_callbacks_are_called_on_all_ranks() -> None:
-    def run(comm: Communicator) -> Any:
-        notes, rates = Notes(), []
-        callbacks = [notes, lambda t, history: rates.append((t.inspect.last_update.lr, t.parameters() != {}))]
-        fit(comm, rows=16, epochs=2, validation=True, every=3, callbacks=callbacks)
-        return notes.seen, rates
-
-    for seen, rates in ranks(2, run):
-        want = "begin, step 1, step 2, epoch 1, step 3, validated 3, step 4, epoch 2, validated 4, end"
-        assert seen == want.split(", ")
-        assert rates == [(0.01, True)] * 4
+@on_ranks(2)
+def test_callbacks_are_called_on_all_ranks(comm: Communicator) -> None:
+    notes, rates = take_notes(), []
+    callbacks = [notes, lambda t, history: rates.append((t.inspect.last_update.lr, t.parameters() != {}))]
+    fit(comm, rows=16, epochs=2, validation=True, every=3, callbacks=callbacks)
+    want = "begin, step 1, step 2, epoch 1, step 3, validated 3, step 4, epoch 2, validated 4, end"
+    assert notes.seen == want.split(", ")
+    assert rates == [(0.01, True)] * 4
 
 
 @pytest.mark.parametrize("kind", ["loader", "list", "iterator"])
@@ -178,7 +160,7 @@ def test_an_epoch_counts_when_steps_end_with_its_last_batch(kind: str, tmp_path:
     """An epoch has 3 batches, and `steps` ends the runs. An iterator does not know which of its batches is the last."""
 
     def run(comm: Communicator, steps: int, folder: Path) -> Any:
-        trainer, notes = make(comm, "mlp"), Notes()
+        trainer, notes = make(comm, "mlp"), take_notes()
         batches = {"list": list, "iterator": iter, "loader": lambda same: same}[kind](loader(trainer))
         options = {"checkpoints": folder if kind == "loader" else None, "every": 9, "progress": False}
         history = trainer.fit(batches, epochs=None, steps=steps, callbacks=notes, **options)
@@ -195,25 +177,21 @@ def test_an_epoch_counts_when_steps_end_with_its_last_batch(kind: str, tmp_path:
         assert ranks(2, run, 7, tmp_path / "c")[0] == (2, [])
 
 
-def test_an_error_in_a_callback_still_ends_the_others() -> None:
-    def run(comm: Communicator) -> list[str]:
-        notes = Notes()
-        with pytest.raises(ValueError, match="mine"):
-            fit(comm, callbacks=[notes, Mock(spec=["__call__"], side_effect=ValueError("mine"))])
-        return notes.seen
-
-    assert ranks(2, run) == [["begin", "step 1", "end"]] * 2
+@on_ranks(2)
+def test_an_error_in_a_callback_still_ends_the_others(comm: Communicator) -> None:
+    notes = take_notes()
+    with pytest.raises(ValueError, match="mine"):
+        fit(comm, callbacks=[notes, Mock(spec=["__call__"], side_effect=ValueError("mine"))])
+    assert notes.seen == ["begin", "step 1", "end"]
 
 
-def test_a_callback_that_cannot_begin_ends_those_that_have(tmp_path: Path) -> None:
-    def run(comm: Communicator) -> list[str]:
-        notes, fails = Notes(), SimpleNamespace(on_train_begin=Mock(side_effect=ValueError("mine")))
-        with pytest.raises(ValueError, match="mine"):
-            fit(comm, log=tmp_path, callbacks=[notes, fails])
-        fit(comm, log=tmp_path)  # the log is not locked
-        return notes.seen
-
-    assert ranks(1, run) == [["begin", "end"]]
+@on_ranks(1)
+def test_a_callback_that_cannot_begin_ends_those_that_have(comm: Communicator, tmp_path: Path) -> None:
+    notes, fails = take_notes(), SimpleNamespace(on_train_begin=Mock(side_effect=ValueError("mine")))
+    with pytest.raises(ValueError, match="mine"):
+        fit(comm, log=tmp_path, callbacks=[notes, fails])
+    fit(comm, log=tmp_path)  # the log is not locked
+    assert notes.seen == ["begin", "end"]
 
 
 def test_callbacks_that_would_never_be_called() -> None:
@@ -246,14 +224,9 @@ def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], monkey
 def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a buffer two writes would let lines of other ranks come between."""
     writes: list[str] = []
-
-    class Unbuffered(io.StringIO):
-        def write(self, text: str) -> int:
-            writes.append(text)
-            return len(text)
-
+    unbuffered = SimpleNamespace(write=writes.append, flush=lambda: None, isatty=lambda: False)
     monkeypatch.setattr("fsdpx.ext.observe.progress.LINE_INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr("sys.stderr", Unbuffered())
+    monkeypatch.setattr("sys.stderr", unbuffered)
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
     trainer.fit(loader(trainer), validation=held(trainer), every=3)
     messages.log_on_rank0(trainer.call_runner, "done")
@@ -426,25 +399,16 @@ def test_a_log_without_tensorboard_says_so(tmp_path, capsys, monkeypatch):
 
 def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked of tensorboardX."""
-    found: dict[Any, Any] = {}
-
-    class SummaryWriter:
-        def __init__(self, folder: str, purge_step: int, filename_suffix: str) -> None:
-            found[folder] = purge_step
-            assert re.fullmatch(r"\.[0-9a-f]{16}", filename_suffix), "a name that another user can guess"
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            found[name, step] = value
-
-        def close(self) -> None:
-            found["closed"] = True
-
-    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=SummaryWriter))
+    opened = Mock()
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=opened))
     history = ranks(2, logged, tmp_path, 4)[0]
-    assert found[str(tmp_path / "log")] == 1
-    assert [found["loss", step] for step in range(1, 5)] == history.losses
-    assert found["s", 4] == history.metrics["s"][0][1]
-    assert found["closed"]
+    opened.assert_called_once_with(str(tmp_path / "log"), purge_step=1, filename_suffix=ANY)
+    assert re.fullmatch(r"\.[0-9a-f]{16}", opened.call_args.kwargs["filename_suffix"]), "another user can guess it"
+    calls = (one.args for one in opened.return_value.add_scalar.call_args_list)
+    added = {(name, step): value for name, value, step in calls}
+    assert [added["loss", step] for step in range(1, 5)] == history.losses
+    assert added["s", 4] == history.metrics["s"][0][1]
+    opened.return_value.close.assert_called_once_with()
 
 
 def test_real_tensorboard_events(tmp_path: Path) -> None:
@@ -458,13 +422,13 @@ def test_real_tensorboard_events(tmp_path: Path) -> None:
 def test_the_training_data_may_be_the_validation(size: int, tmp_path: Path) -> None:
     """Its batches are counted once, and a run that goes on knows where it is."""
 
-    def body(comm: Communicator) -> tuple[int, int, int]:
+    def run(comm: Communicator) -> None:
         trainer = make(comm, "mlp")
         batches = loader(trainer)
         history = trainer.fit(batches, epochs=2, every=2, validation=batches, checkpoints=tmp_path, progress=False)
-        return history.steps, batches.epoch, len(history.validation)
+        assert (history.steps, batches.epoch, len(history.validation)) == (6, 2, 3)
 
-    assert ranks(size, body) == [(6, 2, 3)] * size
+    spawn(run, size)
 
 
 @pytest.mark.parametrize(("given", "what"), [(None, "None"), ((1, 2, 3), "3 values"), (5, "int")])
@@ -502,19 +466,18 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
 # -- the best weights, and runs that are finished ----------------------------------------------------------------------
 
 
-def worse(comm: Communicator, folder: Path | None, **options: Any) -> Any:
+def worse(
+    comm: Communicator, folder: Path | None, lr: float = 0.02, strategy: str = "fsdp", samples: int = 8, **options: Any
+) -> Any:
     """The validation loss falls for some steps, then rises: it is that of the weights with which training begins."""
     model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm(8), nn.Linear(8, 5))
     trainer = model.as_distributed(
-        loss=nn.MSELoss(), optimizer=optim.SGD(lr=options.pop("lr", 0.02)), comm=comm, precision="float64",
-        strategy=options.pop("strategy", "fsdp"), elastic=options.pop("elastic", False),
-    )  # fmt: skip
-    x, y = batch(24)
-    rows = data.DataLoader(data.ArrayDataset(x, y), options.pop("samples", 8), comm=trainer.data_group, shuffle=True)
+        loss=nn.MSELoss(), optimizer=optim.SGD(lr=lr), comm=comm, precision="float64", strategy=strategy
+    )
     check, kept = Falling(trainer), None if folder is None else CheckpointConfig(folder, every=2, keep=2)
     options = {"epochs": 40, "patience": 3, "progress": False, **options}
-    history = trainer.fit(rows, validation=check, every=2, checkpoints=kept, **options)
-    return history, check.seen, trainer.parameters(), trainer.global_step
+    history = trainer.fit(loader(trainer, size=samples), validation=check, every=2, checkpoints=kept, **options)
+    return history, check.seen, bits(trainer), trainer.global_step
 
 
 class Falling:
@@ -524,15 +487,10 @@ class Falling:
         self.trainer, self.seen = trainer, list[Any]()
 
     def __iter__(self) -> Any:
-        self.seen.append(self.trainer.parameters())
-        x, _ = batch(8, seed=5)
-        mine = part(self.trainer.data_group, 8)
-        y = np.asarray(self.trainer.predict(x[mine]))
-        return iter([(x[mine], y + abs(self.trainer.global_step - 4))])
-
-
-def same(a: Any, b: Any) -> bool:
-    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+        self.seen.append(bits(self.trainer))
+        x, _ = own_part(self.trainer.data_group, "mlp", 8, seed=5)
+        y = np.asarray(self.trainer.predict(x))
+        return iter([(x, y + abs(self.trainer.global_step - 4))])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
@@ -541,17 +499,17 @@ def test_early_stopping_ends_with_the_best_weights(strategy: str, saved: bool, t
     for history, seen, parameters, steps in ranks(2, worse, tmp_path if saved else None, strategy=strategy):
         assert (history.best_step, history.best_loss, history.steps, steps) == (4, pytest.approx(0, abs=1e-20), 10, 10)
         assert history.reason == "no better validation loss in 3 validations"
-        assert same(parameters, seen[1])
-        assert not same(parameters, seen[4])
+        assert parameters == seen[1]
+        assert parameters != seen[4]
 
 
 def test_the_last_weights_stay_where_they_are_wanted() -> None:
     _, seen, parameters, _ = ranks(2, worse, None, restore_best=False)[0]
-    assert same(parameters, seen[4])
+    assert parameters == seen[4]
     _, seen, parameters, _ = ranks(2, worse, None, patience=None, epochs=2)[0]
-    assert same(parameters, seen[2])
+    assert parameters == seen[2]
     _, seen, parameters, _ = ranks(2, worse, None, patience=None, restore_best=True, epochs=2)[0]
-    assert same(parameters, seen[1]), "without patience, too"
+    assert parameters == seen[1], "without patience, too"
 
 
 def test_a_finished_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -565,7 +523,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFix
         assert history.losses == []
         assert (history.steps, history.best_step) == (10, 4)
         assert history.reason == "no better validation loss in 3 validations"
-        assert same(parameters, best)
+        assert parameters == best
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     first, second = said(capsys)
     reason = f"no better validation loss in 3 validations at {tmp_path}/step-10"
@@ -578,7 +536,7 @@ def test_more_patience_or_steps_take_a_finished_run_up_again(tmp_path: Path) -> 
     history, seen, parameters, _ = ranks(2, worse, tmp_path, patience=4)[0]
     assert (history.earlier_steps, history.steps, history.best_step) == (10, 12, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-12", "step-4"]
-    assert not same(parameters, seen[0])
+    assert parameters != seen[0]
 
 
 def test_stop_and_epochs_finish_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -588,7 +546,7 @@ def test_stop_and_epochs_finish_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
         history = ranks(2, worse, tmp_path / "b", patience=None, epochs=2)[0][0]
         assert (history.reason, history.epochs, history.steps) == ("all epochs done", 2, 6)
         assert len(history.losses) == (0 if again else 6)
-    notes = Notes()
+    notes = take_notes()
     ranks(1, worse, tmp_path / "b", patience=None, epochs=2, callbacks=[notes])
     assert notes.seen == [], "callbacks are told of training, and there is none"
     assert capsys.readouterr().err.count("nothing is trained or saved") == 3
@@ -599,16 +557,13 @@ def test_checkpoints_may_be_a_folder(tmp_path: Path) -> None:
     assert ranks(2, fit, checkpoints=tmp_path / "run")[0].losses == [], "the run is finished"
 
 
-def test_a_folder_that_cannot_be_written_is_named_before_training(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_folder_that_cannot_be_written_is_named_before_training(comm: Communicator, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-
-    def run(comm: Communicator) -> int:
-        trainer = make(comm, "mlp")
-        with pytest.raises(CheckpointError, match=f"{tmp_path}/file/runs: no checkpoints can be saved there"):
-            trainer.fit(loader(trainer), progress=False, checkpoints=tmp_path / "file" / "runs")
-        return trainer.global_step
-
-    assert ranks(2, run) == [0, 0]
+    trainer = make(comm, "mlp")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/file/runs: no checkpoints can be saved there"):
+        trainer.fit(loader(trainer), progress=False, checkpoints=tmp_path / "file" / "runs")
+    assert trainer.global_step == 0
 
 
 def test_what_has_changed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -695,19 +650,17 @@ def test_datasets_of_different_length_are_refused_on_all_ranks(validation: bool)
     assert "DataLoader(dataset, samples of this rank, rank=0, size=1)" in texts[0]
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_data_that_each_rank_has_cut_is_named_and_has_a_way() -> None:
     with pytest.warns(RuntimeWarning, match=r"20 samples each and differ in the first one.*rank=0, size=1") as found:
         trained_on([20, 20])
     assert len([one for one in found if "differ in the first" in str(one.message)]) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        assert trained_on([40, 37], own=True) == [[*range(40)], [*range(37)]]
+    assert trained_on([40, 37], own=True) == [[*range(40)], [*range(37)]]
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_samples_that_change_by_themselves_are_not_compared() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        trained_on([20, 20], changing=True)
+    trained_on([20, 20], changing=True)
 
 
 def test_own_data_gives_as_many_batches_on_every_rank() -> None:
@@ -758,8 +711,7 @@ def test_loaders_of_the_users_own_are_compared_where_they_share_samples_out() ->
 class Third:
     """Ends a run after three steps, as `Preemption` does after a signal."""
 
-    def __init__(self) -> None:
-        self.inside = False
+    inside = False
 
     def __enter__(self) -> Any:
         self.inside = True
@@ -775,16 +727,14 @@ class Third:
             raise SystemExit(7)
 
 
-def test_what_ends_a_run_may_be_the_users_own(tmp_path: Path) -> None:
-    def run(comm: Communicator) -> tuple[int, int, bool]:
-        trainer, third = make(comm, "mlp"), Third()
-        saving = CheckpointConfig(tmp_path, every=100)
-        with pytest.raises(SystemExit, match="7"):
-            trainer.fit(loader(trainer, 64), checkpoints=saving, preempt=third, progress=False)
-        again = make(comm, "mlp")
-        again.fit(loader(again, 64), steps=4, checkpoints=saving, preempt=False, progress=False)
-        return trainer.global_step, again.global_step, third.inside
-
-    assert spawn(run, 2) == [(3, 4, False)] * 2
+@on_ranks(2)
+def test_what_ends_a_run_may_be_the_users_own(comm: Communicator, tmp_path: Path) -> None:
+    trainer, third = make(comm, "mlp"), Third()
+    saving = CheckpointConfig(tmp_path, every=100)
+    with pytest.raises(SystemExit, match="7"):
+        trainer.fit(loader(trainer, 64), checkpoints=saving, preempt=third, progress=False)
+    again = make(comm, "mlp")
+    again.fit(loader(again, 64), steps=4, checkpoints=saving, preempt=False, progress=False)
+    assert (trainer.global_step, again.global_step, third.inside) == (3, 4, False)
     with pytest.raises(ConfigError, match=r"fit\(preempt=7\): fsdpx.Preemption\(...\), or False, is needed"):
-        make(spawn(lambda comm: comm, 1)[0], "mlp").fit([], preempt=7, progress=False)
+        again.fit([], preempt=7, progress=False)
