@@ -1,7 +1,5 @@
 """Which calls a trainer takes, in what order and with what: errors are the same on all ranks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from models import alike
 from present import needs
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -47,6 +46,8 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "many values": lambda t, to: t.call_runner.all_reduce_max(np.zeros(20), "many values"),
     "resume": lambda t, to: t.call_runner.run_on_rank0("resume", lambda: 1),
     "close": lambda t, to: t.close(),
+    "backward": lambda t, to: t.backward(np.ones((4, 3))),
+    "distribute": lambda t, to: trainer(t.call_runner.world),
 }
 DIFFERENT = "DesyncError: ranks called different methods: "
 
@@ -59,27 +60,12 @@ def test_a_rank_that_calls_something_else_is_named_on_all(tmp_path: Path, call: 
         t = trainer(comm, strategy="ddp")
         if "accumulate" in (call, other) or call in ("update", "gradients"):
             t.accumulate(X, Y)
+        if call == "backward":
+            t.forward(X)
         CALLS[call if comm.rank == 1 else other](t, tmp_path)
 
     said = f"{DIFFERENT}ranks 0, 2: {other}; rank 1: {call}. All ranks make the same calls, in the same order"
     assert alike(3, act) == said
-
-
-def test_a_gradient_of_the_caller() -> None:
-    def act(comm: Communicator) -> None:
-        t = trainer(comm)
-        dy = np.ones_like(t.forward(X))
-        t.backward(dy) if comm.rank else t.parameters()
-
-    assert alike(2, act).startswith(f"{DIFFERENT}rank 0: parameters; rank 1: backward.")
-
-
-def test_another_trainer_on_one_rank() -> None:
-    def act(comm: Communicator) -> None:
-        t = trainer(comm)
-        trainer(comm) if comm.rank else t.step(X, Y)
-
-    assert alike(2, act).startswith(f"{DIFFERENT}rank 0: step; rank 1: distribute.")
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pipe=2), Mesh(tensor=1, shard=2)])
@@ -112,14 +98,13 @@ def test_a_good_batch_against_a_bad_one_is_still_the_error_of_the_batch() -> Non
         spawn(act, 3)
 
 
-def test_the_largest_of_few_and_of_many_values() -> None:
-    def run(comm: Communicator) -> list[Any]:
-        largest = trainer(comm).call_runner.all_reduce_max
-        few, whole = np.array([comm.rank - 5.5, -comm.rank]), np.array([2**60 + comm.rank])
-        many = np.arange(20.0) * (-1) ** comm.rank
-        return [largest(values, "a call").tolist() for values in (few, whole, many)]
-
-    assert spawn(run, 3) == [[[-3.5, 0.0], [2**60 + 2], np.arange(20.0).tolist()]] * 3
+@on_ranks(3)
+def test_the_largest_of_few_and_of_many_values(comm: Communicator) -> None:
+    largest = trainer(comm).call_runner.all_reduce_max
+    few, whole = np.array([comm.rank - 5.5, -comm.rank]), np.array([2**60 + comm.rank])
+    many = np.arange(20.0) * (-1) ** comm.rank
+    found = [largest(values, "a call").tolist() for values in (few, whole, many)]
+    assert found == [[-3.5, 0.0], [2**60 + 2], np.arange(20.0).tolist()]
 
 
 MLP = nn.Sequential(
@@ -198,8 +183,7 @@ MODELS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_no_decay_is_the_list_by_hand(name: str, ranks: int) -> None:
     model, names = MODELS[name]
-    optimizer = optim.AdamW(groups=optim.no_decay)
-    found = spawn(lambda comm: spared(made(model, optimizer, comm=comm)), ranks)
+    found = spawn(lambda comm: spared(made(model, optim.AdamW(groups=optim.no_decay), comm=comm)), ranks)
     assert set().union(*found) == set(names.split())
 
 
@@ -236,8 +220,7 @@ KINDS: tuple[dict[str, Any], ...] = ({}, {"strategy": "async"}, {"strategy": "dd
 
 def held() -> tuple[int, int]:
     """Open files of this process, and its mappings of memory that ranks share."""
-    maps = Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), maps.count("/dev/shm/fsdpx-")
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("/dev/shm/fsdpx-")
 
 
 def dropped(comm: Communicator, kinds: tuple[dict[str, Any], ...] = KINDS) -> None:
@@ -352,11 +335,9 @@ def test_constant_idle_and_different_batches_are_fine() -> None:
 
 
 def test_the_loader_without_comm_needs_no_warning() -> None:
-    dataset = ArrayDataset(*draw(32))
-
     def run(comm: Communicator) -> list[float]:
         trainer = nn.Linear(3, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
-        return [trainer.step(x, y) for x, y in DataLoader(dataset, 16, shuffle=True)]
+        return [trainer.step(x, y) for x, y in DataLoader(ArrayDataset(*draw(32)), 16, shuffle=True)]
 
     alone = spawn(run, 1)[0]
     for losses in spawn(run, 4):
