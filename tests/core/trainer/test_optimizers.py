@@ -16,8 +16,6 @@ from threads import on_ranks
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.array.sums import EXPANSION_PARTS
-from fsdpx.core.checkpoint.local_shards import iterate_local_state_shards
-from fsdpx.core.checkpoint.scalars import collect_checkpoint_scalars, restore_scalars
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import Traffic
 from fsdpx.errors import CheckpointError, ConfigError
@@ -78,7 +76,7 @@ def test_lamb_sends_its_norms_as_arrays(mesh: Mesh) -> None:
     plan = {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel} if width > 1 else None
     options: dict[str, Any] = {"loss": nn.MSELoss(), "tune": False, "mesh": mesh, "tensor_plan": plan}
 
-    def run(comm: Communicator) -> Any:
+    def run(comm: Communicator) -> None:
         found = []
         for optimizer in (optim.LAMB(), optim.AdamW()):
             model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
@@ -89,13 +87,13 @@ def test_lamb_sends_its_norms_as_arrays(mesh: Mesh) -> None:
             report = trainer.report()
             assert {key: report.traffic[key] for key in report.predicted} == report.predicted
             found.append({axis: report.predicted.get((axis, "all_gather")) for axis in ("shard", "tensor")})
-        return found
-
-    one = 8 * 2 * EXPANSION_PARTS * 4
-    for lamb, adamw in spawn(run, 2 * width):
+        lamb, adamw = found
         assert lamb["shard"] == Traffic(adamw["shard"].calls + 1, adamw["shard"].bytes + one)
         tensor = adamw["tensor"] or Traffic()
         assert lamb["tensor"] == (Traffic(tensor.calls + 1, tensor.bytes + 2 * one) if width > 1 else None)
+
+    one = 8 * 2 * EXPANSION_PARTS * 4
+    spawn(run, 2 * width)
 
 
 @ALL
@@ -112,37 +110,18 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(name: str, tmp_path: Pa
     assert set(spawn(run, 3, True)) == set(spawn(run, 2, False))
 
 
+@needs("elastic")
 @ALL
 def test_a_state_is_re_cut_in_memory(name: str) -> None:
-    recut = pytest.importorskip("fsdpx.ext.elastic.reshard").reshard_arrays
+    def run(comm: Communicator) -> Bits:
+        trainer = make(comm, name, elastic=fsdpx.ElasticConfig(ranks=3, every=1))
+        for ranks in (3, 3, 2, 2):
+            trainer.call_runner.resize_to(ranks)
+            trainer.step(X, Y)
+            assert trainer.call_runner.training_ranks == ranks
+        return bits(trainer)
 
-    def run(comm: Communicator) -> str:
-        old, group = make(comm, name), comm.split(0 if comm.rank < 2 else None)
-        train(old, 2)
-        new = None if group is None else make(group, name, seed=9)
-        recut(
-            comm,
-            list(iterate_local_state_shards(old.inspect.engine.state)),
-            [] if new is None else list(iterate_local_state_shards(new.inspect.engine.state)),
-        )
-        if new is None:
-            return ""
-        restore_scalars(new.inspect.engine.state, collect_checkpoint_scalars(old.inspect.engine.state, None, None))
-        new.inspect.engine.state.invalidate_full_parameters()
-        return train(new, 2)
-
-    assert spawn(run, 3)[:2] == spawn(lambda c: train(make(c, name), 4), 1) * 2
-
-
-@on_ranks(2)
-def test_frozen_parameters_keep_their_state(comm: Communicator) -> None:
-    trainer = make(comm, "LAMB")  # not Muon, whose v of matrices is never written
-    train(trainer, 1)
-    trainer.freeze("2.*")
-    before = {one.name: one.array.copy() for one in iterate_local_state_shards(trainer.inspect.engine.state)}
-    train(trainer, 1)
-    for one in iterate_local_state_shards(trainer.inspect.engine.state):
-        assert np.array_equal(one.array, before[one.name]) == ("2." in one.name), one.name
+    assert spawn(run, 3, survive=True) == spawn(lambda c: train(make(c, name), 4), 1) * 3
 
 
 @on_ranks(2)
@@ -214,8 +193,7 @@ def test_an_exponential_mean_is_that_of_pytorch(strategy: str) -> None:
     def run(comm: Communicator) -> tuple[list[Any], Any]:
         trainer = make_averaging(comm, strategy=strategy, precision="float64")
         trainer.load_parameters({name: array + 1 for name, array in trainer.parameters().items()})
-        path = train_averaging(trainer)
-        return path, trainer.parameters(weights="average")
+        return train_averaging(trainer), trainer.parameters(weights="average")
 
     path, found = spawn(run, 2)[0]
     there = torch.nn.ParameterDict({name.replace(".", "_"): torch.tensor(a) for name, a in path[0].items()})
@@ -229,24 +207,21 @@ def test_an_exponential_mean_is_that_of_pytorch(strategy: str) -> None:
         np.testing.assert_allclose(array, want, rtol=1e-12, atol=1e-12)
 
 
-def test_evaluation_and_prediction_with_them() -> None:
+@on_ranks(2)
+def test_evaluation_and_prediction_with_them(comm: Communicator) -> None:
     """As of a trainer that has them for parameters; training goes on as if nobody had looked."""
-
-    def run(comm: Communicator) -> None:
-        trainer, other, again = (make_averaging(comm) for _ in range(3))
-        train_averaging(trainer)
-        x, y = own_rows(trainer)
-        before = bits(trainer)
-        loss, output = trainer.evaluate(x, y, weights="average"), trainer.predict(x, weights="average")
-        other.load_parameters(trainer.parameters(weights="average"))
-        assert loss == other.evaluate(x, y) != trainer.evaluate(x, y)
-        np.testing.assert_array_equal(output, other.predict(x))
-        assert bits(trainer) == before
-        train_averaging(again)
-        assert trainer.step(x, y) == again.step(x, y)
-        assert bits(trainer) == bits(again)
-
-    spawn(run, 2)
+    trainer, other, again = (make_averaging(comm) for _ in range(3))
+    train_averaging(trainer)
+    x, y = own_rows(trainer)
+    before = bits(trainer)
+    loss, output = trainer.evaluate(x, y, weights="average"), trainer.predict(x, weights="average")
+    other.load_parameters(trainer.parameters(weights="average"))
+    assert loss == other.evaluate(x, y) != trainer.evaluate(x, y)
+    np.testing.assert_array_equal(output, other.predict(x))
+    assert bits(trainer) == before
+    train_averaging(again)
+    assert trainer.step(x, y) == again.step(x, y)
+    assert bits(trainer) == bits(again)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16", "bf16-true"])
