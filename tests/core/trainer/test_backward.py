@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import CASES, make, own_part, part
+from models import CASES, Same, make, own_part, part
 from present import needs
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
@@ -88,15 +89,13 @@ def test_backward_gives_the_gradient_of_the_inputs_on_every_mesh(size: int, opti
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, bool])
-def test_a_gradient_of_whole_numbers_is_one_of_numbers(dtype: Any) -> None:
-    def run(comm: Communicator) -> None:
-        trainer, (x, _) = make(comm, "mlp"), CASES["mlp"].batch(np.random.default_rng(comm.rank), 4)
-        dy = np.random.default_rng(comm.rank).integers(0, 2, trainer.forward(x).shape)
-        wanted = trainer.backward(dy.astype(np.float64))
-        trainer.forward(x)
-        assert np.array_equal(trainer.backward(dy.astype(dtype)), wanted)
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_a_gradient_of_whole_numbers_is_one_of_numbers(comm: Communicator, dtype: Any) -> None:
+    trainer, (x, _) = make(comm, "mlp"), CASES["mlp"].batch(np.random.default_rng(comm.rank), 4)
+    dy = np.random.default_rng(comm.rank).integers(0, 2, trainer.forward(x).shape)
+    wanted = trainer.backward(dy.astype(np.float64))
+    trainer.forward(x)
+    assert np.array_equal(trainer.backward(dy.astype(dtype)), wanted)
 
 
 def test_zero_grad_forgets_gradients_and_nothing_else() -> None:
@@ -125,21 +124,16 @@ def test_zero_grad_forgets_gradients_and_nothing_else() -> None:
             assert_close(spawn(run, 2, strategy, detour)[0], want)
 
 
-class Interrupted(nn.Layer):
+class Interrupted(Same):
     """Ctrl-C in the backward that it is armed for."""
 
     armed = False
-
-    def forward(self, env: Any, p: Any, x: Any) -> Any:
-        return x, ()
 
     def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
         if Interrupted.armed:
             Interrupted.armed = False
             raise KeyboardInterrupt
         return dy, ()
-
-    def backward_params(self, env: Any, g: Any, kept: Any) -> None: ...
 
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 3}, {"reproducible_chunks": 4}])
@@ -182,23 +176,20 @@ def test_frozen_parameters_stay_and_the_others_do_not_notice(case: str, pattern:
         assert still == (["embed.weight"] if case == "gpt" else ["2.weight", "2.bias"])
 
 
-def test_what_was_frozen_goes_on_with_its_optimizer_state() -> None:
-    def run(comm: Communicator) -> Any:
-        trainer = make(comm, "mlp", optimizer=optim.SGD(lr=0.01, momentum=0.9, weight_decay=0.1))
-        x, y = CASES["mlp"].batch(np.random.default_rng(comm.rank), 4)
-        trainer.step(x, y)
-        trainer.freeze("0.*", "2.bias")
-        held = trainer.parameters()
-        trainer.step(x, y)
-        there = trainer.parameters()
-        trainer.unfreeze("*")
-        trainer.step(x, y)
-        return held, there, trainer.parameters()
-
-    for held, there, last in spawn(run, 2):
-        names = ["0.weight", "0.bias", "2.bias"]
-        assert [name for name in held if (held[name] == there[name]).all()] == names
-        assert all((there[name] != last[name]).any() for name in names)
+@on_ranks(2)
+def test_what_was_frozen_goes_on_with_its_optimizer_state(comm: Communicator) -> None:
+    trainer = make(comm, "mlp", optimizer=optim.SGD(lr=0.01, momentum=0.9, weight_decay=0.1))
+    x, y = CASES["mlp"].batch(np.random.default_rng(comm.rank), 4)
+    trainer.step(x, y)
+    trainer.freeze("0.*", "2.bias")
+    held = trainer.parameters()
+    trainer.step(x, y)
+    there = trainer.parameters()
+    trainer.unfreeze("*")
+    trainer.step(x, y)
+    last, names = trainer.parameters(), ["0.weight", "0.bias", "2.bias"]
+    assert [name for name in held if (held[name] == there[name]).all()] == names
+    assert all((there[name] != last[name]).any() for name in names)
 
 
 def test_freeze_is_the_same_on_all_ranks_and_between_updates() -> None:
@@ -296,13 +287,7 @@ def test_an_input_of_indices_and_numbers_is_what_two_inputs_are() -> None:
     nodes = {**graph, "join": (nn.Concat(), "f", "l")}
     apart = nn.Graph(nodes, inputs=("x", "z"), outputs="join")
     one = nn.Graph({**nodes, "l": (nn.Linear(2, 2), "x")}, outputs="join")
-    target = np.zeros((2, 6))
-
-    def run(model: nn.Layer, batch: Any) -> Any:
-        with fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1)) as trainer:
-            return trainer.predict(batch), trainer.step(batch, target), trainer.parameters()
-
-    assert_close(run(one, x), run(apart, (x, x.astype("float32"))))
+    assert_close(results(None, one, x), results(None, apart, (x, x.astype("float32"))))
 
 
 TENSOR_PLAN = {"n.last": nn.sharding.ColumnParallel, "1": nn.sharding.RowParallel}
@@ -333,8 +318,7 @@ def test_the_rule_is_the_same_on_ranks_that_share_a_model(options: Any) -> None:
 
 
 def test_tokens_of_few_bits_and_foreign_byte_order_are_generated_from() -> None:
-    model = nn.GPT(vocab=50, d_model=8, n_layers=1, n_heads=2, seq_len=12)
-    trainer = fsdpx.distribute(model, seed=3)
+    trainer = fsdpx.distribute(nn.GPT(vocab=50, d_model=8, n_layers=1, n_heads=2, seq_len=12), seed=3)
     want = trainer.generate(np.array([3, 4, 5]), max_new_tokens=4)
     for kind in ("uint8", "uint16", ">i4", "uint64"):
         np.testing.assert_array_equal(trainer.generate(np.array([3, 4, 5], kind), max_new_tokens=4), want)

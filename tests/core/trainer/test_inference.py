@@ -10,6 +10,7 @@ import pytest
 from amount import few
 from bits import Bits, bits
 from models import alike, make, mlp
+from threads import on_ranks
 
 from fsdpx import EMA, Mesh, Trainer, nn, optim, spawn
 from fsdpx.core.comm import Communicator
@@ -20,15 +21,12 @@ X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_predicts_as_a_trainer_that_trains(strategy: str) -> None:
-    def run(comm: Communicator) -> tuple[Any, Any, dict[str, int]]:
-        whole = mlp().as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=comm, strategy=strategy)
-        alone = mlp().as_distributed(comm=comm, strategy=strategy)
-        return whole.predict(X), alone.predict(X), alone.report().memory
-
-    for want, got, memory in spawn(run, 2):
-        np.testing.assert_array_equal(got, want)
-        assert set(memory) <= {"parameters", "working set"}  # no gradients, no state of an optimizer
+@on_ranks(2)
+def test_predicts_as_a_trainer_that_trains(comm: Communicator, strategy: str) -> None:
+    whole = mlp().as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=comm, strategy=strategy)
+    alone = mlp().as_distributed(comm=comm, strategy=strategy)
+    np.testing.assert_array_equal(alone.predict(X), whole.predict(X))
+    assert set(alone.report().memory) <= {"parameters", "working set"}  # no gradients, no state of an optimizer
 
 
 @pytest.mark.parametrize(
@@ -59,10 +57,9 @@ def test_evaluates_with_a_loss_and_goes_back_to_the_inputs() -> None:
 
 def test_a_model_without_parameters_and_an_average_of_nothing() -> None:
     np.testing.assert_array_equal(nn.ReLU().as_distributed().predict(X), np.maximum(X, 0))
-    for given in ({"average": EMA(0.9)}, {"clip_norm": 1.0}, {"compression": "bf16"}):
-        (name,) = given
+    for name, value in (("average", EMA(0.9)), ("clip_norm", 1.0), ("compression", "bf16")):
         with pytest.raises(ConfigError, match=f"{name}=.*: without an optimizer nothing moves; leave {name} out"):
-            nn.Linear(12, 12).as_distributed(**given)
+            nn.Linear(12, 12).as_distributed(**{name: value})
 
 
 def test_one_rank_exchanges_nothing_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:

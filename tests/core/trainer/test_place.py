@@ -1,7 +1,5 @@
 """What users call: where a rank is, run files, options and names of other libraries."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from present import needs
+from threads import on_ranks
 from trials import environment as variables_of_jobs
 from trials import job, none_left
 
@@ -152,13 +151,11 @@ def test_with_closes_the_default_communicator_and_the_trainer() -> None:
     assert not fsdpx.is_initialized()
 
 
-def test_with_leaves_the_communicator_of_a_thread_rank_open() -> None:
-    def body(comm: Any) -> float:
-        with fsdpx.init() as own:
-            assert own is comm
-        return float(fsdpx.all_reduce(1.0))
-
-    assert fsdpx.spawn(body, 2) == [2.0, 2.0]
+@on_ranks(2)
+def test_with_leaves_the_communicator_of_a_thread_rank_open(comm: Communicator) -> None:
+    with fsdpx.init() as own:
+        assert own is comm
+    assert fsdpx.all_reduce(1.0) == 2.0
 
 
 def test_after_an_exception_nothing_collective_is_called() -> None:
@@ -250,15 +247,6 @@ def test_a_value_and_its_fields_by_name_are_the_same_choice() -> None:
         MODEL.as_distributed(**GIVEN, **both).step(np.full((2, 2), np.nan, "f4"), np.zeros((2, 2), "f4"))
 
 
-def test_what_is_no_machinery_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"runtime=\{'tune': False\}: say fsdpx.RuntimeOptions\(...\)"):
-        MODEL.as_distributed(**GIVEN, runtime={"tune": False})
-    with pytest.raises(ConfigError, match=r"distribute\(group_byte=...\): no such option; did you mean"):
-        MODEL.as_distributed(**GIVEN, group_byte=0)
-    with pytest.raises(ConfigError, match="prefetch=-1: a number of pages"):
-        RuntimeOptions(prefetch=-1)
-
-
 def test_a_call_has_few_parameters_and_each_choice_is_declared_once() -> None:
     named = [*signature(fsdpx.distribute).parameters]
     assert len(named) <= 24
@@ -277,9 +265,12 @@ def test_a_call_has_few_parameters_and_each_choice_is_declared_once() -> None:
         ({"strategy": "DDP"}, 'here that is strategy="ddp"'),
         ({"strategy": "ShardingStrategy.NO_SHARD"}, 'here that is strategy="ddp"'),
         ({"strategy": "hybird"}, r"did you mean 'hybrid'\?"),
+        ({"group_byte": 0}, r"distribute\(group_byte=\.\.\.\): no such option; did you mean"),
+        ({"runtime": {"tune": False}}, r"runtime=\{'tune': False\}: say fsdpx.RuntimeOptions\(...\)"),
+        ({"prefetch": -1}, "prefetch=-1: a number of pages"),
     ],
 )
-def test_unknown_names_are_told_what_is_meant(given: dict[str, Any], line: str) -> None:
+def test_unknown_names_and_values_are_told_what_is_meant(given: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         fsdpx.distribute(MODEL, **{**GIVEN, **given})
 
