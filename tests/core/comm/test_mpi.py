@@ -1,7 +1,5 @@
 """MPI ranks keep the contract: mpiexec -n N python -m pytest --with-mpi tests/core/comm/test_mpi.py, for any N."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -19,7 +17,7 @@ import fsdpx
 from fsdpx import nn
 from fsdpx.core.array import cores
 from fsdpx.core.base import environment
-from fsdpx.core.comm import CheckedCommunicator, Communicator, Mesh, ReduceOp, connect_axes, split_evenly
+from fsdpx.core.comm import CheckedCommunicator, Communicator, ReduceOp, split_evenly
 from fsdpx.core.comm.calls import COMPLETED, Call
 from fsdpx.core.comm.communicator import CALL_SPECS, SurvivorCommunicator, can_survive
 from fsdpx.core.comm.init import CommunicatorRequest, open_fault_tolerant_communicator, open_mpi
@@ -143,16 +141,6 @@ def test_a_guard_names_who_called_what_and_who_did_not_come(comm):
         # on a busy machine others may be late as well
         with pytest.raises(DesyncError, match=r"ranks \[(0, )?1\b.* did not arrive at barrier of end"):
             late.barrier(what="end")
-
-
-@on_every_rank
-def test_a_mesh_of_mpi_ranks(comm):
-    axes = connect_axes(Mesh(shard=1, replica=None), comm, check=True)
-    x = np.ones(6, np.float32)
-    axes.replica.all_reduce(x, ReduceOp.SUM).wait()
-    axes.shard.all_reduce(x, ReduceOp.SUM).wait()
-    assert x.tolist() == [comm.size] * 6
-    axes.close()
 
 
 @on_every_rank
