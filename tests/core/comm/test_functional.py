@@ -1,7 +1,5 @@
 """The functional API: any shape in, new arrays out, on the default communicator."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from programs import run_program
@@ -92,6 +90,7 @@ def test_every_other_verb(comm):
 
 
 X, FIXED = np.zeros(2), np.frombuffer(bytes(16))
+UNEVEN = r"first dimension of shape \(3,\) is not a multiple of 2 ranks"
 
 
 @pytest.mark.parametrize(
@@ -103,18 +102,13 @@ X, FIXED = np.zeros(2), np.frombuffer(bytes(16))
         (lambda: fsdpx.all_reduce(X, out=np.zeros(3)), ShapeError, r"out is float64\[3\], but x is float64\[2\]"),
         (lambda: fsdpx.reduce_scatter(1.0), ShapeError, "reduce_scatter: x has no dimension to split"),
         (lambda: fsdpx.scatter(1.0), ShapeError, "scatter: x has no dimension to split"),
+        (lambda: fsdpx.all_to_all(np.zeros(3)), ShapeError, UNEVEN),
     ],
 )
-def test_bad_arrays_are_named(call, kind, words):
-    fsdpx.init("local")
+@on_ranks(2)
+def test_bad_arrays_are_named(comm, call, kind, words):
     with pytest.raises(kind, match=words):
         call()
-
-
-@on_ranks(2)
-def test_all_to_all_names_what_cannot_be_cut(comm):
-    with pytest.raises(ShapeError, match=r"first dimension of shape \(3,\) is not a multiple of 2 ranks"):
-        fsdpx.all_to_all(np.zeros(3))
 
 
 def test_without_a_launcher_there_is_one_rank():

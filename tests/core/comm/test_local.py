@@ -1,7 +1,5 @@
 """Thread ranks keep the contract, guarded or not, wherever they are in time; the ring ends in the same bits on all."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time
@@ -264,18 +262,14 @@ def test_every_rank_hears_who_called_what(one, other, words):
         assert word in message
 
 
-def test_a_rank_that_does_not_come_is_named():
-    told = threading.Barrier(4)
+@on_ranks(4)
+def test_a_rank_that_does_not_come_is_named(comm):
     text = r"waited 0.5 s: ranks \[1\] did not arrive at barrier of end \(call 1\).*which ranks \[0, 2, 3\] called"
-
-    def body(comm):
-        guarded = CheckedCommunicator(comm, timeout=0.5)
-        if comm.rank != 1:
-            with pytest.raises(DesyncError, match=text):
-                guarded.barrier(what="end")
-        told.wait()
-
-    spawn(body, 4)
+    guarded = CheckedCommunicator(comm, timeout=0.5)
+    if comm.rank != 1:
+        with pytest.raises(DesyncError, match=text):
+            guarded.barrier(what="end")
+    comm.barrier().wait()
 
 
 def test_a_rank_that_has_returned_is_named_with_the_call_of_the_others():

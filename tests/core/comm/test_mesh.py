@@ -1,7 +1,5 @@
 """Where ranks stand on a mesh, whom they speak with, and how many bytes they say."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -67,13 +65,13 @@ def test_a_mesh_that_does_not_fill_the_world_says_the_numbers(mesh, world, words
         mesh.resolve_open_axis(world)
 
 
+TOO_NARROW = "mesh axis tensor=.* must be an integer of at least 1"
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        *(
-            (partial(Mesh, tensor=width), "mesh axis tensor=.* must be an integer of at least 1")
-            for width in (0, -1, 1.5, True)
-        ),
+        *((partial(Mesh, tensor=width), TOO_NARROW) for width in (0, -1, 1.5, True)),
         (partial(Mesh, replica=None), "only one axis can fill the world"),
         (lambda: Mesh(shard=4).coordinates_of(4), "rank 4 is not on mesh"),
         (lambda: Mesh().size, r"call resolve\(world_size\) first"),
@@ -85,18 +83,15 @@ def test_what_no_mesh_has_is_named(call, words):
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_axes_join_the_right_ranks(check):
+@on_ranks(8)
+def test_axes_join_the_right_ranks(comm, check):
     mesh = Mesh(pipe=2, replica=2, shard=1, tensor=2)
-
-    def body(comm):
-        axes, place = connect_axes(mesh, comm, check=check), mesh.coordinates_of(comm.rank)
-        joined = {name: getattr(axes, name).all_gather_object(comm.rank) for name in ("world", "data", *AXES)}
-        assert joined["world"] == list(range(8))
-        assert joined["data"] == joined["replica"] == mesh.ranks_along(place, ("replica", "shard"))
-        for axis in AXES:
-            assert joined[axis] == mesh.ranks_along(place, (axis,))
-
-    spawn(body, 8)
+    axes, place = connect_axes(mesh, comm, check=check), mesh.coordinates_of(comm.rank)
+    joined = {name: getattr(axes, name).all_gather_object(comm.rank) for name in ("world", "data", *AXES)}
+    assert joined["world"] == list(range(8))
+    assert joined["data"] == joined["replica"] == mesh.ranks_along(place, ("replica", "shard"))
+    for axis in AXES:
+        assert joined[axis] == mesh.ranks_along(place, (axis,))
 
 
 @on_ranks(4)

@@ -1,7 +1,5 @@
 """Older versions of mpi4py and NumPy, imitated by the installed ones: `make test-oldest` has the real ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Planned calls do what unplanned ones do, meet them, and notice when arrays are others than before."""
 
-from __future__ import annotations
-
 import functools
 import gc
 
@@ -39,9 +37,7 @@ def _own(comm, whole):
 
 def _total(terms, op=ReduceOp.SUM, wire=None):
     terms = terms if wire is None else [term.astype(wire).astype(term.dtype) for term in terms]
-    total = terms[0].copy()
-    for term in terms[1:]:
-        total += term
+    total = sum(terms)
     return total / len(terms) if op is ReduceOp.AVG else total
 
 

@@ -1,7 +1,5 @@
 """Plain data: what ranks tell each other comes back as it was, and what a stranger sends runs nothing."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Memory that ranks share: compiled sums with the bits of NumPy, and windows of one-sided memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Arrays that MPI cannot see are copied to the host, and back, once, when the transfer is complete."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import numpy as np

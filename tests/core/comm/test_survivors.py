@@ -1,7 +1,5 @@
 """Thread ranks that die: the others hear of it wherever they wait, come together and go on."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import threading

@@ -4,8 +4,6 @@ Two forks of this process make one window after the other in a folder of their o
 them is killed at each of its system calls in turn.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A communicator that moves its arguments into windows first, so that any test of communicators tests windows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
