@@ -1,7 +1,5 @@
 """Ranks die at any action; the run goes on from its checkpoint and ends with the same bits."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The flight record: what is written is what others read, at any number of actions."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Ranks that leave by themselves, and jobs that are asked to stop."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -114,8 +112,7 @@ if (os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]) != "1": Wa
 @pytest.mark.jobs
 def test_before_distribute_and_outside_of_calls(tmp_path):
     """What others wait for is no call of a trainer: nobody can help them when all of them wait."""
-    program = "comm = fsdpx.init()\nif comm.rank == 1: sys.exit(6)\nfsdpx.barrier()\n"
-    err = ended(tmp_path, 6, SOON + BEHIND + program)
+    err = ended(tmp_path, 6, SOON + BEHIND + "comm = fsdpx.init()\nif comm.rank == 1: sys.exit(6)\nfsdpx.barrier()\n")
     assert "rank 1 has ended with status 6, before its first call, and rank " in err
 
 

@@ -1,7 +1,5 @@
 """The launcher that starts again: what it decides, and real jobs that die, fail, hang and are asked to stop."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re
