@@ -2,8 +2,6 @@
 
 The tests marked `world` run under `fsdpx run --backend gloo -n N -m pytest -m world tests/ext/gloo/test_gloo.py`."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -12,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -319,17 +318,11 @@ def test_the_death_of_rank_0_ends_ranks_that_were_started_by_hand(tmp_path: Path
         "import os, fsdpx; comm = fsdpx.init(); comm.barrier().wait(); comm.rank or os.kill(os.getpid(), 9); "
         "comm.barrier().wait()"
     )
-    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=copy_without_rank_variables() | own | {"RANK": rank},
-            stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        )
-        for rank in "012"
-    ]  # fmt: skip
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [-9, 1, 1]
-    assert re.search(r"rank 0 (is gone|has ended)", said[1] + said[2])
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    with ThreadPoolExecutor(3) as pool:
+        done = [*pool.map(lambda rank: job(tmp_path, 1, code, by=("-c",), RANK=rank, **own), "012")]
+    assert [one.returncode for one in done] == [-9, 1, 1]
+    assert re.search(r"rank 0 (is gone|has ended)", done[1].stderr + done[2].stderr)
 
 
 def test_without_pytorch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,11 +349,9 @@ def test_what_fsdpx_run_cannot_start_without_mpi_is_refused(options: dict[str, A
 
 def test_what_the_environment_does_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_import_torch_distributed", lambda: None)
+    of_mpi = {"PMI_RANK": "0", "PMI_SIZE": "2"}
     for environ, words in (
-        (
-            {"PMI_RANK": "0", "PMI_SIZE": "2"},
-            "MASTER_ADDR and MASTER_PORT, or FSDPX_STORE, do not say where ranks meet",
-        ),
+        (of_mpi, "MASTER_ADDR and MASTER_PORT, or FSDPX_STORE, do not say where ranks meet"),
         ({"FSDPX_STORE": "store"}, "RANK and WORLD_SIZE do not say which of how many ranks this is"),
         ({"FSDPX_STORE": "store", "RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
     ):
