@@ -19,6 +19,7 @@ from fsdpx import nn, optim
 from fsdpx.core.array import blas
 from fsdpx.core.array.blas import libraries
 from fsdpx.core.base import environment
+from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.state import tuning
 from fsdpx.core.state.tuning import agree_on_tuning, load_blas_measurement
 
@@ -31,22 +32,23 @@ def cache(tmp_path, monkeypatch):
     blas.select_library(before)
 
 
-def _single():
-    from fsdpx.core.comm.local import make_single_rank_communicator
-
-    return make_single_rank_communicator()
+def agree(tune=True):
+    return agree_on_tuning(make_single_rank_communicator(), tune, np)
 
 
-def _trainer(**options):
-    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(16))).as_distributed(
-        loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=_single(), **options
-    )
+def model():
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(16)))
+
+
+def count_units(**options):
+    options |= {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "comm": make_single_rank_communicator()}
+    return len(model().as_distributed(**options).inspect.placement.layout.units)
 
 
 def test_measured_once_then_read_from_disk(cache, monkeypatch):
-    first = agree_on_tuning(_single(), True, np)
+    first = agree()
     monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: pytest.fail("it was measured again"))
-    assert agree_on_tuning(_single(), True, np) == first
+    assert agree() == first
     assert load_blas_measurement().value["library"] == first.blas in load_blas_measurement().value["rates"]
 
 
@@ -70,7 +72,7 @@ def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
 @needs("half", "launch")
 def test_info_tells_what_was_chosen(rates):
     assert "nothing yet: the first job measures" in str(fsdpx.info())
-    agree_on_tuning(_single(), True, np)
+    agree()
     text, today = str(fsdpx.info()), datetime.now(UTC)
     assert f"BLAS {blas.get_selected_library()}; measured" in text
     assert "GFLOP/s per thread" in text
@@ -80,30 +82,29 @@ def test_info_tells_what_was_chosen(rates):
 
 @pytest.fixture
 def rates(monkeypatch):
-    """What each measurement finds, one after the other: GFLOP/s of all libraries."""
-    found, taken = [], []
+    """A list of what each measurement finds: GFLOP/s of all libraries."""
+    found = []
 
     def measure(count):
-        taken.append(found.pop(0) if found else 50.0)
-        return dict.fromkeys(blas.list_available_blas_libraries(), taken[-1])
+        found.append(dict.fromkeys(blas.list_available_blas_libraries(), 50.0))
+        return found[-1]
 
     monkeypatch.setattr(blas, "measure_gflops_of_each_library", measure)
     monkeypatch.setattr(tuning, "_remeasured", set())
-    return found, taken
+    return found
 
 
 def test_again_measures_anew_once_in_a_process(monkeypatch, rates):
-    _, taken = rates
-    agree_on_tuning(_single(), True, np)
-    agree_on_tuning(_single(), True, np)
-    assert len(taken) == 1
+    agree()
+    agree()
+    assert len(rates) == 1
     monkeypatch.setenv("FSDPX_TUNE", "again")
     assert environment.read_environment().tune
     monkeypatch.setattr(tuning, "_remeasured", set())
-    agree_on_tuning(_single(), True, np)
-    assert len(taken) == 2
-    agree_on_tuning(_single(), True, np)
-    assert len(taken) == 2
+    agree()
+    assert len(rates) == 2
+    agree()
+    assert len(rates) == 2
 
 
 @needs("plan")
@@ -112,18 +113,14 @@ def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
     batch = ((4, 32), "float32")
 
     def units(**options):
-        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(16)))
-        run = fsdpx.dry_run(
-            model, batch, batch, ranks=4, ranks_per_host=4, loss=nn.MSELoss(), optimizer=optim.SGD(), **options
-        )
+        options |= {"ranks": 4, "ranks_per_host": 4, "loss": nn.MSELoss(), "optimizer": optim.SGD()}
+        run = fsdpx.dry_run(model(), batch, batch, **options)
         return len(run.trainer.inspect.placement.layout.units)
 
     assert units(tune=True) == units(tune=False) == 1
-    tuning.write_record(
-        "blas",
-        tuning._make_blas_choice_cache_key(),
-        {"library": blas.get_selected_library(), "rates": {blas.get_selected_library(): 50.0}},
-    )
+    library = blas.get_selected_library()
+    measured = {"library": library, "rates": {library: 50.0}}
+    tuning.write_record("blas", tuning._make_blas_choice_cache_key(), measured)
     monkeypatch.setattr(tuning, "MULTI_RANK_GROUP_BYTES", 8192)
     assert units(tune=True) == 8
     assert units(tune=False) == 1
@@ -135,7 +132,7 @@ def test_another_library_is_taken_only_if_clearly_faster(monkeypatch, faster, ta
     other = next(name for name in blas.list_available_blas_libraries() if name != usual)
     rates = dict.fromkeys(blas.list_available_blas_libraries(), 1.0) | {usual: 50.0, other: 50.0 * faster}
     monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: rates)
-    assert (agree_on_tuning(_single(), True, np).blas == other) == taken
+    assert (agree().blas == other) == taken
     assert (blas.get_selected_library() == other) == taken
 
 
@@ -148,33 +145,31 @@ def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
     for fastest in (other, usual):
         rates = {**dict.fromkeys(names, 1.0), fastest: 2.0}
         monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count, rates=rates: rates)
-        assert agree_on_tuning(_single(), True, np).blas == other
+        assert agree().blas == other
     monkeypatch.setenv("FSDPX_TUNE", "again")
     monkeypatch.setattr(tuning, "_remeasured", set())
-    assert agree_on_tuning(_single(), True, np).blas == usual
+    assert agree().blas == usual
 
 
 def test_not_wanted_means_not_measured(cache, monkeypatch):
     monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: pytest.fail("it was measured"))
-    assert agree_on_tuning(_single(), False, np).group_bytes == 1 << 20
-    _trainer(tune=False)
+    assert agree(False).group_bytes == 1 << 20
+    count_units(tune=False)
     monkeypatch.setenv("FSDPX_TUNE", "0")
-    _trainer()
+    count_units()
     assert not list(cache.glob("measured-blas-*"))
 
 
 def test_thread_ranks_have_nothing_to_measure(monkeypatch):
-    from fsdpx import spawn
-
     monkeypatch.setattr(blas, "measure_gflops_of_each_library", lambda count: pytest.fail("it was measured"))
-    assert spawn(lambda comm: agree_on_tuning(comm, True, np).group_bytes, 2) == [1 << 20] * 2
+    assert fsdpx.spawn(lambda comm: agree_on_tuning(comm, True, np).group_bytes, 2) == [1 << 20] * 2
 
 
 def test_what_the_user_says_goes_before(monkeypatch):
     monkeypatch.setattr(tuning, "GROUP_BYTES", 8192)
-    assert len(_trainer(tune=True).inspect.placement.layout.units) == 8
-    assert len(_trainer(tune=True, group_bytes=4 * 4224).inspect.placement.layout.units) == 4
-    assert len(_trainer(tune=False).inspect.placement.layout.units) == 1
+    assert count_units(tune=True) == 8
+    assert count_units(tune=True, group_bytes=4 * 4224) == 4
+    assert count_units(tune=False) == 1
 
 
 WHOLE, MORE = '{"key": KEY, "date": "", "value": %s}', '{"key": KEY, "date": "", "value": {GOOD, %s}}'
@@ -186,14 +181,8 @@ SPOILT = [
 
 
 @pytest.mark.parametrize("text", few(SPOILT, 4))
-def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
-    counted = []
-    monkeypatch.setattr(
-        blas,
-        "measure_gflops_of_each_library",
-        lambda count: counted.append(1) or dict.fromkeys(blas.list_available_blas_libraries(), 1.0),
-    )
-    agree_on_tuning(_single(), True, np)
+def test_a_spoilt_file_is_measured_anew(cache, rates, text):
+    agree()
     (file,) = cache.glob("measured-blas-*.json")
     key, good = json.loads(file.read_text())["key"], json.loads(file.read_text())["value"]
     name = next((name for name in good if f'"{name}"' in text), None)  # none of the names is there twice
@@ -201,8 +190,8 @@ def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
     file.write_text(text.replace("KEY", json.dumps(key)).replace("GOOD", json.dumps(kept)[1:-1]))
     assert load_blas_measurement() is None
     with pytest.warns(RuntimeWarning, match=f"^fsdpx: {file}: .*; it is ignored$"):
-        again = agree_on_tuning(_single(), True, np)
-    assert len(counted) == 2
+        again = agree()
+    assert len(rates) == 2
     assert json.loads(file.read_text())["value"]["library"] == again.blas
 
 
@@ -215,14 +204,14 @@ def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(
         "measures and compiles again, .*: set FSDPX_CACHE"
     )
     with pytest.warns(RuntimeWarning, match=said):
-        assert agree_on_tuning(_single(), True, np).blas in blas.list_available_blas_libraries()
-    agree_on_tuning(_single(), True, np)
-    assert len(rates[1]) >= 2
+        assert agree().blas in blas.list_available_blas_libraries()
+    agree()
+    assert len(rates) >= 2
     assert (tuning.describe_cache_location(), load_blas_measurement()) == ("", None)
 
 
 def test_other_machines_files_do_not_show(rates, monkeypatch):
-    agree_on_tuning(_single(), True, np)
+    agree()
     monkeypatch.setattr(platform, "node", lambda: "elsewhere")
     assert load_blas_measurement() is None
 
