@@ -1,23 +1,18 @@
 """chunks: one hash at any world size and placement."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from amount import few
-from bits import Bits, bits
+from bits import bits
 from models import CASES, make, own_part, placed, train
 from present import needs
 
 import fsdpx
 from fsdpx import optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 
 
-def run(comm: Communicator, case: str, strategy: str, **options: Any) -> tuple[list[float], Bits]:
+def run(comm, case, strategy, **options):
     options = {"sizes": (8,) * 2, "clip_norm": 0.2, "precision": "float32", **options}
     losses, _, trainer = train(comm, case, strategy, reproducible_chunks=8, **options)
     assert np.isfinite(losses).all()
@@ -32,9 +27,9 @@ PLACES = {
 
 
 @pytest.mark.parametrize("case", PLACES)
-def test_one_hash_at_any_world_size_and_strategy(case: str) -> None:
+def test_one_hash_at_any_world_size_and_strategy(case):
     """In one step where the optimizer keeps all bits of gradients, else in two."""
-    more: dict[str, Any] = {"sizes": (8,), "optimizer": optim.SGD(lr=0.5)} if case == "mlp" else {}
+    more = {"sizes": (8,), "optimizer": optim.SGD(lr=0.5)} if case == "mlp" else {}
     seen = {
         (tuple(losses), digest)
         for strategy, size in few(PLACES[case], 6)
@@ -43,7 +38,7 @@ def test_one_hash_at_any_world_size_and_strategy(case: str) -> None:
     assert len(seen) == 1
 
 
-def test_groups_and_prefetch_do_not_change_bits() -> None:
+def test_groups_and_prefetch_do_not_change_bits():
     seen = {
         spawn(lambda comm, g=g, a=a: run(comm, "mlp", "fsdp", group_bytes=g, prefetch=a), 3)[0][1]
         for g, a in ((0, 0), (0, 2), (1 << 20, 2))
@@ -51,27 +46,27 @@ def test_groups_and_prefetch_do_not_change_bits() -> None:
     assert len(seen) == 1
 
 
-def test_lamb_sees_whole_parameters_in_one_order() -> None:
+def test_lamb_sees_whole_parameters_in_one_order():
     lamb = optim.LAMB(lr=1e-2)
     seen = {spawn(lambda comm: run(comm, "mlp", "fsdp", optimizer=lamb), size)[0][1] for size in (1, 2, 5)}
     assert len(seen) == 1
 
 
-def test_other_chunks_are_other_bits() -> None:
-    def of(comm: Communicator, chunks: int) -> Bits:
+def test_other_chunks_are_other_bits():
+    def of(comm, chunks):
         return bits(train(comm, "mlp", sizes=(16,), reproducible_chunks=chunks, precision="float32")[2])
 
     assert spawn(of, 1, 8) != spawn(of, 1, 2)
 
 
-def test_batch_must_divide() -> None:
+def test_batch_must_divide():
     text = "a global batch of 15 samples cannot be split into reproducible_chunks=8 equal parts"
     with pytest.raises(DataError, match=text):
         spawn(lambda comm: train(comm, "mlp", sizes=(15,), reproducible_chunks=8), 2)
 
 
-def test_parts_must_hold_whole_chunks() -> None:
-    def uneven(comm: Communicator) -> None:
+def test_parts_must_hold_whole_chunks():
+    def uneven(comm):
         trainer = make(comm, "mlp", reproducible_chunks=4)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
         mine = slice(0, 3) if comm.rank == 0 else slice(3, 8)
@@ -81,18 +76,18 @@ def test_parts_must_hold_whole_chunks() -> None:
         spawn(uneven, 2)
 
 
-def test_batch_statistics_are_refused() -> None:
+def test_batch_statistics_are_refused():
     with pytest.raises(ConfigError, match="layer '1' takes statistics over the global batch"):
         spawn(lambda comm: train(comm, "norms", reproducible_chunks=4), 1)
 
 
-def test_accumulate_is_refused() -> None:
+def test_accumulate_is_refused():
     with pytest.raises(ConfigError, match="with chunks the whole global batch goes into one step"):
         spawn(lambda comm: make(comm, "mlp", reproducible_chunks=4).accumulate(None, None), 1)
 
 
-def test_memory_does_not_grow_with_steps() -> None:
-    def go(comm: Communicator) -> list[int]:
+def test_memory_does_not_grow_with_steps():
+    def go(comm):
         trainer = make(comm, "mlp", reproducible_chunks=8, group_bytes=0)
         seen = []
         for _ in range(4):
@@ -109,8 +104,8 @@ def test_memory_does_not_grow_with_steps() -> None:
     ("strategy", "size", "chunks"),
     [("ddp", 2, 3), ("ddp", 5, 8), ("fsdp", 3, 8), ("fsdp", 4, 7), ("hybrid", 4, 7)],
 )
-def test_counted_equals_predicted(strategy: str, size: int, chunks: int) -> None:
-    def go(comm: Communicator) -> Any:
+def test_counted_equals_predicted(strategy, size, chunks):
+    def go(comm):
         trainer = make(comm, "mlp", strategy, reproducible_chunks=chunks)
         trainer.step(*own_part(comm, "mlp", 2 * chunks, chunks=chunks))
         return trainer.report()
@@ -119,8 +114,8 @@ def test_counted_equals_predicted(strategy: str, size: int, chunks: int) -> None
         assert {k: c for k, c in report.traffic.items() if k[0] != "world"} == report.predicted
 
 
-def test_predict_and_evaluate_take_any_batch() -> None:
-    def go(comm: Communicator) -> Any:
+def test_predict_and_evaluate_take_any_batch():
+    def go(comm):
         trainer, (x, y) = make(comm, "mlp", reproducible_chunks=4), CASES["mlp"].batch(np.random.default_rng(0), 5)
         return trainer.predict(x).shape, trainer.evaluate(x, y) == pytest.approx(make(comm, "mlp").evaluate(x, y))
 
@@ -129,11 +124,11 @@ def test_predict_and_evaluate_take_any_batch() -> None:
 
 @needs("plan")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_dry_run_of_chunks_makes_the_norm_without_numbers(strategy: str) -> None:
+def test_a_dry_run_of_chunks_makes_the_norm_without_numbers(strategy):
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
     options = {"strategy": strategy, "reproducible_chunks": 4, "clip_norm": 1.0, "group_bytes": 2048, "seed": 3}
 
-    def real(comm: Communicator) -> Any:
+    def real(comm):
         trainer = make(comm, "mlp", **options)
         trainer.step(*own_part(comm, "mlp", 4))
         return str(trainer.program), trainer.report().memory
@@ -145,6 +140,6 @@ def test_a_dry_run_of_chunks_makes_the_norm_without_numbers(strategy: str) -> No
     assert spawn(real, 2)[0] == (str(dry.program), dry.report.memory)
 
 
-def test_plain_codecs_are_not() -> None:
+def test_plain_codecs_are_not():
     plain = {"reproducible_chunks": 4, "compression": {"*": "plain"}}
     assert spawn(lambda comm: make(comm, "mlp", **plain).global_step, 2) == [0, 0]

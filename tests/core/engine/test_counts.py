@@ -1,12 +1,9 @@
 """Every parameter counts its own updates: frozen for a while, it goes on where `torch.optim` would."""
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ from ranks import from_rank_0
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
 from fsdpx.optim import ShardSegment, ShardSegments
 from fsdpx.optim.optimizer import make_zero_slots
@@ -36,13 +32,13 @@ class OwnAdam:
     lr: float = 0.02
     slots = ("mean", "square")
 
-    def update(self, xp, p, g, slots, *, lr, step, segments, scale=1.0):  # type: ignore[no-untyped-def]
+    def update(self, xp, p, g, slots, *, lr, step, segments, scale=1.0):
         slots["mean"] += (g * scale - slots["mean"]) * 0.1
         slots["square"] += ((g * scale) ** 2 - slots["square"]) * 0.05
         p -= lr * (slots["mean"] / (1 - 0.9**step)) / (xp.sqrt(slots["square"] / (1 - 0.95**step)) + 1e-6)
 
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "adam": optim.Adam(lr=0.02, weight_decay=0.1),
     "adamw": optim.AdamW(lr=optim.schedules.Linear(0.03, 9, 0.01), weight_decay=0.2, groups=optim.no_decay),
     "lamb": optim.LAMB(lr=0.05),
@@ -53,29 +49,29 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def schedule(seed: int) -> list[list[str]]:
+def schedule(seed):
     """What is frozen in each step: something from the start, then anything."""
     rng = np.random.default_rng(seed)
     chosen = [["0.*", "4.bias"], ["2.weight"], ["*"], ["*.bias"], [], ["0.weight", "2.bias", "4.weight"]]
     return [chosen[0]] * 2 + [chosen[int(rng.integers(len(chosen)))] for _ in range(STEPS - 2)]
 
 
-def model() -> nn.Layer:
+def model():
     a, b, c, d = WIDTHS
     return nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, c), nn.Tanh(), nn.Linear(c, d))
 
 
-def make(comm: Communicator, name: str, **options: Any) -> fsdpx.Trainer:
+def make(comm, name, **options):
     return distributed(model(), comm, **{"optimizer": OPTIMIZERS[name], "precision": "float64", "seed": 3, **options})
 
 
-def step(trainer: fsdpx.Trainer, steps: int = 1) -> None:
+def step(trainer, steps=1):
     mine = part(trainer.data_group, 12)
     for _ in range(steps):
         trainer.step(X[mine], Y[mine])
 
 
-def train(trainer: fsdpx.Trainer, frozen: Sequence[list[str]]) -> dict[str, Any]:
+def train(trainer, frozen):
     for patterns in frozen:
         trainer.unfreeze("*")
         if patterns:
@@ -84,7 +80,7 @@ def train(trainer: fsdpx.Trainer, frozen: Sequence[list[str]]) -> dict[str, Any]
     return trainer.parameters()
 
 
-def gradients(p: Mapping[str, Any]) -> dict[str, Any]:
+def gradients(p):
     """Of the mean squared error, by hand."""
     values = [X]
     for i in (0, 2, 4):
@@ -99,16 +95,16 @@ def gradients(p: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache
-def initial() -> dict[str, Any]:
+def initial():
     return spawn(lambda comm: make(comm, "sgd").parameters(), 1)[0]
 
 
-def matching(patterns: Sequence[str]) -> set[str]:
+def matching(patterns):
     return {name for name in NAMES if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 @lru_cache
-def one_by_one(name: str, seed: int) -> dict[str, Any]:
+def one_by_one(name, seed):
     """What PyTorch does: each parameter has a state and a count of its own, and no update while it is frozen. The rule
     of one whole parameter is that of the optimizer, which `tests/optim` compares with `torch.optim`."""
     optimizer, p = OPTIMIZERS[name], {n: a.copy() for n, a in initial().items()}
@@ -126,13 +122,13 @@ def one_by_one(name: str, seed: int) -> dict[str, Any]:
     return p
 
 
-def compare(name: str, seed: int, ranks: int, **options: Any) -> None:
+def compare(name, seed, ranks, **options):
     """On each rank the parameters are those of `one_by_one`."""
     for found in spawn(lambda comm: train(make(comm, name, **options), schedule(seed)), ranks):
         assert_close(found, one_by_one(name, seed), tolerance=1e-9)
 
 
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+PLACES = {
     "one": (1, {}),
     "ddp": (3, {"strategy": "ddp"}),
     "zero1": (2, {"strategy": "zero1"}),
@@ -149,7 +145,7 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 CUTS = ("zero1", "zero2", "fsdp", "hybrid")
 
 
-def updating(at: int, place: str) -> list[str]:
+def updating(at, place):
     """Return the optimizers whose rules differ where ranks have parts of parameters, in turns half of them elsewhere,
     and in turns one of the others, which update elements in the same way."""
     others, apart = ("adam", "lion", "sgd"), ("adamw", "lamb", "own", "muon")
@@ -159,36 +155,36 @@ def updating(at: int, place: str) -> list[str]:
 @pytest.mark.parametrize(
     ("place", "name"), [(place, name) for at, place in enumerate(PLACES) for name in updating(at, place)]
 )
-def test_parameters_that_were_frozen_go_on_by_their_own_count(place: str, name: str) -> None:
+def test_parameters_that_were_frozen_go_on_by_their_own_count(place, name):
     ranks, options = PLACES[place]
     compare(name, len(place), ranks, **options)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "own"])
-def test_the_tensor_axis_does_not_change_it(name: str) -> None:
+def test_the_tensor_axis_does_not_change_it(name):
     plan = {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}
     compare(name, 1, 2, mesh=Mesh(tensor=2), tensor_plan=plan)
 
 
 @needs("offload")
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
-def test_state_on_disk_does_not_change_it(name: str, tmp_path: Path) -> None:
+def test_state_on_disk_does_not_change_it(name, tmp_path):
     compare(name, 1, 2, offload=fsdpx.OffloadConfig(tmp_path, what="optimizer"), group_bytes=0)
 
 
 @pytest.mark.parametrize(
     ("name", "there", "here"), [("adamw", 3, 2), ("lamb", 1, 3), ("muon", 3, 2), ("own", 1, 3), ("muon", 1, 3)]
 )
-def test_checkpoints_keep_the_counts(name: str, there: int, here: int, tmp_path: Path) -> None:
+def test_checkpoints_keep_the_counts(name, there, here, tmp_path):
     """At another number of ranks and strategy, saved while parameters are frozen."""
     frozen = schedule(4)
 
-    def save(comm: Communicator) -> None:
+    def save(comm):
         trainer = make(comm, name, strategy="zero1")
         train(trainer, frozen[:3])
         trainer.save(tmp_path / "a")
 
-    def load(comm: Communicator) -> dict[str, Any]:
+    def load(comm):
         trainer = make(comm, name, group_bytes=0)
         trainer.freeze("2.*")  # what a checkpoint says replaces what was counted here
         trainer.load(tmp_path / "a")
@@ -199,10 +195,10 @@ def test_checkpoints_keep_the_counts(name: str, there: int, here: int, tmp_path:
         assert_close(found, one_by_one(name, 4), tolerance=1e-9)
 
 
-def test_a_checkpoint_says_nothing_of_counts_that_are_equal(tmp_path: Path) -> None:
+def test_a_checkpoint_says_nothing_of_counts_that_are_equal(tmp_path):
     """So those that were written before counts were kept still load, and each parameter has the count of all steps."""
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         trainer = make(comm, "adamw")
         train(trainer, [[]] * 2)
         trainer.save(tmp_path / "a")
@@ -215,7 +211,7 @@ def test_a_checkpoint_says_nothing_of_counts_that_are_equal(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("missed", [{"0.weight": 3}, {"0.weight": -1}, {"0.weight": 1.0}, ["0.weight"]])
-def test_counts_that_cannot_be_are_refused(missed: Any) -> None:
+def test_counts_that_cannot_be_are_refused(missed):
     from fsdpx.core.checkpoint.scalars import CheckpointScalars
 
     good = CheckpointScalars(2, 0, 0, 1.0, 0, False, (), "SGD", missed={"0.weight": 2})
@@ -225,18 +221,18 @@ def test_counts_that_cannot_be_are_refused(missed: Any) -> None:
         CheckpointScalars.from_json(text, "here")
 
 
-def test_bits_with_chunks_and_16_bit_state_do_not_depend_on_ranks() -> None:
-    def run(comm: Communicator) -> Bits:
+def test_bits_with_chunks_and_16_bit_state_do_not_depend_on_ranks():
+    def run(comm):
         trainer = make(comm, "adamw", precision="bf16-true", reproducible_chunks=12)
         return Bits(train(trainer, schedule(2)))
 
     assert spawn(run, 1)[0] == spawn(run, 3)[0]
 
 
-def test_the_first_update_of_16_bit_state_is_a_full_one() -> None:
+def test_the_first_update_of_16_bit_state_is_a_full_one():
     """Adam moves every element by the learning rate in the first update, however late that is."""
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         trainer = make(comm, "adam", precision="bf16-true")
         trainer.freeze("0.weight")
         step(trainer, 10)
@@ -251,10 +247,10 @@ def test_the_first_update_of_16_bit_state_is_a_full_one() -> None:
 
 @needs("asynchronous")
 @pytest.mark.parametrize("name", ["adamw", "own"])
-def test_ranks_at_their_own_speed_count_as_well(name: str, tmp_path: Path) -> None:
+def test_ranks_at_their_own_speed_count_as_well(name, tmp_path):
     """With staleness 0 they do what all do together, also after a checkpoint."""
 
-    def run(comm: Communicator) -> dict[str, Any]:
+    def run(comm):
         trainer = make(comm, name, strategy=fsdpx.AsyncSGD(staleness=0))
         train(trainer, schedule(3)[:3])
         trainer.save(tmp_path / "a")
@@ -267,10 +263,10 @@ def test_ranks_at_their_own_speed_count_as_well(name: str, tmp_path: Path) -> No
 
 
 @needs("asynchronous")
-def test_an_outer_step_counts_rounds() -> None:
+def test_an_outer_step_counts_rounds():
     """A parameter that was frozen for two rounds of two steps is moved by as much as in the first round of another."""
 
-    def moved(comm: Communicator, rounds: int) -> Any:
+    def moved(comm, rounds):
         strategy = fsdpx.LocalSGD(sync_every=2, outer_optimizer=optim.Adam(lr=0.01))
         trainer = make(comm, "sgd", strategy=strategy)
         trainer.freeze("0.weight")
@@ -285,7 +281,7 @@ def test_an_outer_step_counts_rounds() -> None:
             np.testing.assert_allclose(found, 0.01, rtol=1e-3)
 
 
-def by_torch(name: str, seed: int) -> dict[str, Any]:
+def by_torch(name, seed):
     torch = pytest.importorskip("torch")
     kinds = {
         "adam": partial(torch.optim.Adam, lr=0.02, weight_decay=0.1),
@@ -312,7 +308,7 @@ def by_torch(name: str, seed: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
 @pytest.mark.parametrize("seed", range(4))
-def test_schedules_of_freezing_do_as_torch(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules_of_freezing_do_as_torch(name, seed, monkeypatch):
     if name == "adamw":
         monkeypatch.setitem(OPTIMIZERS, name, optim.AdamW(lr=0.02, weight_decay=0.2))
     for found in spawn(lambda comm: train(make(comm, name), schedule(seed)), 2):
@@ -322,7 +318,7 @@ def test_schedules_of_freezing_do_as_torch(name: str, seed: int, monkeypatch: py
 @pytest.mark.world
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
-def test_processes_count_as_one(world: Communicator, name: str) -> None:
+def test_processes_count_as_one(world, name):
     with make(world, name, group_bytes=0, reproducible_chunks=12) as trainer:
         found = train(trainer, schedule(1))
     assert_close(found, from_rank_0(world, one_by_one, name, 1), tolerance=1e-9)

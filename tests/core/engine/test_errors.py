@@ -1,7 +1,6 @@
 """Bad input gets a clear error, on all ranks alike, before anyone hangs; afterwards a trainer goes on."""
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,19 +9,18 @@ from models import CASES, STRATEGIES, Same, alike, distributed, make, mlp, own_p
 from threads import on_ranks
 
 from fsdpx import FakeCommunicator, Mesh, Precision, Sharding, nn, optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.core.engine import operations
 from fsdpx.errors import CheckpointError, ConfigError, DataError, NumericsError, ShapeError
 from fsdpx.testing import find_difference
 
 
-def step(comm: Communicator, *layers: nn.Layer, rows: int = 2, width: int = 4, out: int = 4, **options: Any) -> None:
+def step(comm, *layers, rows=2, width=4, out=4, **options):
     """One of a new trainer, with a batch of ones."""
     distributed(nn.Sequential(*layers), comm, **options).step(np.ones((rows, width)), np.ones((rows, out)))
 
 
-def test_parts_that_differ_in_features() -> None:
-    def act(comm: Communicator) -> None:
+def test_parts_that_differ_in_features():
+    def act(comm):
         width = 12 if comm.rank != 1 else 13
         step(comm, nn.ReLU(), nn.Tanh(), width=width, out=width)
 
@@ -32,7 +30,7 @@ def test_parts_that_differ_in_features() -> None:
     assert "rank 1 has float32[13], float32[13]" in text
 
 
-def test_a_layer_that_does_not_fit() -> None:
+def test_a_layer_that_does_not_fit():
     text = alike(2, lambda comm: step(comm, nn.Linear(4, 8), nn.Linear(9, 2), out=2))
     assert text.startswith("ShapeError")
     assert "'1'" in text
@@ -49,8 +47,8 @@ def test_a_layer_that_does_not_fit() -> None:
     ],
     ids=["label", "nan"],
 )  # fmt: skip
-def test_only_one_rank_has_a_bad_batch(case: str, spoilt: int, at: Any, value: Any, error: str, text: str) -> None:
-    def act(comm: Communicator) -> None:
+def test_only_one_rank_has_a_bad_batch(case, spoilt, at, value, error, text):
+    def act(comm):
         batch = CASES[case].batch(np.random.default_rng(0), 2)
         if comm.rank == 2:
             batch[spoilt][at] = value
@@ -64,14 +62,14 @@ def test_only_one_rank_has_a_bad_batch(case: str, spoilt: int, at: Any, value: A
 class PoisonForward(Same):
     """Turns outputs into NaN on rank 1."""
 
-    def forward(self, env: Any, p: Any, x: Any) -> Any:
+    def forward(self, env, p, x):
         return x * (np.nan if env.mesh.world.rank == 1 else 1), ()
 
 
 class PoisonBackward(Same):
     """Turns gradients into NaN on rank 1."""
 
-    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+    def backward_input(self, env, p, saved, dy):
         return dy * (np.nan if env.mesh.world.rank == 1 else 1), ()
 
 
@@ -82,8 +80,8 @@ class PoisonBackward(Same):
         (PoisonBackward(), "the gradient of '0.weight' in unit '0'"),
     ],
 )
-def test_nan_inside_names_rank_unit_and_parameter(layer: nn.Layer, text: str) -> None:
-    def run(comm: Communicator) -> None:
+def test_nan_inside_names_rank_unit_and_parameter(layer, text):
+    def run(comm):
         step(comm, nn.Linear(4, 4), layer, nn.Linear(4, 4), check_finite=True, group_bytes=0)
 
     with pytest.raises(NumericsError, match=f"^rank 1: .*{text}") as caught:
@@ -91,8 +89,8 @@ def test_nan_inside_names_rank_unit_and_parameter(layer: nn.Layer, text: str) ->
     assert any("in action" in note for note in caught.value.__notes__)
 
 
-def test_overflow_in_16_bits_is_named_with_its_unit_and_layer() -> None:
-    def run(comm: Communicator) -> None:
+def test_overflow_in_16_bits_is_named_with_its_unit_and_layer():
+    def run(comm):
         model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU())
         trainer = distributed(model, comm, check_finite=True, precision=Precision("fp16"))
         weights = {name: np.zeros_like(value) for name, value in trainer.parameters().items()}
@@ -170,13 +168,13 @@ ADAMW_OF_PYTORCH = type("AdamW", (), {"__module__": "torch.optim.adamw"})
         ({"optimizer": ADAMW_OF_PYTORCH}, "ConfigError: torch.optim.AdamW: use fsdpx.optim.AdamW("),
     ],
 )
-def test_options_that_cannot_work(options: dict[str, Any], text: str) -> None:
+def test_options_that_cannot_work(options, text):
     said = alike(2, lambda comm: make(comm, "mlp", **options))
     assert said.startswith(("ConfigError", "MeshError"))
     assert text in said
 
 
-def test_unknown_backend() -> None:
+def test_unknown_backend():
     import fsdpx
 
     fsdpx.finalize()  # other tests may have left one open
@@ -198,13 +196,13 @@ def test_unknown_backend() -> None:
         (np.ones((3, 12)), np.ones((3, 4)), "(3, 4)"),
     ],
 )
-def test_batches_that_cannot_be_used(x: Any, y: Any, text: str | None) -> None:
+def test_batches_that_cannot_be_used(x, y, text):
     said = alike(2, lambda comm: make(comm, "mlp").step(x, y))
     assert said.startswith(("DataError: rank 0:", "ShapeError: rank 0:"))
     assert text is None or text in said
 
 
-def test_calls_out_of_order() -> None:
+def test_calls_out_of_order():
     trainer = make(FakeCommunicator(), "mlp")
     with pytest.raises(ConfigError, match="backward: call forward first"):
         trainer.backward(np.ones((2, 5)))
@@ -214,7 +212,7 @@ def test_calls_out_of_order() -> None:
         trainer.gradients()
 
 
-def test_load_parameters_names_what_is_wrong() -> None:
+def test_load_parameters_names_what_is_wrong():
     trainer = make(FakeCommunicator(), "mlp")
     good = trainer.parameters()
     with pytest.raises(CheckpointError, match=r"^load_parameters: missing: 0\.bias"):
@@ -225,9 +223,9 @@ def test_load_parameters_names_what_is_wrong() -> None:
         trainer.load_parameters({**good, "0.bias": np.ones(3)})
 
 
-def test_an_error_inside_a_layer_names_layer_action_and_rank() -> None:
+def test_an_error_inside_a_layer_names_layer_action_and_rank():
     class Broken(Same):
-        def forward(self, env: Any, p: Any, x: Any) -> Any:
+        def forward(self, env, p, x):
             if getattr(env.xp, "holds_no_data", False) or env.mesh.world.rank == 0:
                 return x, ()
             raise RuntimeError("out of coffee")
@@ -245,17 +243,17 @@ FORWARDS = {"no pair": lambda x: 2.0 * x, "nothing": lambda x: None, "no result"
 class Twice(nn.Layer):
     """2 x, in one of several wrong ways."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         self.way = way
 
-    def forward(self, env: Any, p: Any, x: Any) -> Any:
+    def forward(self, env, p, x):
         if self.way == "an array of numpy":
             return np.stack([x, x]).sum(axis=0), ()
         if self.way in FORWARDS:
             return FORWARDS[self.way](x)
         return x * (np.float64(2) if self.way == "a number of numpy" else 2.0), ()
 
-    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+    def backward_input(self, env, p, saved, dy):
         if self.way == "no pair in backward":
             return dy
         return dy * (np.float64(2) if self.way == "a number of numpy in backward" else 2.0), ()
@@ -277,7 +275,7 @@ IN_64_BITS = "returns float64 where the model computes in float32: make constant
         ("no result", "1", "ConfigError", "returns NoneType where an array is needed"),
     ],
 )
-def test_a_layer_at_fault_is_named_and_not_its_neighbor(way: str, path: str, error: str, text: str) -> None:
+def test_a_layer_at_fault_is_named_and_not_its_neighbor(way, path, error, text):
     layer = Twice(way) if path == "1" else nn.Residual(nn.Sequential(nn.Linear(4, 4), Twice(way)))
     said = alike(2, lambda comm: step(comm, nn.Linear(4, 4), layer, nn.LayerNorm(4)))
     assert said.startswith(f"{error}: rank 0: layer '{path}' Twice({way!r}) {text}")
@@ -294,7 +292,7 @@ PIPE = {"mesh": Mesh(pipe=2), "schedule": "zb-h1", "stages": [2, 1]}
         ("a number of numpy in backward", ConfigError, r"Twice\(.*\): backward returns float64 for a dy of float32"),
     ],
 )
-def test_a_layer_whose_backward_gives_something_else_is_named(way: str, error: Any, text: str, options: Any) -> None:
+def test_a_layer_whose_backward_gives_something_else_is_named(way, error, text, options):
     with pytest.raises(error, match=text) as caught:
         spawn(lambda comm: step(comm, nn.Linear(4, 4), Twice(way), nn.LayerNorm(4), rows=8, **options), 2, timeout=20)
     assert "layer '1' Twice" in f"{caught.value}{getattr(caught.value, '__notes__', '')}"
@@ -303,9 +301,9 @@ def test_a_layer_whose_backward_gives_something_else_is_named(way: str, error: A
 @pytest.mark.parametrize(
     ("change", "found"), [(lambda dy: dy.astype(np.float64), "float64[2, 4]"), (lambda dy: None, "NoneType")]
 )
-def test_a_loss_whose_gradient_has_another_format_is_named(change: Any, found: str) -> None:
+def test_a_loss_whose_gradient_has_another_format_is_named(change, found):
     class Wide(nn.MSELoss):
-        def backward(self, env: Any, saved: Any, seed: float) -> Any:
+        def backward(self, env, saved, seed):
             return change(super().backward(env, saved, seed))
 
     assert alike(1, lambda comm: step(comm, nn.Linear(4, 4), loss=Wide())) == (
@@ -314,16 +312,16 @@ def test_a_loss_whose_gradient_has_another_format_is_named(change: Any, found: s
     )
 
 
-def test_shape_error_is_a_value_error() -> None:
+def test_shape_error_is_a_value_error():
     assert issubclass(ShapeError, ValueError)
     assert issubclass(DataError, ValueError)
 
 
-def test_a_model_that_is_no_layer() -> None:
+def test_a_model_that_is_no_layer():
     import fsdpx
 
     with pytest.raises(ConfigError, match=r"a layer such as nn\.Sequential"):
-        fsdpx.distribute([nn.Linear(2, 2)], loss=nn.MSELoss(), optimizer=optim.SGD(lr=1))  # type: ignore[arg-type]
+        fsdpx.distribute([nn.Linear(2, 2)], loss=nn.MSELoss(), optimizer=optim.SGD(lr=1))
 
 
 @pytest.mark.parametrize(
@@ -335,15 +333,15 @@ def test_a_model_that_is_no_layer() -> None:
         ("strategy", lambda r: ("ddp", "fsdp", "fsdp")[r]),  # is named, and not the meshes
     ],
 )
-def test_ranks_that_ask_for_different_things(name: str, value: Any) -> None:
+def test_ranks_that_ask_for_different_things(name, value):
     text = alike(3, lambda comm: make(comm, "mlp", **{name: value(comm.rank)}))
     what = name if name in ("optimizer", "strategy") else "options"
     assert text.startswith(f"ConfigError: ranks differ in {what}: rank 0 has ")
     assert "rank 1 has" in text
 
 
-def test_loaders_of_different_length_are_named() -> None:
-    def act(comm: Communicator) -> None:
+def test_loaders_of_different_length_are_named():
+    def act(comm):
         batch = CASES["mlp"].batch(np.random.default_rng(0), 2)
         make(comm, "mlp").fit([batch] * (2 + comm.rank), progress=False)
 
@@ -351,8 +349,8 @@ def test_loaders_of_different_length_are_named() -> None:
     assert "rank 0 has no batch: its loader has come to its end" in text
 
 
-def test_fit_without_batches_ends() -> None:
-    def text(loader: Any) -> str:
+def test_fit_without_batches_ends():
+    def text(loader):
         return alike(1, lambda comm: make(comm, "mlp").fit(loader, epochs=10**9, progress=False))
 
     assert text([]).endswith("fit: the loader gives no batch in epoch 1")
@@ -363,8 +361,8 @@ def test_fit_without_batches_ends() -> None:
     assert "fit(steps=0): a whole number, at least 1" in alike(1, lambda comm: make(comm, "mlp").fit([], steps=0))
 
 
-def test_calls_that_cannot_be_mixed() -> None:
-    def run(comm: Communicator, act: str) -> None:
+def test_calls_that_cannot_be_mixed():
+    def run(comm, act):
         trainer = make(comm, "mlp", reproducible_chunks=2 if act == "chunks" else None)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
         if act == "step":
@@ -383,8 +381,8 @@ def test_calls_that_cannot_be_mixed() -> None:
 
 
 @pytest.mark.parametrize("dy", [None, 3.0, np.ones((2, 3)), (np.ones((2, 3)),), [np.ones((2, 3))] * 3])
-def test_gradients_that_are_not_those_of_all_outputs(dy: Any) -> None:
-    def act(comm: Communicator) -> None:
+def test_gradients_that_are_not_those_of_all_outputs(dy):
+    def act(comm):
         two = {"a": (nn.Linear(4, 3), "x"), "b": (nn.Linear(4, 2), "x")}
         trainer = distributed(nn.Graph(two, inputs=("x",), outputs=("a", "b")), comm, loss=None)
         trainer.forward(np.ones((2, 4)))
@@ -396,7 +394,7 @@ def test_gradients_that_are_not_those_of_all_outputs(dy: Any) -> None:
 @pytest.mark.parametrize(
     "call", [lambda t: t.freeze("0.*"), lambda t: t.generate([1], 2), lambda t: t.update()], ids=["fr", "gen", "up"]
 )
-def test_a_closed_trainer_says_so(call: Any) -> None:
+def test_a_closed_trainer_says_so(call):
     trainer = distributed(nn.GPT(9, 8, 1, 2, 4), loss=nn.CrossEntropyLoss())
     trainer.accumulate(np.ones((1, 4), int), np.ones((1, 4), int))
     trainer.close()
@@ -404,8 +402,8 @@ def test_a_closed_trainer_says_so(call: Any) -> None:
         call(trainer)
 
 
-def test_arguments_that_differ_between_ranks_are_told() -> None:
-    def made(comm: Communicator) -> Any:
+def test_arguments_that_differ_between_ranks_are_told():
+    def made(comm):
         return distributed(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), comm)
 
     text = alike(2, lambda comm: made(comm).forward(np.ones((2, 4)), training=comm.rank == 0))
@@ -414,13 +412,13 @@ def test_arguments_that_differ_between_ranks_are_told() -> None:
     assert "rank 0: parameters(names=['0.bias']); rank 1: parameters(names=['0.weight'])" in text
 
 
-def call(trainer: Any, kind: str, x: Any, y: Any) -> Any:
+def call(trainer, kind, x, y):
     return getattr(trainer, kind)(x, y) if kind in ("step", "accumulate", "evaluate") else getattr(trainer, kind)(x)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_a_batch_without_targets_leaves_no_trace(strategy: str) -> None:
-    def run(comm: Communicator, bad: bool) -> Any:
+def test_a_batch_without_targets_leaves_no_trace(strategy):
+    def run(comm, bad):
         trainer = make(comm, "gpt", strategy, group_bytes=0)
         x, y = own_part(comm, "gpt", 6)
         if bad:
@@ -441,10 +439,10 @@ def test_a_batch_without_targets_leaves_no_trace(strategy: str) -> None:
         ("accumulate", "fsdp"), ("evaluate", "zero2"), ("forward", "ddp"),
     ],
 )  # fmt: skip
-def test_an_exception_at_any_action_leaves_no_trace(strategy: str, kind: str) -> None:
+def test_an_exception_at_any_action_leaves_no_trace(strategy, kind):
     """Every action of the program fails once, on all ranks alike; then the trainer steps like a fresh one."""
 
-    def run(comm: Communicator, breaks: bool) -> Any:
+    def run(comm, breaks):
         trainer = make(comm, "mlp", strategy, group_bytes=0)
         batch = own_part(comm, "mlp", 4)
         at = 0
@@ -462,11 +460,11 @@ def test_an_exception_at_any_action_leaves_no_trace(strategy: str, kind: str) ->
 class Planned(Exception): ...
 
 
-def _break_at(trainer: Any, kind: str, x: Any, y: Any, at: int) -> bool:
+def _break_at(trainer, kind, x, y, at):
     """Run `kind` with its action number `at` failing; False when there is no such action."""
     actions = itertools.count()
 
-    def fail(action: Any) -> None:
+    def fail(action):
         if next(actions) == at:
             raise Planned(str(action))
 
@@ -483,8 +481,8 @@ def _break_at(trainer: Any, kind: str, x: Any, y: Any, at: int) -> bool:
     return False
 
 
-def test_accumulated_gradients_survive_a_failed_evaluation() -> None:
-    def run(comm: Communicator, bad: bool) -> Any:
+def test_accumulated_gradients_survive_a_failed_evaluation():
+    def run(comm, bad):
         trainer = make(comm, "gpt", "zero2")
         x, y = CASES["gpt"].batch(np.random.default_rng(0), 4)
         trainer.accumulate(x, y)
@@ -497,14 +495,14 @@ def test_accumulated_gradients_survive_a_failed_evaluation() -> None:
     assert spawn(run, 2, True) == spawn(run, 2, False)
 
 
-def test_every_verb_has_an_operation() -> None:
+def test_every_verb_has_an_operation():
     from fsdpx.core.program import VERBS
 
     assert set(operations.OPERATIONS) == set(VERBS)
 
 
 @on_ranks(2)
-def test_a_refused_batch_leaves_no_mark(comm: Communicator) -> None:
+def test_a_refused_batch_leaves_no_mark(comm):
     """Whatever comes next begins anew: the three calls, or nothing to update."""
     trainer = make(comm, "mlp", "ddp")
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
@@ -520,7 +518,7 @@ def test_a_refused_batch_leaves_no_mark(comm: Communicator) -> None:
     trainer.step(x, y)
 
 
-def test_labels_and_indices_are_named_as_they_were_given() -> None:
+def test_labels_and_indices_are_named_as_they_were_given():
     x, y = np.ones((2, 3), np.float32), np.ones(2)
     trainer = distributed(nn.Linear(3, 2), loss=nn.CrossEntropyLoss())
     with pytest.raises(DataError, match=r"labels must be whole numbers, got float32 \(given as float64\)$"):

@@ -2,7 +2,6 @@
 
 import itertools
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +11,10 @@ from threads import on_ranks
 
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.array import blas
-from fsdpx.core.comm import Communicator
 from fsdpx.core.program import Slot
 from fsdpx.testing import LayerContract, assert_close
 
-TRUNKS: dict[str, tuple[str, list[str]]] = {
+TRUNKS = {
     "mlp": ("mlp", ["0.*"]),
     "norms": ("norms", ["0.*", "1.*"]),
     "graph": ("graph", ["up.*"]),
@@ -24,7 +22,7 @@ TRUNKS: dict[str, tuple[str, list[str]]] = {
     "untied": ("untied", ["embed.*", "*blocks.0*"]),
     "bodies": ("untied", ["*attn*"]),
 }
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+PLACES = {
     "one": (1, {}),
     "ddp": (2, {"strategy": "ddp"}),
     "fsdp": (2, {"strategy": "fsdp", "microbatches": 2}),
@@ -37,7 +35,7 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def gradients(comm: Communicator, case: str, frozen: list[str], later: bool = False, **options: Any) -> dict[str, Any]:
+def gradients(comm, case, frozen, later=False, **options):
     """Of one batch. later: frozen by `freeze`."""
     trainer = make(comm, case, **{"group_bytes": 0, **options}, frozen=() if later else frozen)
     if later:
@@ -51,7 +49,7 @@ def gradients(comm: Communicator, case: str, frozen: list[str], later: bool = Fa
 
 
 @lru_cache
-def of_all(case: str, place: str) -> dict[str, Any]:
+def of_all(case, place):
     """The gradients of a trainer that makes them all."""
     ranks, options = PLACES[place]
     return spawn(lambda comm: gradients(comm, case, [], **options), ranks)[0]
@@ -69,7 +67,7 @@ WHERE = [
 
 
 @pytest.mark.parametrize(("trunk", "place", "later"), [(*both, n % 2 == 0) for n, both in enumerate(WHERE)])
-def test_the_others_have_the_same_gradients(trunk: str, place: str, later: bool) -> None:
+def test_the_others_have_the_same_gradients(trunk, place, later):
     """To the bit: those of a trainer that makes them all."""
     case, frozen = TRUNKS[trunk]
     ranks, options = PLACES[place]
@@ -84,9 +82,9 @@ def test_the_others_have_the_same_gradients(trunk: str, place: str, later: bool)
         assert len(moved) < len(want)
 
 
-def count_products(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+def count_products(monkeypatch, *names):
     """The calls of these products from now on, by name."""
-    calls: list[str] = []
+    calls = []
     for name in names:
         run = getattr(blas, name)
         monkeypatch.setattr(blas, name, lambda *a, name=name, run=run: (calls.append(name), run(*a))[1])
@@ -95,12 +93,12 @@ def count_products(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["frozen", "freeze", "container"])
 @pytest.mark.parametrize("group_bytes", [0, 1 << 20])
-def test_products_of_a_frozen_trunk(monkeypatch: pytest.MonkeyPatch, how: str, group_bytes: int) -> None:
+def test_products_of_a_frozen_trunk(monkeypatch, how, group_bytes):
     """Four layers, of which the third one is trained: forward makes 4 products, backward one gradient of an input, of
     the last layer, and one of parameters."""
     names = ["0.*", "1.*", "3.*"]
 
-    def run(comm: Communicator) -> list[str]:
+    def run(comm):
         widths = itertools.pairwise((6, 7, 6, 7, 6) if group_bytes else (6,) * 5)
         model = nn.Sequential(*(nn.Linear(*ends) for ends in widths), frozen=names if how == "container" else ())
         frozen = names if how == "frozen" else ()
@@ -116,7 +114,7 @@ def test_products_of_a_frozen_trunk(monkeypatch: pytest.MonkeyPatch, how: str, g
 
 
 @on_ranks(2)
-def test_freezing_changes_the_program(comm: Communicator) -> None:
+def test_freezing_changes_the_program(comm):
     """`freeze` and `distribute(frozen=...)` run the same step; after `unfreeze` it is the first one again."""
     names = ["0.*", "2.bias"]
     trainer = make(comm, "mlp", "fsdp", group_bytes=0)
@@ -142,8 +140,8 @@ def test_freezing_changes_the_program(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_a_model_without_anything_to_train(strategy: str) -> None:
-    def run(comm: Communicator) -> bool:
+def test_a_model_without_anything_to_train(strategy):
+    def run(comm):
         trainer = make(comm, "untied", strategy, frozen=["*"])
         batch = own_part(comm, "untied", 8)
         before = trainer.parameters()
@@ -155,8 +153,8 @@ def test_a_model_without_anything_to_train(strategy: str) -> None:
     assert all(spawn(run, 2))
 
 
-def test_the_gradient_of_the_inputs_passes_through_what_is_frozen() -> None:
-    def run(comm: Communicator, frozen: list[str]) -> Any:
+def test_the_gradient_of_the_inputs_passes_through_what_is_frozen():
+    def run(comm, frozen):
         trainer = make(comm, "mlp", "fsdp", group_bytes=0, frozen=frozen)
         y = trainer.forward(own_part(comm, "mlp", 8)[0])
         return trainer.backward(np.ones_like(y))
@@ -171,7 +169,7 @@ MODELS = {
 }
 
 
-def train(comm: Communicator, kind: str, whole: bool = False, **options: Any) -> dict[str, Any]:
+def train(comm, kind, whole=False, **options):
     """whole: the first layer makes the gradient of its input, although nobody reads it."""
     made, first, shape = MODELS[kind]
     slow = type("Whole", (first(),), {"backward_leaf": nn.Layer.backward_leaf})
@@ -186,13 +184,13 @@ def train(comm: Communicator, kind: str, whole: bool = False, **options: Any) ->
 
 @pytest.mark.parametrize("kind", ["linear", pytest.param("conv", marks=needs("fields"))])
 @pytest.mark.parametrize(("frozen", "ranks"), [([], 1), ([], 2), (["0.weight"], 2), (["0.*"], 1)])
-def test_the_same_bits(kind: str, frozen: list[str], ranks: int) -> None:
+def test_the_same_bits(kind, frozen, ranks):
     want = spawn(lambda comm: train(comm, kind, whole=True, frozen=frozen), ranks)[0]
     got = spawn(lambda comm: train(comm, kind, frozen=frozen), ranks)[0]
     assert all(np.array_equal(got[name], want[name]) for name in want)
 
 
-def test_no_product_for_the_gradient_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_product_for_the_gradient_of_data(monkeypatch):
     """The layer behind makes both gradients in one call, the one at the data that of its parameters only."""
     calls = count_products(monkeypatch, "linear_backward_params", "linear_backward")
     spawn(lambda comm: train(comm, "linear"), 1)
@@ -209,10 +207,10 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_units_at_the_data_make_the_gradients_inside_of_them_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_at_the_data_make_the_gradients_inside_of_them_only(kind, monkeypatch):
     made, frozen, products = BLOCKS[kind]
 
-    def run(comm: Communicator, leaf: bool) -> dict[str, Any]:
+    def run(comm, leaf):
         layer = made()
         if not leaf:
             monkeypatch.setattr(type(layer), "backward_leaf", nn.Layer.backward_leaf)
@@ -231,7 +229,7 @@ def test_units_at_the_data_make_the_gradients_inside_of_them_only(kind: str, mon
 class Stop(Same):
     """x, without a gradient."""
 
-    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+    def backward_input(self, env, p, saved, dy):
         return None, ()
 
 
@@ -240,20 +238,20 @@ class Unread(nn.Composite):
 
     unit = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.inner, self.unread = nn.Linear(6, 6), nn.Linear(6, 3)
 
-    def compose(self, x: Any, z: Any) -> Any:
+    def compose(self, x, z):
         y = self.inner(x)
         self.unread(nn.Tanh()(y))
         return y
 
 
 class TestUnread(LayerContract):
-    def make(self) -> nn.Layer:
+    def make(self):
         return nn.Graph({"u": (Unread(), "x", "x"), "v": (nn.Tanh(), "u"), "w": (nn.Tanh(), "x")}, outputs="v")
 
-    def inputs(self) -> Any:
+    def inputs(self):
         return self.draw_normal(4, 6)
 
 
@@ -262,18 +260,18 @@ class Idle(nn.Composite):
 
     unit = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.inner, self.unread, self.held = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 6)
         self.stop = Stop()
 
-    def compose(self, x: Any) -> Any:
+    def compose(self, x):
         y = self.inner(x)
         self.unread(nn.Tanh()(y))
         return y + self.stop(self.held(x))
 
 
-def model_with_idle(idle: bool) -> nn.Layer:
-    nodes: dict[str, Any] = {"up": (nn.Linear(6, 6), "x"), "act": (nn.Tanh(), "up"), "out": (nn.Linear(6, 4), "act")}
+def model_with_idle(idle):
+    nodes = {"up": (nn.Linear(6, 6), "x"), "act": (nn.Tanh(), "up"), "out": (nn.Linear(6, 4), "act")}
     if idle:
         branch = {"side": (nn.Linear(6, 5), "up"), "end": (nn.Linear(5, 5), "side"), "z": (nn.Linear(6, 2), "x")}
         nodes = {"up": nodes["up"], **branch, "act": nodes["act"], "out": nodes["out"]}
@@ -283,7 +281,7 @@ def model_with_idle(idle: bool) -> nn.Layer:
 IDLE = ["side.weight", "side.bias", "end.weight", "end.bias", "z.weight", "z.bias"]
 
 
-def train_with_idle(comm: Communicator, idle: bool, **options: Any) -> Any:
+def train_with_idle(comm, idle, **options):
     options = {"optimizer": optim.Adam(lr=1e-2), "precision": "float64", "group_bytes": 0, "seed": 3, **options}
     trainer = distributed(model_with_idle(idle), comm, **options)
     rng, mine = np.random.default_rng(0), part(trainer.data_group, 12)
@@ -294,7 +292,7 @@ def train_with_idle(comm: Communicator, idle: bool, **options: Any) -> Any:
 
 
 @lru_cache
-def train_without_idle(clip_norm: float | None) -> Any:
+def train_without_idle(clip_norm):
     return spawn(lambda comm: train_with_idle(comm, False, clip_norm=clip_norm), 1)[0]
 
 
@@ -313,7 +311,7 @@ def train_without_idle(clip_norm: float | None) -> Any:
     ],
     ids=["alone", "ddp", "fsdp", "one unit", "pipe", "split backward", "recompute", "chunks"],
 )
-def test_what_nobody_reads_changes_nothing(size: int, options: dict[str, Any]) -> None:
+def test_what_nobody_reads_changes_nothing(size, options):
     losses, _, want = train_without_idle(options.get("clip_norm"))
     for got, begin, end in spawn(lambda comm: train_with_idle(comm, True, **options), size):
         np.testing.assert_allclose(got, losses, rtol=1e-11)
@@ -323,8 +321,8 @@ def test_what_nobody_reads_changes_nothing(size: int, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("unit", [False, True])
-def test_one_note_names_them(unit: bool) -> None:
-    def run(comm: Communicator) -> Any:
+def test_one_note_names_them(unit):
+    def run(comm):
         chain = nn.Sequential({"a": nn.Linear(6, 6), "b": Idle() if unit else Stop(), "c": nn.Linear(6, 2)})
         trainer = distributed(chain, comm)
         for _ in range(3):
@@ -345,7 +343,7 @@ def test_one_note_names_them(unit: bool) -> None:
 
 
 @on_ranks(2)
-def test_frozen_ones_are_not_named(comm: Communicator) -> None:
+def test_frozen_ones_are_not_named(comm):
     chain = nn.Sequential({"a": nn.Linear(6, 6), "b": Stop(), "c": nn.Linear(6, 2)})
     trainer = distributed(chain, comm, frozen=["a.weight"])
     trainer.freeze("a.bias")

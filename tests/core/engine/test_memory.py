@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import fsdpx
 from fsdpx import Mesh, Sharding, nn, optim, spawn
 from fsdpx.core.array.arena import ALIGN, Arena, BufferLifetime, assign_offsets
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.comm import Communicator, FakeCommunicator
+from fsdpx.core.comm import FakeCommunicator
 from fsdpx.core.engine.activations import iterate_storage_ids_and_sizes
 from fsdpx.errors import ConfigError
 
@@ -25,7 +24,7 @@ N = 4
 F32 = 4
 
 
-def held(comm: Communicator, strategy: str, steps: int) -> Any:
+def held(comm, strategy, steps):
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())))
     trainer = distributed(model, comm, optimizer=optim.Adam(lr=1e-3), strategy=strategy, group_bytes=0)
     x = np.ones((2, 64), np.float32)
@@ -39,7 +38,7 @@ def held(comm: Communicator, strategy: str, steps: int) -> Any:
     ("strategy", "params", "grads"),
     [("ddp", 1, 1), ("zero1", 1, 1), ("zero2", 1, 1 / N), ("fsdp", 1 / N, 1 / N)],
 )
-def test_model_states_follow_the_formulas(strategy: str, params: float, grads: float) -> None:
+def test_model_states_follow_the_formulas(strategy, params, grads):
     """Rajbhandari et al. 2020 in fp32: parameters, gradients and two Adam moments, each whole or 1/N."""
     slots = 1 if strategy == "ddp" else 1 / N
     for before, after, trainer in spawn(lambda comm: held(comm, strategy, 2), N):
@@ -55,8 +54,8 @@ def test_model_states_follow_the_formulas(strategy: str, params: float, grads: f
         )
 
 
-def test_buffers_do_not_move_once_training() -> None:
-    def run(comm: Communicator) -> Any:
+def test_buffers_do_not_move_once_training():
+    def run(comm):
         trainer = held(comm, "fsdp", 1)[2]
         generation, memory = trainer.inspect.engine.state.arena.generation, trainer.report().memory
         for _ in range(2):
@@ -67,7 +66,7 @@ def test_buffers_do_not_move_once_training() -> None:
 
 
 @st.composite
-def lives(draw: st.DrawFn) -> list[BufferLifetime]:
+def lives(draw):
     made = []
     for i in range(draw(st.integers(1, 12))):
         start = draw(st.integers(0, 20))
@@ -77,7 +76,7 @@ def lives(draw: st.DrawFn) -> list[BufferLifetime]:
 
 @given(lives())
 @settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)
-def test_buffers_alive_together_never_overlap(wanted: list[BufferLifetime]) -> None:
+def test_buffers_alive_together_never_overlap(wanted):
     plan = assign_offsets(wanted)
     assert plan.peak <= plan.nbytes
     for a in wanted:
@@ -89,19 +88,19 @@ def test_buffers_alive_together_never_overlap(wanted: list[BufferLifetime]) -> N
                 assert x + a.nbytes <= y or y + b.nbytes <= x
 
 
-def test_a_chain_needs_two_places() -> None:
+def test_a_chain_needs_two_places():
     chain = [BufferLifetime(f"p{i}", i, i + 1, 640) for i in range(10)]
     assert assign_offsets(chain).nbytes == assign_offsets(chain).peak == 2 * 640
 
 
-def test_a_chain_that_ends_with_the_largest_needs_no_third_place() -> None:
+def test_a_chain_that_ends_with_the_largest_needs_no_third_place():
     """Gradients of blocks, the last one with an embedding beside it; one of a tied parameter is there all the time."""
     chain = [BufferLifetime(f"p{i}", 2 * i, 2 * i + 3, 640) for i in range(7)]
     plan = assign_offsets([*chain, BufferLifetime("tied", 0, 17, 64), BufferLifetime("last", 14, 17, 704)])
     assert plan.nbytes == plan.peak == 640 + 64 + 704
 
 
-def test_the_arena_keeps_by_name() -> None:
+def test_the_arena_keeps_by_name():
     arena = Arena(np)
     first = arena.get_or_create_buffer("a", 10, np.float32)
     assert arena.get_or_create_buffer("a", 10, np.float32) is first
@@ -116,7 +115,7 @@ def test_the_arena_keeps_by_name() -> None:
 
 
 @on_ranks(2)
-def test_no_sync_gives_its_memory_back(comm: Communicator) -> None:
+def test_no_sync_gives_its_memory_back(comm):
     """Whole gradients are held while they are local, and by nobody after the update."""
     trainer = make(comm, "mlp", "fsdp", group_bytes=0)
     batch = CASES["mlp"].batch(np.random.default_rng(0), 4)
@@ -139,10 +138,10 @@ VALUE = ROWS * WIDTH * 4
 
 
 @pytest.mark.parametrize(("sequence", "time"), few([("parallel", 7), (None, 12), ("ulysses", 1), ("ring", 7)], 2))
-def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) -> None:
+def test_counted_bytes_equal_predicted_bytes(sequence, time):
     """Along the axes that the program moves data over; layers' own messages over tensor are counted alone."""
 
-    def one(comm: Communicator) -> Any:
+    def one(comm):
         mesh = Mesh(shard=2, pipe=2, tensor=2)
         trainer = train(comm, "wide", mesh, "fsdp", sizes=(), sequence=sequence, microbatches=2)[2]
         x = np.random.default_rng(0).integers(0, 31, (3, time))
@@ -162,7 +161,7 @@ def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) ->
 
 
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-h2"], 2))
-def test_a_budget_holds_with_every_schedule(schedule: str) -> None:
+def test_a_budget_holds_with_every_schedule(schedule):
     """Counted in slots, between all actions: also what waits for the second half of backward."""
     for rank in range(RANKS):
         for budget in (60, 40):
@@ -171,11 +170,11 @@ def test_a_budget_holds_with_every_schedule(schedule: str) -> None:
             assert found is None or found <= budget * VALUE
 
 
-def _budgeted(model: nn.Layer, schedule: str, rank: int, budget: int) -> int | None:
+def _budgeted(model, schedule, rank, budget):
     """The most bytes in saved, held and kept slots; None if the budget was refused."""
-    most: list[int] = []
+    most = []
 
-    def look(action: Any) -> None:
+    def look(action):
         slots = trainer.inspect.engine.state.store.items()
         values = [value for slot, value in slots if slot.kind in ("saved", "held", "kept")]
         most.append(sum(dict(pair for value in values for pair in iterate_storage_ids_and_sizes(value)).values()))
@@ -194,10 +193,10 @@ def _budgeted(model: nn.Layer, schedule: str, rank: int, budget: int) -> int | N
     return max(most)
 
 
-def test_ranks_of_an_uneven_tensor_axis_recompute_the_same() -> None:
+def test_ranks_of_an_uneven_tensor_axis_recompute_the_same():
     """Three heads on two ranks: a block keeps 6,624 or 8,256 bytes."""
 
-    def one(comm: Communicator) -> str:
+    def one(comm):
         options = {"mesh": Mesh(shard=1, tensor=2), "group_bytes": 0, "recompute": "34000B"}
         trainer = distributed(nn.GPT(13, 12, 4, 3, 6), comm, loss=nn.CrossEntropyLoss(), **options)
         x = np.random.default_rng(0).integers(0, 13, (4, 6))
@@ -212,10 +211,10 @@ def test_ranks_of_an_uneven_tensor_axis_recompute_the_same() -> None:
 ITEM = 8  # float64
 
 
-def moved(size: int, strategy: Any, m: int = 1) -> Any:
+def moved(size, strategy, m=1):
     """Counts of one step, the second one: the first may differ in what is resident. They are as predicted."""
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         trainer = make(comm, "mlp", strategy, microbatches=m, group_bytes=0, clip_norm=0.5)
         batch = own_part(comm, "mlp", 18)
         trainer.step(*batch)
@@ -229,14 +228,14 @@ def moved(size: int, strategy: Any, m: int = 1) -> Any:
     return found
 
 
-def data(report: Any) -> dict[tuple[str, str], Any]:
+def data(report):
     """Parameters and gradients only: control messages go over the `data` axis."""
     return {key: count for key, count in report.traffic.items() if key[0] != "world"}
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("m", [1, 3])
-def test_counted_equals_the_formulas(size: int, m: int) -> None:
+def test_counted_equals_the_formulas(size, m):
     for strategy, expected in (
         ("ddp", lambda foreign, saved: 2 * foreign),
         ("zero1", lambda foreign, saved: 2 * foreign),
@@ -249,7 +248,7 @@ def test_counted_equals_the_formulas(size: int, m: int) -> None:
             assert sum(count.bytes for count in data(report).values()) == ITEM * expected(foreign, saved), strategy
 
 
-def shares(pages: list[int], rank: int, size: int, m: int) -> tuple[list[int], int, int]:
+def shares(pages, rank, size, m):
     """This rank's share of each page, all that others have of them, and what of that is not moved: of pages that stay
     from forward to backward to next forward."""
     own = [n * (rank + 1) // size - n * rank // size for n in pages]
@@ -258,7 +257,7 @@ def shares(pages: list[int], rank: int, size: int, m: int) -> tuple[list[int], i
 
 
 @pytest.mark.parametrize(("width", "m"), [(2, 1), (3, 3)])
-def test_hybrid_joins_replicas_once(width: int, m: int) -> None:
+def test_hybrid_joins_replicas_once(width, m):
     """The FSDP bytes over the shard axis, plus 2 (P/S)(R-1)/R over the replica axis, whatever the microbatches."""
     for rank, (report, pages) in enumerate(moved(2 * width, "hybrid", m)):
         own, foreign, saved = shares(pages, rank % width, width, m)
@@ -269,25 +268,25 @@ def test_hybrid_joins_replicas_once(width: int, m: int) -> None:
         assert by_axis == {"shard": ITEM * (3 * m * foreign - saved), "replica": ITEM * 2 * of_other_replica}
 
 
-def test_ddp_moves_no_parameters() -> None:
+def test_ddp_moves_no_parameters():
     report, _ = moved(2, "ddp")[0]
     assert {verb for _, verb in data(report)} == {"all_reduce"}
 
 
-def test_one_rank_moves_nothing() -> None:
+def test_one_rank_moves_nothing():
     for strategy in STRATEGIES:
         report, _ = moved(1, strategy)[0]
         assert report.traffic == report.predicted == {}
 
 
-def test_prediction_frees_the_input_of_a_layer_before_the_next_one_runs() -> None:
+def test_prediction_frees_the_input_of_a_layer_before_the_next_one_runs():
     """Two activations take turns in memory, which then stays in the cache."""
-    alive: list[Any] = []
+    alive = []
 
     class Watched(Same):
         acts_on = "element"
 
-        def forward(self, env: Any, p: Any, x: Any) -> tuple[Any, Any]:
+        def forward(self, env, p, x):
             assert sum(ref() is not None for ref in alive) <= 1, "only the input is left of the layers before"
             y = x + 1
             if env.xp is np:

@@ -1,7 +1,5 @@
 """NaN and Inf stop a step before anything is updated: in batches, losses and gradients, in every strategy."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from models import alike, distributed, part
@@ -9,7 +7,6 @@ from present import needs
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError, NumericsError
 from fsdpx.testing import assert_close
 
@@ -19,31 +16,31 @@ X, Y = (np.random.default_rng(1).standard_normal((8, n)).astype(np.float32) for 
 class Overflow(nn.Layer):
     """The identity, whose gradient is Inf where its input is above 3."""
 
-    def forward(self, env, p, x):  # type: ignore[no-untyped-def]
+    def forward(self, env, p, x):
         return x, x > 3
 
-    def backward_input(self, env, p, saved, dy):  # type: ignore[no-untyped-def]
+    def backward_input(self, env, p, saved, dy):
         return np.where(saved, dy.dtype.type(np.inf), dy), None
 
 
-def make(comm: Communicator, norm: bool = True, **options: Any) -> fsdpx.Trainer:
+def make(comm, norm=True, **options):
     layers = [nn.Linear(5, 7), *([nn.BatchNorm(7)] if norm else []), nn.Tanh(), nn.Linear(7, 3)]
     options = {"optimizer": optim.AdamW(lr=0.01), "group_bytes": 0, **options}
     return distributed(nn.Sequential(Overflow(), *layers), comm, **options)
 
 
-def batch(trainer: fsdpx.Trainer, x: Any = X, y: Any = Y) -> tuple[Any, Any]:
+def batch(trainer, x=X, y=Y):
     mine = part(trainer.data_group, 8)
     return x[mine], y[mine]
 
 
-def spoilt(what: str, value: float) -> tuple[Any, Any]:
+def spoilt(what, value):
     x, y = X.copy(), Y.copy()
     (x if what == "input" else y)[6, 2] = value  # of the last rank
     return x, y
 
 
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+PLACES = {
     "one": (1, {}),
     "ddp": (2, {"strategy": "ddp"}),
     "zero1": (3, {"strategy": "zero1", "microbatches": 2}),
@@ -68,12 +65,12 @@ SPOILT = ("input", np.nan), ("target", np.nan), ("target", np.inf)
         pytest.param("compressed", *SPOILT[0], marks=needs("compression")),
     ],
 )  # fmt: skip
-def test_a_step_of_a_bad_batch_changes_nothing(place: str, what: str, value: float) -> None:
+def test_a_step_of_a_bad_batch_changes_nothing(place, what, value):
     """All ranks hear which one has it; training goes on as if it had not been."""
     ranks, options = PLACES[place]
     x, y = spoilt(what, value)
 
-    def run(comm: Communicator) -> tuple[str, Any, Any]:
+    def run(comm):
         trainer, other = make(comm, **options), make(comm, **options)
         for one in (trainer, other):
             one.step(*batch(one))
@@ -95,12 +92,12 @@ def test_a_step_of_a_bad_batch_changes_nothing(place: str, what: str, value: flo
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_a_gradient_that_is_not_finite_is_named(strategy: str, clip_norm: float | None) -> None:
+def test_a_gradient_that_is_not_finite_is_named(strategy, clip_norm):
     """The loss is finite. Ranks that do not know the norm look at what they would update with."""
     x = X.copy()
     x[0, 0] = 4.0
 
-    def run(comm: Communicator) -> str:
+    def run(comm):
         first = nn.Sequential(nn.Linear(5, 5), Overflow(), nn.Linear(5, 3))
         trainer = distributed(first, comm, strategy=strategy, clip_norm=clip_norm, group_bytes=1 << 20)
         eye = {"0.weight": np.eye(5, dtype=np.float32), "0.bias": np.zeros(5, np.float32)}
@@ -123,8 +120,8 @@ def test_a_gradient_that_is_not_finite_is_named(strategy: str, clip_norm: float 
     assert text == f"step 1: {what}, and nothing is updated with it"
 
 
-def test_a_gradient_of_the_caller_is_looked_at() -> None:
-    def run(comm: Communicator) -> None:
+def test_a_gradient_of_the_caller_is_looked_at():
+    def run(comm):
         trainer = make(comm)
         before = trainer.parameters()
         out = trainer.forward(X)
@@ -137,10 +134,10 @@ def test_a_gradient_of_the_caller_is_looked_at() -> None:
     spawn(run, 1)
 
 
-def test_accumulate_refuses_and_forgets() -> None:
+def test_accumulate_refuses_and_forgets():
     x, y = spoilt("input", np.nan)
 
-    def run(comm: Communicator) -> str:
+    def run(comm):
         trainer = make(comm)
         trainer.accumulate(*batch(trainer))
         with pytest.raises(NumericsError) as caught:
@@ -160,10 +157,10 @@ def test_accumulate_refuses_and_forgets() -> None:
 
 
 @needs("asynchronous")
-def test_ranks_at_their_own_speed_push_nothing_of_it() -> None:
+def test_ranks_at_their_own_speed_push_nothing_of_it():
     x, y = spoilt("input", np.nan)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         trainer = make(comm, norm=False, strategy=fsdpx.AsyncSGD())
         before = trainer.parameters()
         with pytest.raises(NumericsError, match=r"step 1: the loss is nan, and nothing is .*: rank 0: input"):
@@ -174,10 +171,10 @@ def test_ranks_at_their_own_speed_push_nothing_of_it() -> None:
     spawn(run, 1)
 
 
-def test_a_step_that_is_skipped_leaves_running_statistics_alone() -> None:
+def test_a_step_that_is_skipped_leaves_running_statistics_alone():
     x, y = spoilt("input", np.inf)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         trainer = make(comm, precision=Precision(loss_scale="dynamic"))
         trainer.step(*batch(trainer))
         before = trainer.parameters()
@@ -189,18 +186,18 @@ def test_a_step_that_is_skipped_leaves_running_statistics_alone() -> None:
         spawn(run, 2)
 
 
-def test_evaluation_gives_what_it_finds() -> None:
+def test_evaluation_gives_what_it_finds():
     x, y = spoilt("input", np.nan)
     assert np.isnan(spawn(lambda comm: make(comm).evaluate(x, y), 1)).all()
 
 
 @needs("fields")
 @pytest.mark.parametrize("call", ["step", "evaluate"])
-def test_nothing_is_relative_to_a_target_of_zeros(call: str) -> None:
+def test_nothing_is_relative_to_a_target_of_zeros(call):
     y = Y.copy()
     y[6] = 0
 
-    def act(comm: Communicator, **options: Any) -> Any:
+    def act(comm, **options):
         trainer = distributed(nn.Linear(5, 3), comm, loss=nn.RelativeL2(**options))
         return getattr(trainer, call)(*batch(trainer, X, y))
 

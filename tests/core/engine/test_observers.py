@@ -1,7 +1,5 @@
 """Observers of the engine: each is told what it has a method for, in the order in which things happen."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,11 +1,8 @@
 """What ranks tell each other in a step is one message; programs are walked as they say."""
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +12,11 @@ from rates import LATE, rated
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.communicator import COMPLETED
-from fsdpx.core.program import Action, Slot
+from fsdpx.core.program import Slot
 
 PLAN = {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}
-CHOICES: dict[str, tuple[int, dict[str, Any]]] = {
+CHOICES = {
     "plain": (3, {"microbatches": 2}),
     "clipped": (3, {"microbatches": 2, "clip_norm": 0.1}),
     "reproducible_chunks": (2, {"reproducible_chunks": 4}),
@@ -34,10 +30,10 @@ CHOICES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("choice", "strategy"), [*pairs(CHOICES, ["ddp", "fsdp"]), ("plain", "fsdp"), ("clipped", "ddp")]
 )
-def test_one_exchange_of_all_ranks_in_a_step(choice: str, strategy: str) -> None:
+def test_one_exchange_of_all_ranks_in_a_step(choice, strategy):
     ranks, options = CHOICES[choice]
 
-    def run(comm: Communicator) -> tuple[int, dict[str, int]]:
+    def run(comm):
         trainer = make(comm, "mlp", strategy, **options)
         batch = own_part(trainer.data_group, "mlp", 12)
         trainer.step(*batch)
@@ -52,14 +48,14 @@ def test_one_exchange_of_all_ranks_in_a_step(choice: str, strategy: str) -> None
         assert told == ({"MEAN": 0, "SCALE": 0, "NORM": 1} if "clip" in choice else {"MEAN": 1, "SCALE": 1, "NORM": 0})
 
 
-def test_the_message_is_on_its_way_during_backward() -> None:
+def test_the_message_is_on_its_way_during_backward():
     """Nobody waits for it before all gradients are there."""
 
-    def run(comm: Communicator) -> list[bool]:
+    def run(comm):
         trainer = make(comm, "mlp", "fsdp", group_bytes=0)
-        waited: list[bool] = []
+        waited = []
 
-        def look(action: Action) -> None:
+        def look(action):
             if action.op in ("MEAN", "B"):
                 mean = trainer.inspect.engine.state.store[Slot("mean")]
                 waited.append(not (hasattr(mean, "handle") and mean.handle is not COMPLETED))
@@ -74,10 +70,10 @@ def test_the_message_is_on_its_way_during_backward() -> None:
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
-def test_gradients_of_several_calls_are_weighed_together(clip_norm: float | None) -> None:
+def test_gradients_of_several_calls_are_weighed_together(clip_norm):
     """The weight of an accumulation goes with the message of the step, or with that of the update."""
 
-    def run(comm: Communicator, how: str) -> str:
+    def run(comm, how):
         trainer = make(comm, "mlp", "fsdp", precision="float64", clip_norm=clip_norm)
         for seed in range(2):
             x, y = CASES["mlp"].batch(np.random.default_rng(seed), 12)
@@ -95,8 +91,8 @@ def test_gradients_of_several_calls_are_weighed_together(clip_norm: float | None
         assert all(np.allclose(got[name], whole[name], rtol=1e-12) for name in whole), how
 
 
-def test_an_overflow_is_seen_in_the_same_message() -> None:
-    def run(comm: Communicator) -> tuple[bool, int]:
+def test_an_overflow_is_seen_in_the_same_message():
+    def run(comm):
         trainer = make(comm, "mlp", "fsdp", precision=Precision(param="float16", loss_scale="dynamic"))
         batch = own_part(comm, "mlp", 12)
         trainer.step(*batch)
@@ -114,7 +110,7 @@ def test_an_overflow_is_seen_in_the_same_message() -> None:
         ("pipe", "accumulate"), ("pipe-clipped", "step"), ("tensor-clipped", "step"),
     ],
 )  # fmt: skip
-def test_rates_that_differ_are_an_error_before_the_update(choice: str, how: str) -> None:
+def test_rates_that_differ_are_an_error_before_the_update(choice, how):
     ranks, options = CHOICES[choice]
     found = spawn(lambda comm: rated(comm, lambda step: 0.125 * (1 + (step > 2)), how, **options), ranks)
     assert {steps for steps, _ in found} == {2}
@@ -122,7 +118,7 @@ def test_rates_that_differ_are_an_error_before_the_update(choice: str, how: str)
     assert text.startswith(LATE.format("rank 0" if ranks == 2 else "ranks 0, 2"))
 
 
-def test_a_rate_that_is_none_on_one_rank_is_an_error_on_all() -> None:
+def test_a_rate_that_is_none_on_one_rank_is_an_error_on_all():
     for steps, text in spawn(lambda comm: rated(comm, lambda step: 0.125 if step < 3 else -1.0), 2):
         assert steps == 2
         assert text.startswith("ranks differ in the learning rate of step 3: rank 0: 0.125; rank 1: nan.")
@@ -137,12 +133,12 @@ of shapes that are inferred (33)."""
 class Walk:
     """The files of fsdpx of which something is called; those within a GATHER, too."""
 
-    def __init__(self) -> None:
-        self.files: set[str] = set()
-        self.gather: set[str] = set()
+    def __init__(self):
+        self.files = set()
+        self.gather = set()
         self._gathering = 0
 
-    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+    def __call__(self, frame, event, _):
         path = Path(frame.f_code.co_filename)
         if not path.is_relative_to(ROOT):
             return
@@ -156,7 +152,7 @@ class Walk:
         elif event == "return":
             self._gathering -= operation
 
-    def of(self, do: Callable[[], Any]) -> Any:
+    def of(self, do):
         sys.setprofile(self)
         try:
             return do()
@@ -164,10 +160,10 @@ class Walk:
             sys.setprofile(None)
 
 
-def walked(comm: Communicator) -> tuple[Walk, Walk]:
+def walked(comm):
     """A steady step, and `distribute` where kernels are compiled already."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
-    options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(lr=1e-3), "group_bytes": 0}
+    options = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(lr=1e-3), "group_bytes": 0}
     made = partial(fsdpx.distribute, model, comm=comm, **options)
     made()
     made_again, step = Walk(), Walk()
@@ -179,7 +175,7 @@ def walked(comm: Communicator) -> tuple[Walk, Walk]:
     return step, made_again
 
 
-def test_a_step_and_distribute_are_short_walks() -> None:
+def test_a_step_and_distribute_are_short_walks():
     (step, made), (other, _) = spawn(walked, 2)
     files = step.files | other.files  # the rank that comes last adds up for both
     assert "core/comm/reduction.py" in files

@@ -3,12 +3,11 @@
 from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 from amount import examples, few, pairs
-from bits import Bits, bits, demand_same
+from bits import bits, demand_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import reference
@@ -18,22 +17,21 @@ from models import CASES, HYBRID, STRATEGIES, distributed, make, own_part, own_p
 import fsdpx
 from fsdpx import Mesh, Sharding, nn, optim
 from fsdpx.core.base.config import PRESETS, resolve_sharding
-from fsdpx.core.comm import Communicator
 from fsdpx.core.program import SCHEDULES
 from fsdpx.errors import FsdpxError
 from fsdpx.testing import assert_close
 
 OPTIONS = {"clip_norm": 0.3}
-FLOAT32: dict[str, Any] = {"precision": "float32", "optimizer": optim.SGD(lr=0.05, momentum=0.9), **OPTIONS}
+FLOAT32 = {"precision": "float32", "optimizer": optim.SGD(lr=0.05, momentum=0.9), **OPTIONS}
 """Adam divides rounding noise by itself where a gradient is zero, so fp32 is compared with momentum."""
 
 
 @cache
-def reference_in_float32(case: str) -> Any:
+def reference_in_float32(case):
     return spawn(train, 1, case, "ddp", **FLOAT32)[0]
 
 
-def spawn(fn: Any, size: int, *args: Any, delays: int | None = None, **more: Any) -> list[Any]:
+def spawn(fn, size, *args, delays=None, **more):
     return fsdpx.spawn(lambda comm: fn(comm, *args, **more), size, delays=delays)
 
 
@@ -46,20 +44,20 @@ EVERYWHERE = [
 
 
 @pytest.mark.parametrize(("case", "strategy", "size"), few(EVERYWHERE, 5))
-def test_equals_one_process(case: str, strategy: str, size: int) -> None:
+def test_equals_one_process(case, strategy, size):
     for *got, trainer in spawn(train, size, case, strategy, delays=size, **OPTIONS):
         assert_close(got, reference(case), 1e-12)
         assert trainer.global_step == 2
 
 
 @pytest.mark.parametrize(("place", "case"), pairs(placed([3], [6]), ["mlp", "gpt"]))
-def test_equals_one_process_in_float32(case: str, place: tuple[str, int]) -> None:
+def test_equals_one_process_in_float32(case, place):
     strategy, size = place
     for *got, _ in spawn(train, size, case, strategy, **FLOAT32):
         assert_close(got, reference_in_float32(case)[:2], 1e-5)
 
 
-def accumulated(comm: Communicator, strategy: str, local: bool) -> Any:
+def accumulated(comm, strategy, local):
     """Every global batch in two calls, the second of another size."""
     trainer = make(comm, "mlp", strategy, microbatches=2, **OPTIONS)
     rng = np.random.default_rng(5)
@@ -77,13 +75,13 @@ def accumulated(comm: Communicator, strategy: str, local: bool) -> Any:
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize(("strategy", "size"), few(placed([1, 3], [4]), 5))
-def test_accumulation_equals_one_batch(strategy: str, size: int, local: bool) -> None:
+def test_accumulation_equals_one_batch(strategy, size, local):
     for got in spawn(accumulated, size, strategy, local, delays=1):
         assert_close(got, reference("mlp")[1], 1e-12)
 
 
-def test_no_sync_moves_no_gradients() -> None:
-    def run(comm: Communicator) -> Any:
+def test_no_sync_moves_no_gradients():
+    def run(comm):
         trainer = make(comm, "mlp", "zero2")
         with trainer.no_sync():
             trainer.accumulate(*CASES["mlp"].batch(np.random.default_rng(0), 4))
@@ -92,7 +90,7 @@ def test_no_sync_moves_no_gradients() -> None:
     assert spawn(run, 2) == [{"all_gather"}] * 2
 
 
-def own_loop(comm: Communicator, strategy: str) -> Any:
+def own_loop(comm, strategy):
     """forward, a loss of the user's own, backward, update."""
     trainer = make(comm, "mlp", strategy, **OPTIONS)
     for n, (x, y) in zip((11, 3), own_parts(comm, "mlp", (11, 3)), strict=True):
@@ -102,13 +100,13 @@ def own_loop(comm: Communicator, strategy: str) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "size"), placed([3], [4]))
-def test_the_three_calls_equal_step(strategy: str, size: int) -> None:
+def test_the_three_calls_equal_step(strategy, size):
     for got in spawn(own_loop, size, strategy):
         assert_close(got, reference("mlp")[1], 1e-12)
 
 
-def test_gradients_are_those_of_the_global_mean() -> None:
-    def run(comm: Communicator, strategy: str) -> list[Any]:
+def test_gradients_are_those_of_the_global_mean():
+    def run(comm, strategy):
         trainer, found = make(comm, "gpt", strategy, microbatches=2), []
         batch = own_part(comm, "gpt", 7, 1)
         for local in (False, True):
@@ -126,14 +124,14 @@ def test_gradients_are_those_of_the_global_mean() -> None:
                 assert_close(got, want, 1e-12)
 
 
-def test_initialization_does_not_see_the_layout() -> None:
-    def run(comm: Communicator, strategy: str) -> Bits:
+def test_initialization_does_not_see_the_layout():
+    def run(comm, strategy):
         return bits(make(comm, "gpt", strategy))
 
     demand_same(found for s, size in placed([1, 2, 5], [4]) for found in spawn(run, size, s))
 
 
-def test_seed_changes_the_initialization() -> None:
+def test_seed_changes_the_initialization():
     prints = {spawn(lambda comm, s=s: bits(make(comm, "mlp", seed=s)), 1)[0] for s in (0, 1)}
     assert len(prints) == 2
 
@@ -151,7 +149,7 @@ def test_seed_changes_the_initialization() -> None:
     delays=st.integers(0, 5),
 )
 @settings(max_examples=examples(40), derandomize=True, database=None, deadline=None)
-def test_any_placement_equals_one_process(size, case, params, grads, prefetch, options, shard, delays) -> None:
+def test_any_placement_equals_one_process(size, case, params, grads, prefetch, options, shard, delays):
     shard = shard if size % shard == 0 else size
     sharding = Sharding(replica=None, shard=shard, full_params=params, full_grads=grads, prefetch=prefetch)
     if case == "norms":  # batch statistics are those of a microbatch
@@ -161,10 +159,10 @@ def test_any_placement_equals_one_process(size, case, params, grads, prefetch, o
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_dropout_does_not_see_how_a_batch_is_accumulated(strategy: str) -> None:
+def test_dropout_does_not_see_how_a_batch_is_accumulated(strategy):
     """Two calls of three and four samples draw the masks of one call with seven."""
 
-    def run(comm: Communicator, cuts: tuple[int, ...]) -> Any:
+    def run(comm, cuts):
         trainer = make(comm, "gpt", strategy)
         x, y = CASES["gpt"].batch(np.random.default_rng(5), 7)
         for a, b in pairwise(cuts):
@@ -178,10 +176,10 @@ def test_dropout_does_not_see_how_a_batch_is_accumulated(strategy: str) -> None:
             assert_close(got, want, 1e-12)
 
 
-def test_backward_of_an_evaluating_forward_is_its_own_gradient() -> None:
+def test_backward_of_an_evaluating_forward_is_its_own_gradient():
     """BatchNorm with frozen statistics: checked against a finite difference, with an evaluation in between."""
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         trainer = make(comm, "norms", "ddp")
         x, y = CASES["norms"].batch(np.random.default_rng(5), 8)
         trainer.step(x, y)
@@ -202,8 +200,8 @@ def test_backward_of_an_evaluating_forward_is_its_own_gradient() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-def test_backward_twice_adds_up() -> None:
-    def run(comm: Communicator, times: int) -> Any:
+def test_backward_twice_adds_up():
+    def run(comm, times):
         trainer = make(comm, "mlp", "fsdp")
         x, _ = own_part(comm, "mlp", 6)
         for _ in range(times):
@@ -214,11 +212,11 @@ def test_backward_twice_adds_up() -> None:
     assert_close(twice, {k: 2 * v for k, v in once.items()}, 1e-14)
 
 
-def all_it_does(comm: Communicator, strategy: Any, **options: Any) -> tuple[Any, ...]:
+def all_it_does(comm, strategy, **options):
     """Whatever a strategy decides: each action of every call, its bytes, and what is held before and after."""
     trainer = make(comm, "gpt", strategy, clip_norm=0.3, microbatches=2, group_bytes=600, **options)
     x, y = own_part(trainer.data_group, "gpt", 7)
-    actions: list[str] = []
+    actions = []
     trainer.inspect.engine.add_observer(lambda action: actions.append(str(action)))
     before = trainer.report().memory
     trainer.step(x, y)
@@ -234,23 +232,23 @@ def all_it_does(comm: Communicator, strategy: Any, **options: Any) -> tuple[Any,
 
 
 @cache
-def all_that_fsdp_does(size: int, mesh: Mesh | None = None) -> list[Any]:
+def all_that_fsdp_does(size, mesh=None):
     return spawn(all_it_does, size, "fsdp", mesh=mesh)
 
 
-def test_zero3_is_fsdp() -> None:
+def test_zero3_is_fsdp():
     assert {*STRATEGIES, "zero3", "hybrid"} == set(PRESETS), "the others are tried by name"
     assert PRESETS["zero3"] == PRESETS["fsdp"]
     assert spawn(all_it_does, 2, "zero3") == all_that_fsdp_does(2)
 
 
-def test_hybrid_of_a_prime_number_of_ranks_is_fsdp() -> None:
+def test_hybrid_of_a_prime_number_of_ranks_is_fsdp():
     for size in (1, 2, 3, 5, 7):
         assert resolve_sharding("hybrid", size) == resolve_sharding("fsdp", size), size
     assert spawn(all_it_does, 2, "hybrid") == all_that_fsdp_does(2)
 
 
-def test_hybrid_is_else_a_mesh_of_its_own() -> None:
+def test_hybrid_is_else_a_mesh_of_its_own():
     found = {size: resolve_sharding("hybrid", size) for size in HYBRID}
     assert {n: (s.replica, s.shard) for n, s in found.items()} == {4: (2, 2), 6: (2, 3), 8: (2, 4)}
 
@@ -260,12 +258,12 @@ def test_hybrid_is_else_a_mesh_of_its_own() -> None:
     [*((Mesh(), s) for s in PRESETS if s != "fsdp"), (Mesh(shard=1, pipe=2), "ddp"), (Mesh(shard=1, pipe=2), "zero2")],
     ids=str,
 )
-def test_with_one_data_rank_all_are_one(strategy: str, mesh: Mesh) -> None:
+def test_with_one_data_rank_all_are_one(strategy, mesh):
     assert spawn(all_it_does, mesh.pipe, strategy, mesh=mesh) == all_that_fsdp_does(mesh.pipe, mesh)
 
 
 @st.composite
-def configurations(draw: st.DrawFn) -> dict[str, Any]:
+def configurations(draw):
     """Any choice of axes on at most 6 ranks, whether it fits the model or not."""
     pipe = draw(st.integers(1, 5))
     tensor = draw(st.integers(1, min(6 // pipe, 4)))
@@ -290,23 +288,23 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     return found
 
 
-def test_any_mesh_trains_to_parity_or_is_refused() -> None:
+def test_any_mesh_trains_to_parity_or_is_refused():
     """It would say nothing if nearly all were refused."""
-    found: list[bool] = []
+    found = []
 
     @settings(max_examples=examples(60))
     @given(configurations(), st.integers(0, 9))
-    def one(choice: dict[str, Any], delays: int) -> None:
+    def one(choice, delays):
         found.append(attempt(choice, delays))
 
     one()
     assert sum(found) > len(found) / 3
 
 
-def attempt(choice: dict[str, Any], delays: int) -> bool:
+def attempt(choice, delays):
     """Whether it trained; all ranks are refused with the same words."""
 
-    def run(comm: Any) -> Any:
+    def run(comm):
         try:
             return train_on_mesh(comm, sizes=(7, 3), **choice)[:2]
         except FsdpxError as error:
@@ -325,24 +323,24 @@ def attempt(choice: dict[str, Any], delays: int) -> bool:
 class Scale(nn.Layer):
     """A layer of a user: adds in place, and one of its gradients now and then not at all."""
 
-    def specs(self) -> dict[str, nn.ParameterSpec]:
+    def specs(self):
         return {"scale": nn.ParameterSpec((12,)), "idle": nn.ParameterSpec((3,))}
 
-    def forward(self, env: nn.LayerContext, p: Any, x: Any) -> tuple[Any, Any]:
+    def forward(self, env, p, x):
         return x * (1 + p["scale"]), (x,)
 
-    def backward_input(self, env: nn.LayerContext, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
+    def backward_input(self, env, p, saved, dy):
         return dy * (1 + p["scale"]), (saved[0], dy)
 
-    def backward_params(self, env: nn.LayerContext, g: Any, kept: Any) -> None:
+    def backward_params(self, env, g, kept):
         x, dy = kept
         g["scale"] += (x * dy).sum(0)
 
 
 @pytest.mark.filterwarnings("ignore:no gradient reaches")
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_layer_that_adds_in_place(microbatches: int) -> None:
-    def go(comm: Communicator) -> list[np.ndarray]:
+def test_a_layer_that_adds_in_place(microbatches):
+    def go(comm):
         model = nn.Sequential(Scale(), nn.Residual(nn.Sequential(Scale(), nn.Linear(12, 12))))
         trainer = distributed(model, comm, precision="float64", microbatches=microbatches)
         x, y = np.random.default_rng(1).normal(size=(2, 6, 12))

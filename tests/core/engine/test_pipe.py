@@ -1,20 +1,17 @@
 """Pipelines: the same result as one process for every schedule, cut and placement; one hash with chunks."""
 
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from amount import few, pairs
-from bits import Bits, bits
+from bits import bits
 from meshes import OPTIONS, compare, train
 from models import CASES, KNOWN, Same, alike, distributed, make
 from present import needs
 
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.array import kernels
-from fsdpx.core.comm import Communicator
 from fsdpx.core.program import SCHEDULES
 from fsdpx.core.state.step_inputs import ValueShapes
 from fsdpx.errors import ConfigError
@@ -22,7 +19,7 @@ from fsdpx.testing import assert_close
 
 
 @pytest.mark.parametrize(("schedule", "width"), few(pairs(SCHEDULES, [4, 3, 2]), 2))
-def test_every_schedule_equals_one_process(schedule: str, width: int) -> None:
+def test_every_schedule_equals_one_process(schedule, width):
     """Of any width what runs is proved before it runs: tests/core/program/test_schedules.py."""
     compare("deep", Mesh(shard=1, pipe=width), "ddp", delays=width, schedule=schedule)
 
@@ -30,19 +27,19 @@ def test_every_schedule_equals_one_process(schedule: str, width: int) -> None:
 @pytest.mark.parametrize(
     ("strategy", "schedule"), [("hybrid", "zbv"), ("fsdp", "zb-h2"), ("zero1", "zb-h1"), ("zero2", "interleaved")]
 )
-def test_every_placement_under_a_pipe_equals_one_process(strategy: str, schedule: str) -> None:
+def test_every_placement_under_a_pipe_equals_one_process(strategy, schedule):
     mesh = Mesh(replica=2, shard=2, pipe=2) if strategy == "hybrid" else Mesh(shard=2, pipe=2)
     compare("gpt", mesh, strategy, delays=1, schedule=schedule, microbatches=3)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_model_in_two_stages(case: str) -> None:
+def test_every_model_in_two_stages(case):
     """Values that skip stages, layers without parameters, statistics over the batch."""
     microbatches = 1 if case == "norms" else 3
     compare(case, Mesh(shard=2, pipe=2), "fsdp", microbatches=microbatches)
 
 
-def test_a_value_may_skip_stages() -> None:
+def test_a_value_may_skip_stages():
     """ "up" is read in the stage after next, and its gradient comes back by the same way."""
     compare("graph", Mesh(shard=1, pipe=4), "ddp", stages=["up", "mid", "act", "sum"], microbatches=2)
     compare("graph", Mesh(shard=1, pipe=2), "ddp", stages=["up", "mid", "act", "sum"], schedule="interleaved")
@@ -58,7 +55,7 @@ MAPS = [
 
 
 @pytest.mark.parametrize(("placed", "schedule"), pairs(MAPS, ["gpipe", "1f1b", "interleaved"]))
-def test_stages_on_any_rank_equal_one_process(placed: tuple[int, Any], schedule: str) -> None:
+def test_stages_on_any_rank_equal_one_process(placed, schedule):
     """Any number of stages on any ranks, in any order."""
     width, stages = placed
     compare("mlp", Mesh(shard=1, pipe=width), "ddp", stages=stages, schedule=schedule, microbatches=3)
@@ -77,11 +74,11 @@ CHUNKS = [
 
 
 @pytest.mark.parametrize("case", few(["gpt", "mlp"], 2))
-def test_one_hash_with_chunks(case: str) -> None:
+def test_one_hash_with_chunks(case):
     """In one step where the optimizer keeps all bits of gradients, else in two."""
     sizes, optimizer = ((8,), optim.SGD(lr=0.5)) if case == "gpt" else ((8, 4), None)
 
-    def run(comm: Communicator, mesh: Mesh, strategy: str, schedule: str) -> Bits:
+    def run(comm, mesh, strategy, schedule):
         options = {"reproducible_chunks": 4, "precision": "float32", "optimizer": optimizer, "schedule": schedule}
         return bits(train(comm, case, mesh, strategy, sizes, **options)[2])
 
@@ -98,11 +95,11 @@ CUTS_OF_FIELDS = [
 
 @pytest.mark.parametrize("norm", [lambda: nn.GroupNorm(4, 16), lambda: nn.InstanceNorm(16, affine=True)])
 @pytest.mark.parametrize(("options", "cuts"), CUTS_OF_FIELDS)
-def test_one_hash_for_every_cut_of_a_model_of_fields(options: Any, cuts: list[Any], norm: Any) -> None:
+def test_one_hash_for_every_cut_of_a_model_of_fields(options, cuts, norm):
     """A convolution gives its result with channels last in memory, and a message brings it with channels first."""
     x, y = (np.random.default_rng(c).standard_normal((8, c, 8, 8)).astype(np.float32) for c in (3, 4))
 
-    def run(comm: Communicator, cut: Any) -> Bits:
+    def run(comm, cut):
         layers = [nn.Conv2d(3, 16, 3, padding=1), norm(), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), norm(), nn.ReLU()]
         model = nn.Sequential(*layers, nn.Conv2d(16, 4, 3, padding=1))
         more = {} if cut is None else {"mesh": PIPE, "stages": cut}
@@ -123,8 +120,8 @@ def test_one_hash_for_every_cut_of_a_model_of_fields(options: Any, cuts: list[An
         ("default", "Tanh()", "RelativeL2()"), ("default", "Conv2d(16, 4, 3)", "MSELoss()"),
     ],
 )  # fmt: skip
-def test_a_cut_changes_no_bit_though_numpy_adds_in_the_order_of_memory(last: str, loss: str, mode: Any) -> None:
-    def run(comm: Communicator, more: Any) -> tuple[Bits, list[float]]:
+def test_a_cut_changes_no_bit_though_numpy_adds_in_the_order_of_memory(last, loss, mode):
+    def run(comm, more):
         model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), eval(f"nn.{last}"))
         options = {"reproducible_chunks": 4, "precision": "float64", **more}
         trainer = distributed(model, comm, loss=eval(f"nn.{loss}"), **options)
@@ -140,10 +137,10 @@ def test_a_cut_changes_no_bit_though_numpy_adds_in_the_order_of_memory(last: str
 
 
 @pytest.mark.parametrize("mesh", few([Mesh(shard=1, pipe=2), Mesh(shard=2)], 2))
-def test_recompute_changes_no_bit(mesh: Mesh) -> None:
+def test_recompute_changes_no_bit(mesh):
     some_units = "60KiB" if mesh.pipe == 1 else "110KiB"
 
-    def run(comm: Communicator, recompute: Any) -> tuple[Bits, str]:
+    def run(comm, recompute):
         trainer = train(comm, "deep", mesh, "fsdp", (5,), recompute=recompute, microbatches=2)[2]
         return bits(trainer), str(trainer.program)
 
@@ -201,14 +198,14 @@ PIPE = Mesh(shard=1, pipe=2)
         ({"recompute": "1.2.3MiB"}, "recompute='1.2.3MiB': a number of bytes is needed"),
     ],
 )
-def test_pipes_that_cannot_work_are_refused(options: dict[str, Any], text: str) -> None:
+def test_pipes_that_cannot_work_are_refused(options, text):
     given = {"mesh": PIPE, **options}
     with pytest.raises(ConfigError, match=text):
         spawn(lambda comm: make(comm, "mlp", "ddp", **given), given["mesh"].size)
 
 
-def test_costs_decide_where_a_model_is_cut() -> None:
-    def starts(comm: Communicator, **options: Any) -> tuple[int, ...]:
+def test_costs_decide_where_a_model_is_cut():
+    def starts(comm, **options):
         return make(comm, "mlp", "ddp", mesh=PIPE, **options).inspect.placement.layout.spread.starts
 
     assert spawn(lambda comm: starts(comm, costs={"0": 100.0, "*": 1.0}), 2) == [(0, 1)] * 2
@@ -224,7 +221,7 @@ def test_costs_decide_where_a_model_is_cut() -> None:
         (lambda rank: {"schedule": [mine, mine_too][rank]}, "schedule: rank 0 has F0.0 F0.1 I0.0"),
     ],
 )
-def test_ranks_that_cut_differently_are_told(options: Any, text: str) -> None:
+def test_ranks_that_cut_differently_are_told(options, text):
     """With each layer a unit of its own all else is alike."""
     more = {"mesh": PIPE, "group_bytes": 0, "microbatches": 2}
     said = alike(2, lambda comm: make(comm, "mlp", "ddp", **more, **options(comm.rank)))
@@ -234,10 +231,10 @@ def test_ranks_that_cut_differently_are_told(options: Any, text: str) -> None:
 class Dropping(nn.Composite):
     """It keeps neither of its arguments; one is a function, which each rank makes for itself."""
 
-    def __init__(self, p: float, init: Any) -> None:
+    def __init__(self, p, init):
         self.linear, self.drop = nn.Linear(4, 4, init=init), nn.Dropout(p)
 
-    def compose(self, x: Any) -> Any:
+    def compose(self, x):
         return self.drop(self.linear(x))
 
 
@@ -255,7 +252,7 @@ class Dropping(nn.Composite):
         ),
     ],
 )
-def test_layers_that_differ_are_told(model: Any, text: str) -> None:
+def test_layers_that_differ_are_told(model, text):
     said = alike(2, lambda comm: distributed(model(comm.rank), comm, loss=nn.CrossEntropyLoss()))
     assert f"ConfigError: ranks differ in layers: rank 0 has {text}" in said
 
@@ -263,10 +260,10 @@ def test_layers_that_differ_are_told(model: Any, text: str) -> None:
 class Table(Same):
     """An array of one's own, which its text leaves out."""
 
-    def __init__(self, table: np.ndarray) -> None:
+    def __init__(self, table):
         self._table = table
 
-    def forward(self, env: Any, p: Any, x: Any) -> Any:
+    def forward(self, env, p, x):
         return x + env.xp.asarray(self._table, x.dtype), ()
 
 
@@ -280,15 +277,15 @@ class Table(Same):
         (lambda n: nn.Linear(4, 4), lambda n: np.ones((4,)) + n, "MSELoss(weights=<an array>) with"),
     ],
 )
-def test_arrays_that_differ_are_told(model: Any, weights: Any, text: str) -> None:
-    def act(comm: Communicator, rank: int) -> None:
+def test_arrays_that_differ_are_told(model, weights, text):
+    def act(comm, rank):
         distributed(model(rank), comm, loss=nn.MSELoss(weights(rank)) + nn.L1Loss())
 
     assert f"ConfigError: ranks differ in arrays: rank 0 has {text}" in alike(2, lambda comm: act(comm, comm.rank))
     spawn(act, 2, 1)
 
 
-def mine_too(ranks: int, microbatches: int, per_rank: int) -> list[str]:
+def mine_too(ranks, microbatches, per_rank):
     ends = range(microbatches)
     return [" ".join([f"F{r}.{m}" for m in ends] + [f"B{r}.{m}" for m in ends]) for r in range(ranks)]
 
@@ -296,13 +293,13 @@ def mine_too(ranks: int, microbatches: int, per_rank: int) -> list[str]:
 mine_too.__name__ = "mine"
 
 
-def mine(ranks: int, microbatches: int, per_rank: int) -> list[str]:
+def mine(ranks, microbatches, per_rank):
     """All forwards, then backwards with their second half apart."""
     ends = range(microbatches)
     return [" ".join([f"F{r}.{m}" for m in ends] + [f"I{r}.{m} W{r}.{m}" for m in ends]) for r in range(ranks)]
 
 
-def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+def test_a_schedule_of_ones_own(tmp_path):
     compare("deep", PIPE, "fsdp", schedule=mine, microbatches=3)
     file = tmp_path / "own.txt"
     file.write_text("# two ranks, two microbatches\nF0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1\n")
@@ -317,17 +314,17 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
         (["B0.0 F0.0", "F1.0 B1.0"], "B0.0"),
     ],
 )
-def test_a_schedule_that_cannot_run_is_shown(lines: list[str], text: str) -> None:
+def test_a_schedule_that_cannot_run_is_shown(lines, text):
     """Before any communication, on all ranks alike, with the place."""
     options = {"mesh": PIPE, "schedule": lambda ranks, microbatches, per_rank: lines, "microbatches": 1}
     said = alike(2, lambda comm: make(comm, "mlp", "ddp", **options))
     assert re.search(f"^ProgramError: (.|\n)*{text}", said)
 
 
-def test_the_other_calls_of_a_trainer() -> None:
+def test_the_other_calls_of_a_trainer():
     """accumulate, no_sync, gradients, evaluate, predict and the three calls, on a mesh of pipe and data."""
 
-    def run(comm: Communicator, mesh: Mesh) -> Any:
+    def run(comm, mesh):
         trainer = make(comm, "deep", "zero2", mesh=mesh, microbatches=2, **OPTIONS)
         x, y = KNOWN["deep"].batch(np.random.default_rng(5), 8)
         trainer.accumulate(x[:1], y[:1])
@@ -345,8 +342,8 @@ def test_the_other_calls_of_a_trainer() -> None:
         np.testing.assert_allclose(got[4], want[4], rtol=1e-10, atol=1e-12)
 
 
-def test_measured_steps_are_what_ran() -> None:
-    def run(comm: Communicator) -> Any:
+def test_measured_steps_are_what_ran():
+    def run(comm):
         trainer = make(comm, "deep", "ddp", mesh=PIPE, schedule="zb-h1", microbatches=3, **OPTIONS)
         x, y = KNOWN["deep"].batch(np.random.default_rng(5), 6)
         return trainer.inspect.measure(x, y, steps=2)
@@ -365,8 +362,8 @@ def test_measured_steps_are_what_ran() -> None:
             assert min(some) > 0
 
 
-def test_a_pipe_is_cut_by_measured_layers(tmp_path: Path) -> None:
-    def run(comm: Communicator) -> list[tuple[str, ...]]:
+def test_a_pipe_is_cut_by_measured_layers(tmp_path):
+    def run(comm):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8))
         options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "tune": False}
         x = np.ones((4, 8), np.float32)
@@ -384,18 +381,18 @@ def test_a_pipe_is_cut_by_measured_layers(tmp_path: Path) -> None:
     assert spawn(run, 2) == [[("0",), ("1", "2", "3")]] * 2
 
 
-def test_messages_are_planned_once_for_each_shape_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_planned_once_for_each_shape_of_a_batch(monkeypatch):
     """Not once per message: what travels follows from the program and the shapes of the batch."""
-    asked: list[int] = []
+    asked = []
     of = ValueShapes.shape_of
 
-    def counted(self: ValueShapes, value: int, *given: Any) -> Any:
+    def counted(self, value, *given):
         asked.append(value)
         return of(self, value, *given)
 
     monkeypatch.setattr(ValueShapes, "shape_of", counted)
 
-    def main(comm: Communicator) -> list[int]:
+    def main(comm):
         trainer = make(comm, "deep", "ddp", mesh=Mesh(shard=1, pipe=2), microbatches=2)
         seen = []
         for rows in (8, 8, 8, 4, 4, 8):  # the second step is another one: it may share memory with the first

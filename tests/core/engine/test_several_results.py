@@ -1,9 +1,6 @@
 """Layers that return several arrays train like containers of layers that return one each."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +8,6 @@ from models import distributed, part
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.testing import LayerContract, assert_close
 
@@ -23,16 +19,16 @@ VALUES = {f"{layer}.weight": RNG.standard_normal(6) for layer in "abc"}
 class Times(nn.Layer):
     """Return x times a weight of each feature."""
 
-    def specs(self) -> dict[str, nn.ParameterSpec]:
+    def specs(self):
         return {"weight": nn.ParameterSpec((6,), nn.init.ones)}
 
-    def forward(self, env: Any, p: Any, x: Any) -> Any:
+    def forward(self, env, p, x):
         return x * p["weight"], (x,)
 
-    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+    def backward_input(self, env, p, saved, dy):
         return dy * p["weight"], (dy, saved[0])
 
-    def backward_params(self, env: Any, g: Any, kept: Any) -> None:
+    def backward_params(self, env, g, kept):
         if "weight" in g:
             g["weight"] += (kept[0] * kept[1]).sum(axis=0)
 
@@ -42,11 +38,11 @@ class Both(Times):
 
     n_outputs = 2
 
-    def forward(self, env: Any, p: Any, x: Any) -> Any:
+    def forward(self, env, p, x):
         y, _ = super().forward(env, p, x)
         return (y, env.xp.tanh(y)), (x, y)
 
-    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+    def backward_input(self, env, p, saved, dy):
         d = 0 if dy[0] is None else dy[0]
         if dy[1] is not None:
             d = d + dy[1] * (1 - env.xp.tanh(saved[1]) ** 2)
@@ -54,16 +50,16 @@ class Both(Times):
 
 
 class TestBoth(LayerContract):
-    def make(self) -> nn.Layer:
+    def make(self):
         return Both()
 
-    def inputs(self) -> Any:
+    def inputs(self):
         return self.draw_normal(4, 6)
 
 
-def make(split: bool, results: tuple[str, ...] = ("a.0", "c")) -> nn.Layer:
+def make(split, results=("a.0", "c")):
     """The second Both has a result that nothing reads."""
-    nodes: dict[str, Any] = {"a": (Both(), "x"), "b": (Both(), "a.1"), "c": (Times(), "b.1")}
+    nodes = {"a": (Both(), "x"), "b": (Both(), "a.1"), "c": (Times(), "b.1")}
     if split:
         nodes = {"a": (Times(), "x"), "t": (nn.Tanh(), "a"), "b": (Times(), "t")}
         nodes |= {"s": (nn.Tanh(), "b"), "c": (Times(), "s")}
@@ -71,8 +67,8 @@ def make(split: bool, results: tuple[str, ...] = ("a.0", "c")) -> nn.Layer:
     return nn.Graph(nodes, outputs=results)
 
 
-def train(comm: Communicator, split: bool, **more: Any) -> Any:
-    options: dict[str, Any] = {"optimizer": optim.AdamW(lr=1e-2), "precision": "float64", **more}
+def train(comm, split, **more):
+    options = {"optimizer": optim.AdamW(lr=1e-2), "precision": "float64", **more}
     trainer = distributed(make(split), comm, loss=nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss()), **options)
     trainer.load_parameters(VALUES)
     rows = part(trainer.data_group, 8)
@@ -80,7 +76,7 @@ def train(comm: Communicator, split: bool, **more: Any) -> Any:
     return losses, trainer.parameters(), trainer.predict(X[rows]), rows
 
 
-WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+WAYS = {
     "alone": (1, {}),
     "checked": (1, {"check_finite": True, "microbatches": 2}),
     "fsdp": (2, {"strategy": "fsdp", "group_bytes": 0, "recompute": "all"}),
@@ -90,12 +86,12 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @cache
-def train_as_several_layers() -> Any:
+def train_as_several_layers():
     return spawn(lambda comm: train(comm, True), 1)[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_several_results_train_as_several_layers(way: str) -> None:
+def test_several_results_train_as_several_layers(way):
     losses, values, predicted, _ = train_as_several_layers()
     ranks, options = WAYS[way]
     for got, found, mine, rows in spawn(lambda comm: train(comm, False, **options), ranks):
@@ -105,7 +101,7 @@ def test_several_results_train_as_several_layers(way: str) -> None:
             np.testing.assert_allclose(one, other[rows], rtol=1e-12, atol=1e-13)
 
 
-def test_the_number_of_results_is_declared() -> None:
+def test_the_number_of_results_is_declared():
     class Wrong(Both):
         n_outputs = 3
 
@@ -113,7 +109,7 @@ def test_the_number_of_results_is_declared() -> None:
         nn.Graph({"a": (Wrong(), "x")}, outputs=("a.0", "a.1", "a.2")).as_distributed().predict(X)
 
 
-def test_a_lone_layer_is_a_model_of_several_outputs() -> None:
+def test_a_lone_layer_is_a_model_of_several_outputs():
     trainer = fsdpx.distribute(Both(), precision="float64")
     plain, tanh = trainer.predict(X)
     np.testing.assert_allclose(tanh, np.tanh(plain), rtol=1e-14)

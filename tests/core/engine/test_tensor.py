@@ -2,17 +2,15 @@
 
 import itertools
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 from amount import few, pairs
-from bits import Bits, bits, demand_same
+from bits import bits, demand_same
 from meshes import compare, train
 from models import alike, distributed, make, part
 
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import ShapeError
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
@@ -21,18 +19,18 @@ SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 @pytest.mark.parametrize(
     ("sequence", "width"), [(None, 2), (None, 3), ("parallel", 4), ("ulysses", 2), ("ring", 4), ("samples", 4)]
 )
-def test_every_width_equals_one_process(sequence: str | None, width: int) -> None:
+def test_every_width_equals_one_process(sequence, width):
     """No width divides heads, vocabulary and features; of a ring of two both neighbors are one rank, see below."""
     compare("wide", Mesh(shard=1, tensor=width), "ddp", delays=width, sequence=sequence)
 
 
 @pytest.mark.parametrize(("sequence", "width"), pairs(SEQUENCES[1:], [2, 3]))
-def test_sequences_need_not_divide(sequence: str, width: int) -> None:
+def test_sequences_need_not_divide(sequence, width):
     """11 positions, then 1: all ranks but one have none."""
     compare("uneven", Mesh(shard=1, tensor=width), "ddp", delays=width, sequence=sequence, check=True)
 
 
-UNEVEN: list[tuple[Mesh, dict[str, Any]]] = [
+UNEVEN = [
     (Mesh(shard=1, pipe=2, tensor=3), {"strategy": "ddp", "recompute": "all"}),
     (Mesh(shard=2, pipe=2, tensor=2), {"strategy": "fsdp", "recompute": "attention", "schedule": "zb-h1"}),
     (Mesh(shard=2, tensor=2), {"strategy": "zero1", "recompute": "60KiB"}),
@@ -40,13 +38,13 @@ UNEVEN: list[tuple[Mesh, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("on", "sequence"), few(pairs(UNEVEN, SEQUENCES[1:]), 3))
-def test_sequences_need_not_divide_on_any_mesh(on: tuple[Mesh, dict[str, Any]], sequence: str) -> None:
+def test_sequences_need_not_divide_on_any_mesh(on, sequence):
     compare("uneven", on[0], sequence=sequence, microbatches=2, **on[1])
 
 
 @pytest.mark.parametrize("sequence", few(SEQUENCES[1:], 3))
-def test_uneven_sequences_have_one_hash(sequence: str) -> None:
-    def run(comm: Communicator, recompute: Any) -> Bits:
+def test_uneven_sequences_have_one_hash(sequence):
+    def run(comm, recompute):
         options = {"sequence": sequence, "reproducible_chunks": 2, "recompute": recompute}
         return bits(train(comm, "uneven", Mesh(shard=1, tensor=2), "ddp", (6, 2), **options)[2])
 
@@ -59,19 +57,19 @@ THREE = [("fsdp", "ring"), ("ddp", "parallel"), ("zero1", "ulysses"), ("ddp", No
 
 
 @pytest.mark.parametrize(("strategy", "sequence"), few(THREE, len(THREE)))
-def test_three_dimensions_equal_one_process(strategy: str, sequence: str | None) -> None:
+def test_three_dimensions_equal_one_process(strategy, sequence):
     widths = {"replica": 2, "shard": 1} if strategy == "ddp" else {"shard": 2}
     compare("wide", Mesh(pipe=2, tensor=2, **widths), strategy, sequence=sequence, microbatches=2)
 
 
-def test_the_order_of_the_axes_is_a_choice() -> None:
+def test_the_order_of_the_axes_is_a_choice():
     order = ("tensor", "shard", "replica", "pipe")
     compare("wide", Mesh(shard=2, pipe=2, tensor=2, order=order), "fsdp", microbatches=2)
 
 
 @pytest.mark.parametrize(("sequence", "time"), few(pairs(SEQUENCES, [12, 7, 1]), 6))
-def test_predict_and_the_three_calls_see_whole_outputs(sequence: str | None, time: int) -> None:
-    def run(comm: Communicator, mesh: Mesh) -> Any:
+def test_predict_and_the_three_calls_see_whole_outputs(sequence, time):
+    def run(comm, mesh):
         trainer = train(comm, "wide", mesh, "ddp", sizes=(), sequence=sequence if mesh.tensor > 1 else None)[2]
         x = np.random.default_rng(0).integers(0, 31, (3, time))
         out = trainer.forward(x)
@@ -88,7 +86,7 @@ def test_predict_and_the_three_calls_see_whole_outputs(sequence: str | None, tim
         np.testing.assert_allclose(got[3], want[3], rtol=1e-10)
 
 
-def test_norms_of_whole_parameters_see_no_cut() -> None:
+def test_norms_of_whole_parameters_see_no_cut():
     """LAMB scales each parameter by its own norm."""
     lamb = {"optimizer": optim.LAMB(lr=0.01), "sizes": (3,)}
     (want,) = spawn(lambda comm: train(comm, "wide", Mesh(shard=1), "ddp", **lamb)[1], 1)
@@ -96,8 +94,8 @@ def test_norms_of_whole_parameters_see_no_cut() -> None:
         same_numbers(got, want, 1e-10, 1e-12)
 
 
-def test_parameters_are_loaded_whole() -> None:
-    def run(comm: Communicator) -> float:
+def test_parameters_are_loaded_whole():
+    def run(comm):
         trainer = train(comm, "wide", Mesh(shard=1, tensor=2, pipe=2), "ddp", sizes=())[2]
         values = trainer.parameters()
         moved = {name: value + 1.0 for name, value in values.items()}
@@ -108,16 +106,16 @@ def test_parameters_are_loaded_whole() -> None:
     assert set(spawn(run, 4)) == {0.0}
 
 
-def test_initialization_does_not_see_the_axes() -> None:
-    def run(comm: Communicator, mesh: Mesh) -> Bits:
+def test_initialization_does_not_see_the_axes():
+    def run(comm, mesh):
         return bits(train(comm, "wide", mesh, "ddp" if mesh.shard == 1 else "fsdp", sizes=())[2])
 
     meshes = [Mesh(shard=1), Mesh(shard=1, tensor=3), Mesh(shard=2, tensor=2), Mesh(shard=1, pipe=2, tensor=2)]
     demand_same(found for mesh in meshes for found in spawn(run, mesh.size, mesh))
 
 
-def test_a_plan_for_a_model_of_ones_own() -> None:
-    def run(comm: Communicator, mesh: Mesh, plan: Any) -> Any:
+def test_a_plan_for_a_model_of_ones_own():
+    def run(comm, mesh, plan):
         layers = {"up": nn.Linear(12, 30), "act": nn.GELU(), "down": nn.Linear(30, 12), "out": nn.Linear(12, 5)}
         model = nn.Sequential(layers)
         options = {"optimizer": optim.AdamW(lr=1e-2, eps=1e-5), "precision": "float64", "tensor_plan": plan}
@@ -133,8 +131,8 @@ def test_a_plan_for_a_model_of_ones_own() -> None:
         assert ("tensor", "all_reduce") in traffic
 
 
-def test_ranks_of_a_line_must_have_the_same_samples() -> None:
-    def act(comm: Communicator) -> None:
+def test_ranks_of_a_line_must_have_the_same_samples():
+    def act(comm):
         x = np.random.default_rng(comm.rank).integers(0, 31, (3, 12))
         train(comm, "wide", Mesh(shard=1, tensor=2), "ddp", sizes=())[2].step(x, x)
 
@@ -144,8 +142,8 @@ def test_ranks_of_a_line_must_have_the_same_samples() -> None:
     assert "trainer.data_group" in text
 
 
-def test_sequences_that_are_too_long_are_refused_before_anything_moves() -> None:
-    def run(comm: Communicator) -> str:
+def test_sequences_that_are_too_long_are_refused_before_anything_moves():
+    def run(comm):
         trainer = make(comm, "wide", "ddp", mesh=Mesh(shard=1, pipe=2, tensor=2), sequence="ring", microbatches=2)
         trainer.inspect.reset_counters()
         x = np.random.default_rng(0).integers(0, 31, (4, 13))
@@ -159,17 +157,17 @@ def test_sequences_that_are_too_long_are_refused_before_anything_moves() -> None
     assert "wants tokens of shape (samples, time <= 12), got (4, 13)" in texts.pop()
 
 
-def data(step: int) -> tuple[Any, np.ndarray]:
+def data(step):
     rng = np.random.default_rng(step)
     text = rng.integers(0, 31, (4, 9))
     return (text[:, :-1], np.sort(rng.integers(0, 2, (4, 8)), axis=1)), text[:, 1:]
 
 
-def train_llama(size: int, segments: bool = True, **options: Any) -> dict[str, np.ndarray]:
+def train_llama(size, segments=True, **options):
     """Parameters after two steps."""
     given = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(lr=1e-2), "precision": "float64", **options}
 
-    def run(comm: Communicator) -> dict[str, np.ndarray]:
+    def run(comm):
         model = nn.Llama(31, 16, 2, 4, 8, kv_heads=2, qk_norm=True, segments=segments)
         trainer = distributed(model, comm, seed=3, **given)
         mine = part(trainer.data_group, 4)
@@ -183,11 +181,11 @@ def train_llama(size: int, segments: bool = True, **options: Any) -> dict[str, n
 
 
 @cache
-def llama_alone() -> dict[str, np.ndarray]:
+def llama_alone():
     return train_llama(1)
 
 
-def same_numbers(got: dict[str, np.ndarray], want: dict[str, np.ndarray], rtol: float, atol: float) -> None:
+def same_numbers(got, want, rtol, atol):
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=rtol, atol=atol, err_msg=name)
 
@@ -201,16 +199,16 @@ def same_numbers(got: dict[str, np.ndarray], want: dict[str, np.ndarray], rtol: 
     ],
     ids=["fsdp", "pipe", "tensor"],
 )
-def test_packed_documents_train_alike_on_two_ranks(options: dict[str, Any]) -> None:
+def test_packed_documents_train_alike_on_two_ranks(options):
     same_numbers(train_llama(2, **options), llama_alone(), 1e-10, 1e-10)
 
 
-def test_chunks_and_recompute_leave_the_bits() -> None:
+def test_chunks_and_recompute_leave_the_bits():
     want = train_llama(1, segments=False, precision="float32", reproducible_chunks=4)
     for size, options in ((2, {"strategy": "fsdp"}), (1, {"recompute": "attention"})):
         got = train_llama(size, segments=False, precision="float32", reproducible_chunks=4, **options)
         assert all(np.array_equal(got[name], value) for name, value in want.items())
 
 
-def test_16_bits_follow() -> None:
+def test_16_bits_follow():
     same_numbers(train_llama(1, precision="bf16"), llama_alone(), 0.06, 0.06)

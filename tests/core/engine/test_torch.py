@@ -1,14 +1,12 @@
 """PyTorch as the oracle of whole training: gradients and AdamW steps of the same GPT, float64."""
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 from models import distributed, part
 
-from fsdpx import Trainer, nn, optim, spawn
-from fsdpx.core.comm import Communicator
+from fsdpx import nn, optim, spawn
 from fsdpx.testing import assert_close
 
 torch = pytest.importorskip("torch")
@@ -16,12 +14,12 @@ torch = pytest.importorskip("torch")
 VOCAB, WIDTH, LAYERS, HEADS, TIME, ROWS, STEPS = 41, 24, 2, 3, 10, 6, 8
 
 
-def batches() -> list[tuple[np.ndarray, np.ndarray]]:
+def batches():
     texts = np.random.default_rng(4).integers(0, VOCAB, (STEPS, ROWS, TIME + 1))
     return [(text[:, :-1], text[:, 1:]) for text in texts]
 
 
-def logits(p: dict[str, Any], x: Any) -> Any:
+def logits(p, x):
     """GPT-2's forward in plain PyTorch operations over our parameter names."""
     f = torch.nn.functional
     h = p["embed.weight"][x] + p["embed.position"][: x.shape[1]]
@@ -39,13 +37,13 @@ def logits(p: dict[str, Any], x: Any) -> Any:
 
 
 @cache
-def begun() -> dict[str, np.ndarray]:
+def begun():
     """The parameters that a seed gives, on any ranks."""
     return spawn(lambda comm: trainer_of(comm, "ddp").parameters(), 1)[0]
 
 
 @cache
-def by_torch() -> Any:
+def by_torch():
     start = begun()
     p = {k: torch.tensor(v, requires_grad=True) for k, v in start.items()}
     decayed = [v for v in p.values() if v.ndim > 1]
@@ -65,14 +63,14 @@ def by_torch() -> Any:
     return losses, first, {k: v.detach().numpy() for k, v in p.items()}
 
 
-def trainer_of(comm: Communicator, strategy: str) -> Trainer:
+def trainer_of(comm, strategy):
     adamw = optim.AdamW(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, groups=optim.no_decay)
     options = {"strategy": strategy, "precision": "float64", "clip_norm": 1.0, "group_bytes": 4096}
     model = nn.GPT(VOCAB, WIDTH, LAYERS, HEADS, TIME)
     return distributed(model, comm, loss=nn.CrossEntropyLoss(), optimizer=adamw, **options)
 
 
-def by_us(comm: Communicator, strategy: str) -> Any:
+def by_us(comm, strategy):
     trainer = trainer_of(comm, strategy)
     start, losses, first = trainer.parameters(), [], {}
     for x, y in batches():
@@ -84,7 +82,7 @@ def by_us(comm: Communicator, strategy: str) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "size"), [("ddp", 1), ("zero2", 2), ("fsdp", 3)])
-def test_gradients_and_steps_match(strategy: str, size: int) -> None:
+def test_gradients_and_steps_match(strategy, size):
     want_losses, want_first, want_end = by_torch()
     for start, losses, first, end in spawn(lambda comm: by_us(comm, strategy), size):
         assert_close(start, begun())

@@ -1,10 +1,8 @@
 """The same promises under real MPI, at whatever number of ranks the tests are run with."""
 
-from typing import Any
-
 import numpy as np
 import pytest
-from bits import Bits, bits
+from bits import bits
 from meshes import reference
 from meshes import train as train_on_mesh
 from models import HYBRID, STRATEGIES, make, own_part, train
@@ -13,7 +11,6 @@ from ranks import from_rank_0
 
 import fsdpx
 from fsdpx import Mesh, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError, DesyncError
 from fsdpx.testing import assert_close
 
@@ -24,7 +21,7 @@ EACH = pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid"])
 
 
 @pytest.fixture(autouse=True)
-def _says_something(request: Any, world: Communicator) -> None:
+def _says_something(request, world):
     """See test_parity.py."""
     strategy = request.node.callspec.params.get("strategy", "fsdp")
     if strategy == "hybrid" and world.size not in HYBRID:
@@ -33,24 +30,24 @@ def _says_something(request: Any, world: Communicator) -> None:
         pytest.skip("on one rank all strategies are one")
 
 
-def check(world: Communicator, mesh: Mesh | None, strategy: str, case: str = "wide", **options: Any) -> None:
+def check(world, mesh, strategy, case="wide", **options):
     *got, trainer = train_on_mesh(world, case, mesh, strategy, check=True, **options)
     assert_close(got, from_rank_0(world, reference, case), 1e-12)
     trainer.close()
 
 
 @EACH
-def test_equals_one_process(world: Communicator, strategy: str) -> None:
+def test_equals_one_process(world, strategy):
     """AdamW with clipping in float64; the last batch has 3 samples, so some ranks have none."""
     check(world, None, strategy, "gpt")
 
 
-def test_statistics_over_the_batch_equal_one_process(world: Communicator) -> None:
+def test_statistics_over_the_batch_equal_one_process(world):
     """A layer that speaks over the data axis by itself."""
     check(world, None, "fsdp", "norms")
 
 
-def by_themselves(comm: Communicator) -> Any:
+def by_themselves(comm):
     local = fsdpx.LocalSGD(sync_every=2, fragments=2, delay=1, mix=0.5)
     losses, parameters, trainer = train(comm, "mlp", local, sizes=(11,) * 5, check=True)
     trainer.close()
@@ -58,13 +55,13 @@ def by_themselves(comm: Communicator) -> Any:
 
 
 @needs("asynchronous")
-def test_replicas_by_themselves(world: Communicator) -> None:
+def test_replicas_by_themselves(world):
     """Local training, fragments under way from step to step, as on thread ranks."""
     want = from_rank_0(world, spawn, by_themselves, world.size)
     assert_close(by_themselves(world), want[world.rank], 1e-12)
 
 
-def in_chunks(comm: Communicator, how: str) -> tuple[list[float], Bits]:
+def in_chunks(comm, how):
     options = {"reproducible_chunks": 8, "clip_norm": 0.2, "precision": "float32"}
     losses, _, trainer = train(comm, "gpt", how, sizes=(8, 8), **options)
     digest = bits(trainer)
@@ -73,13 +70,13 @@ def in_chunks(comm: Communicator, how: str) -> tuple[list[float], Bits]:
 
 
 @EACH
-def test_one_hash(world: Communicator, strategy: str) -> None:
+def test_one_hash(world, strategy):
     """MPI ranks end with the bits of thread ranks."""
     assert [in_chunks(world, strategy)] == from_rank_0(world, spawn, in_chunks, 1, "ddp")
 
 
 @EACH
-def test_counted_equals_predicted(world: Communicator, strategy: str) -> None:
+def test_counted_equals_predicted(world, strategy):
     trainer = make(world, "mlp", strategy, microbatches=2)
     batch = own_part(world, "mlp", 10)
     trainer.step(*batch)
@@ -91,14 +88,14 @@ def test_counted_equals_predicted(world: Communicator, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_is_the_same_on_all_ranks(world: Communicator, precision: str) -> None:
+def test_half_precision_is_the_same_on_all_ranks(world, precision):
     losses, _, trainer = train(world, "mlp", "zero2", precision=precision)
     everyone = world.all_gather_object((losses, bits(trainer)))
     assert everyone == everyone[:1] * world.size
     trainer.close()
 
 
-def test_bad_batch_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
+def test_bad_batch_on_one_rank_is_an_error_on_all(world):
     trainer = make(world, "mlp")
     width = 13 if world.rank == world.size - 1 else 12
     with pytest.raises((DataError, ValueError)) as caught:
@@ -107,7 +104,7 @@ def test_bad_batch_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
     trainer.close()
 
 
-def test_ranks_that_call_different_things_are_named(world: Communicator) -> None:
+def test_ranks_that_call_different_things_are_named(world):
     if world.size == 1:
         pytest.skip("one rank cannot disagree with itself")
     trainer = make(world, "mlp", check=True)
@@ -132,14 +129,14 @@ MESHES = [
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_mesh_equals_one_process(world: Communicator, mesh: Mesh) -> None:
+def test_every_mesh_equals_one_process(world, mesh):
     if mesh.size != world.size:
         pytest.skip(f"{mesh} needs {mesh.size} ranks")
     check(world, mesh, "fsdp" if mesh.shard > 1 else "ddp", microbatches=3)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv"])
-def test_every_schedule_equals_one_process(world: Communicator, schedule: str) -> None:
+def test_every_schedule_equals_one_process(world, schedule):
     if world.size not in (2, 3, 4) or (world.size > 2 and schedule in ("interleaved", "zbv")):
         pytest.skip("the model has four layers")
     if world.size == 4 and schedule in ("gpipe", "zb-h1"):
@@ -148,7 +145,7 @@ def test_every_schedule_equals_one_process(world: Communicator, schedule: str) -
 
 
 @pytest.mark.parametrize("sequence", ["parallel", "ulysses", "ring"])
-def test_sequences_equal_one_process(world: Communicator, sequence: str) -> None:
+def test_sequences_equal_one_process(world, sequence):
     if world.size not in (2, 3, 4):
         pytest.skip("five heads")
     check(world, Mesh(shard=1, tensor=world.size), "ddp", "uneven", sequence=sequence, recompute="all")
@@ -156,21 +153,21 @@ def test_sequences_equal_one_process(world: Communicator, sequence: str) -> None
         check(world, Mesh(shard=1, pipe=2, tensor=2), "ddp", "uneven", sequence=sequence, microbatches=3)
 
 
-def hashed(comm: Communicator, mesh: Mesh) -> Bits:
+def hashed(comm, mesh):
     trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(8, 4), reproducible_chunks=4, precision="float32")[2]
     digest = bits(trainer)
     trainer.close()
     return digest
 
 
-def test_one_hash_on_axes(world: Communicator) -> None:
+def test_one_hash_on_axes(world):
     """A pipe of MPI ranks ends with the bits of one thread rank."""
     if world.size > 4:
         pytest.skip("the model has four layers")
     assert [hashed(world, Mesh(shard=1, pipe=world.size))] == from_rank_0(world, spawn, hashed, 1, Mesh(shard=1))
 
 
-def frozen(comm: Communicator, mesh: Mesh) -> dict[str, np.ndarray]:
+def frozen(comm, mesh):
     trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(6, 6), frozen=["embed.*"], microbatches=2)[2]
     x = np.random.default_rng(0).integers(0, 31, (3, 12))
     trainer.evaluate(x, x)
@@ -180,7 +177,7 @@ def frozen(comm: Communicator, mesh: Mesh) -> dict[str, np.ndarray]:
     return found
 
 
-def test_ranks_with_and_without_frozen_parameters_bind_alike(world: Communicator) -> None:
+def test_ranks_with_and_without_frozen_parameters_bind_alike(world):
     """What a step leaves differs between stages; the memory that they share is made together all the same."""
     if world.size > 4:
         pytest.skip("the model has four layers")

@@ -1,7 +1,6 @@
 """Ranges, pages, cuts and the canonical tree."""
 
 import re
-from typing import Any
 
 from amount import examples
 from hypothesis import given, settings
@@ -21,14 +20,14 @@ CHECK = settings(max_examples=examples(200), derandomize=True, database=None, de
 
 
 @st.composite
-def cuts(draw: st.DrawFn, size: int) -> list[ElementRange]:
+def cuts(draw, size):
     edges = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=6))})
     return [ElementRange(a, b) for a, b in zip(edges, edges[1:], strict=False)]
 
 
 @given(st.data(), st.integers(1, 60))
 @CHECK
-def test_overlap_covers_every_element_once(data: st.DataObject, size: int) -> None:
+def test_overlap_covers_every_element_once(data, size):
     have, want = data.draw(cuts(size)), data.draw(cuts(size))
     seen = []
     for piece in intersect_ranges(have, want):
@@ -39,14 +38,14 @@ def test_overlap_covers_every_element_once(data: st.DataObject, size: int) -> No
     assert seen == list(range(size))
 
 
-def test_overlap_skips_gaps() -> None:
+def test_overlap_skips_gaps():
     found = intersect_ranges([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)])
     assert [(piece.start, piece.stop) for piece in found] == [(2, 3), (6, 7)]
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.integers(1, 9), st.booleans())
 @CHECK
-def test_cuts_tile_the_page_without_padding(sizes: list[int], width: int, snap: bool) -> None:
+def test_cuts_tile_the_page_without_padding(sizes, width, snap):
     page = Page.from_shapes(0, [(f"p{i}", (n,)) for i, n in enumerate(sizes)], True)
     shards = split_page_into_shard_ranges(page, width, snap)
     assert len(shards) == width
@@ -60,14 +59,14 @@ def test_cuts_tile_the_page_without_padding(sizes: list[int], width: int, snap: 
         assert max(s.size for s in shards) - min(s.size for s in shards) <= 1
 
 
-def _leaves(node: TreeNode, chunks: int) -> set[int]:
+def _leaves(node, chunks):
     start = node.index << node.level
     return set(range(start, min(start + (1 << node.level), chunks)))
 
 
 @given(st.integers(1, 40), st.data())
 @CHECK
-def test_nodes_cover_a_run_exactly(chunks: int, data: st.DataObject) -> None:
+def test_nodes_cover_a_run_exactly(chunks, data):
     a = data.draw(st.integers(0, chunks))
     b = data.draw(st.integers(a, chunks))
     nodes = cover_chunks_with_tree_nodes(chunks, range(a, b))
@@ -77,11 +76,11 @@ def test_nodes_cover_a_run_exactly(chunks: int, data: st.DataObject) -> None:
 
 @given(st.integers(1, 64), st.integers(1, 12))
 @CHECK
-def test_any_spread_over_ranks_adds_all_in_one_order(chunks: int, ranks: int) -> None:
+def test_any_spread_over_ranks_adds_all_in_one_order(chunks, ranks):
     """Sums as text show the order of additions: one rank and many ranks must write the same text."""
 
-    def add(nodes: Any) -> PairwiseSumStack[str]:
-        stack: PairwiseSumStack[str] = PairwiseSumStack(chunks, lambda left, right: f"({left}+{right})")
+    def add(nodes):
+        stack = PairwiseSumStack(chunks, lambda left, right: f"({left}+{right})")
         for node, text in nodes:
             stack.push_node(node, text)
         return stack

@@ -18,7 +18,6 @@ from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.array.shapes.array import ShapeArray, call_without_metering_temporaries, measuring_shape_only_memory
 from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.checkpoint.local_shards import iterate_local_state_shards, iterate_shards_to_write
-from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.state import footprint as module_of_footprint
 from fsdpx.core.state import ledger
@@ -30,16 +29,16 @@ from fsdpx.errors import ConfigError
 F32 = np.dtype(np.float32)
 
 
-def model() -> nn.Layer:
+def model():
     return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm(10), nn.ReLU(), nn.Linear(10, 3))
 
 
-def make(comm: Communicator, strategy: str = "fsdp", **options: Any) -> Any:
+def make(comm, strategy="fsdp", **options):
     options = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, **options}
     return model().as_distributed(loss=nn.MSELoss(), comm=comm, strategy=strategy, **options)
 
 
-def step(trainer: Any, seed: int = 0) -> float:
+def step(trainer, seed=0):
     rng, mine = np.random.default_rng(seed), part(trainer.data_group, 12)
     x, y = rng.standard_normal((12, 6), np.float32), rng.standard_normal((12, 3), np.float32)
     return float(trainer.step(x[mine], y[mine]))
@@ -47,7 +46,7 @@ def step(trainer: Any, seed: int = 0) -> float:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @on_ranks(2)
-def test_rows_follow_the_placement(comm: Communicator, strategy: str) -> None:
+def test_rows_follow_the_placement(comm, strategy):
     """Lifetimes and owners are those of the strategy; every row that is kept has an array of its size."""
     state = make(comm, strategy).inspect.engine.state
     whole = state.placement.axes.shard.size == 1
@@ -65,13 +64,13 @@ def test_rows_follow_the_placement(comm: Communicator, strategy: str) -> None:
 
 
 @on_ranks(2)
-def test_sums_of_gradients_take_memory_from_their_reduce_to_the_update(comm: Communicator) -> None:
+def test_sums_of_gradients_take_memory_from_their_reduce_to_the_update(comm):
     """Activations are gone by then, and so is their memory when the next ones are made."""
     trainer = make(comm, "fsdp")
     ledger, seen = trainer.inspect.engine.state.ledger, dict[str, int]()
     parts = [row.key for row in ledger if row.key.kind == "part"]
 
-    def held() -> int:
+    def held():
         return sum(key in ledger.arrays for key in parts)
 
     trainer.inspect.engine.add_observer(lambda action: seen.update({str(action): held()}))
@@ -86,7 +85,7 @@ def test_sums_of_gradients_take_memory_from_their_reduce_to_the_update(comm: Com
 
 
 @on_ranks(2)
-def test_a_row_inside_another_has_no_memory_of_its_own(comm: Communicator) -> None:
+def test_a_row_inside_another_has_no_memory_of_its_own(comm):
     state = make(comm, "zero1").inspect.engine.state
     for p, page in state.placement.pages.items():
         master, full = state.ledger.get_array("master", p), state.ledger.get_array("full", p)
@@ -98,7 +97,7 @@ def test_a_row_inside_another_has_no_memory_of_its_own(comm: Communicator) -> No
     assert state.count_bytes_by_kind()["parameters"] == parameters
 
 
-def test_the_bytes_of_the_ledger_are_those_of_the_arena() -> None:
+def test_the_bytes_of_the_ledger_are_those_of_the_arena():
     for strategy in ("ddp", "zero2", "fsdp"):
         state = spawn(lambda comm, s=strategy: make(comm, s), 1)[0].inspect.engine.state
         assert sum(state.ledger.count_bytes_by_kind().values()) == sum(
@@ -107,24 +106,24 @@ def test_the_bytes_of_the_ledger_are_those_of_the_arena() -> None:
 
 
 @needs("asynchronous", "compression", "elastic")
-def test_every_kind_has_a_row_somewhere() -> None:
-    def run(comm: Communicator) -> set[str]:
+def test_every_kind_has_a_row_somewhere():
+    def run(comm):
         trainer = make(comm, elastic=fsdpx.ElasticConfig(every=1), compression=Keeps(), average=fsdpx.EMA())
         step(trainer)
         step(trainer)
         return {row.key.kind for row in trainer.inspect.engine.state.ledger}
 
-    def apart(comm: Communicator) -> set[str]:
+    def apart(comm):
         plain = nn.Sequential(nn.Linear(6, 3))
         strategies = fsdpx.LocalSGD(compression="int8", delay=2), fsdpx.AsyncSGD(staleness=0)
-        options: Any = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "comm": comm}
+        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "comm": comm}
         trainers = [plain.as_distributed(strategy=strategy, **options) for strategy in strategies]
         return {row.key.kind for trainer in trainers for row in trainer.inspect.engine.state.ledger}
 
     assert set.union(*spawn(run, 2, survive=True), *spawn(apart, 2)) == set(LEDGER_KINDS)
 
 
-def test_a_key_is_there_once() -> None:
+def test_a_key_is_there_once():
     known = Ledger()
     row = LedgerRow(LedgerKey("copy", None, "a"), F32, ElementRange(0, 3), "private", level="host")
     known.add_row(row, np.zeros(3, F32))
@@ -140,18 +139,16 @@ class Keeps(fsdpx.NoCompression):
 
     reshard_rules: ClassVar[Any] = {"seen": "same"}
 
-    def memory_sizes(self, size: int) -> dict[str, int]:
+    def memory_sizes(self, size):
         return {"seen": size, "more": 2}
 
-    def reduce_scatter(
-        self, comm: Any, grad: Any, out: Any, counts: Any, scratch: Any, memory: Any, *, what: str
-    ) -> Any:
+    def reduce_scatter(self, comm, grad, out, counts, scratch, memory, *, what):
         memory["seen"] += 1
         return super().reduce_scatter(comm, grad, out, counts, scratch, memory, what=what)
 
 
-def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> None:
-    def save(comm: Communicator) -> int:
+def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path):
+    def save(comm):
         trainer = make(comm, average=fsdpx.EMA())
         step(trainer)
         for one in iterate_local_state_shards(trainer.inspect.engine.state):
@@ -163,7 +160,7 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
 
     assert sum(spawn(save, 3)) == (6 * 10 + 10 + 20 + 10 * 3 + 3) * F32.itemsize
 
-    def load(comm: Communicator) -> None:
+    def load(comm):
         trainer = make(comm, mesh=Mesh(shard=2), average=fsdpx.EMA())
         trainer.load(tmp_path / "a")
         shards = iterate_local_state_shards(trainer.inspect.engine.state)
@@ -176,16 +173,16 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
 
 
 @needs("elastic")
-def test_averages_survive_the_death_of_a_rank() -> None:
+def test_averages_survive_the_death_of_a_rank():
     from fsdpx.core.comm.local import RankDied
 
-    def run(comm: Communicator, dies: bool) -> tuple[bytes, str]:
+    def run(comm, dies):
         trainer = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)).as_distributed(
             loss=nn.MSELoss(), comm=comm, optimizer=optim.AdamW(lr=1e-2), elastic=fsdpx.ElasticConfig(every=1),
             reproducible_chunks=6, average=fsdpx.EMA(0.5),
         )  # fmt: skip
 
-        def die(action: Any) -> None:
+        def die(action):
             if dies and comm.rank == 1 and trainer.global_step == 3 and getattr(action, "op", "") == "NORM":
                 raise RankDied
 
@@ -202,7 +199,7 @@ def test_averages_survive_the_death_of_a_rank() -> None:
     assert [found[0], found[2]] == [whole, whole]
 
 
-def test_kinds_are_counted_under_words() -> None:
+def test_kinds_are_counted_under_words():
     assert all(kind.memory for kind in ledger.LEDGER_KINDS.values())
     saved = {"master", "slot", "memory", "statistic", "average", "outer", "velocity", "sum"}
     assert {name for name, kind in LEDGER_KINDS.items() if kind.saved} == saved
@@ -288,7 +285,7 @@ def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
     assert int(done.stdout) < large.nbytes
 
 
-def test_the_peak_is_never_below_what_is_held_now() -> None:
+def test_the_peak_is_never_below_what_is_held_now():
     """Both are read at moments of their own."""
     parts = {"arena": ProcessBytes(3000, 3000), "code of libraries": ProcessBytes(4000, 2000)}
     report = replace(make(make_single_rank_communicator()).report(), peak_rss=1, read_footprint=Footprint(parts))

@@ -2,19 +2,16 @@
 
 import time
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-from bits import Bits, bits
+from bits import bits
 from meshes import reference
 from models import HYBRID, STRATEGIES, make, own_part, train
 from ranks import OVER_GLOO, carrier, from_rank_0
 
 import fsdpx
 from fsdpx import spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.core.state.allocate import find_shared_memory_allocator
@@ -25,14 +22,14 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[Communicator]:
+def world():
     comm = open_world("gloo" if OVER_GLOO else "node")
     yield comm
     comm.close()
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Communicator]:
+def cluster():
     """Machines of two ranks where that comes out even, else of different sizes; neighbors on different machines."""
     from fsdpx.core.comm.node.node import NodeCommunicator
 
@@ -44,7 +41,7 @@ def cluster() -> Iterator[Communicator]:
 
 
 @pytest.fixture(params=[*STRATEGIES, "hybrid"])
-def strategy(request: Any, cluster: Communicator) -> str:
+def strategy(request, cluster):
     """See test_parity.py."""
     if request.param == "hybrid" and cluster.size not in HYBRID:
         pytest.skip("hybrid is fsdp on so many ranks")
@@ -53,23 +50,23 @@ def strategy(request: Any, cluster: Communicator) -> str:
     return str(request.param)
 
 
-def test_several_machines_equal_one_process(cluster: Communicator, strategy: str) -> None:
+def test_several_machines_equal_one_process(cluster, strategy):
     *got, trainer = train(cluster, "gpt", strategy, clip_norm=0.3, check=True)
     assert_close(got, from_rank_0(cluster, reference, "gpt"), 1e-12)
     trainer.close()
 
 
-def hashed(comm: Communicator, strategy: str) -> Bits:
+def hashed(comm, strategy):
     options = {"reproducible_chunks": 8, "clip_norm": 0.2, "precision": "float32"}
     with train(comm, "mlp", strategy, sizes=(8, 8), **options)[2] as trainer:
         return bits(trainer)
 
 
-def test_one_hash_over_machines(cluster: Communicator, strategy: str) -> None:
+def test_one_hash_over_machines(cluster, strategy):
     assert [hashed(cluster, strategy)] == from_rank_0(cluster, spawn, hashed, 1, "ddp")
 
 
-def test_hybrid_shards_inside_machines_and_joins_between_them(cluster: Communicator) -> None:
+def test_hybrid_shards_inside_machines_and_joins_between_them(cluster):
     if cluster.size != 4:
         pytest.skip("four ranks make two machines of two")
     for replicas in (2, 4, 1):
@@ -79,10 +76,10 @@ def test_hybrid_shards_inside_machines_and_joins_between_them(cluster: Communica
         trainer.close()
 
 
-def test_ranks_out_of_step_do_not_see_half_updated_parameters(world: Communicator) -> None:
+def test_ranks_out_of_step_do_not_see_half_updated_parameters(world):
     """Shards lie in memory that all read: a rank that updates early must not change what others still compute with."""
 
-    def run(delay: float) -> str:
+    def run(delay):
         trainer = make(world, "mlp", "fsdp", group_bytes=0, clip_norm=None)
         for step in range(5):
             x, y = own_part(world, "mlp", 4 * world.size, step)
@@ -100,7 +97,7 @@ def test_ranks_out_of_step_do_not_see_half_updated_parameters(world: Communicato
     assert run(0.0) == run(0.02)
 
 
-def test_full_parameters_are_there_once_per_machine(world: Communicator) -> None:
+def test_full_parameters_are_there_once_per_machine(world):
     trainer = make(world, "mlp", "fsdp")
     sizes = world.all_gather_object(trainer.report().memory["parameters"])
     itemsize = trainer.inspect.placement.formats.gradients.itemsize
@@ -111,7 +108,7 @@ def test_full_parameters_are_there_once_per_machine(world: Communicator) -> None
     trainer.close()
 
 
-def test_no_room_means_messages_and_one_warning(world: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_means_messages_and_one_warning(world, monkeypatch):
     from fsdpx.core.comm.node import shared_windows
 
     _, want, first = train(world, "mlp", "zero2", precision="float32")
@@ -130,7 +127,7 @@ def test_no_room_means_messages_and_one_warning(world: Communicator, monkeypatch
 
 
 @pytest.mark.skipif(OVER_GLOO, reason="about communicators of mpi4py")
-def test_messages_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_on_request(monkeypatch):
     monkeypatch.setenv("FSDPX_NODE", "0")
     from mpi4py import MPI
 
@@ -144,7 +141,7 @@ def test_messages_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     other.close()
 
 
-def test_ranks_that_measure_differently_choose_the_same(world: Communicator, monkeypatch: Any, tmp_path: Any) -> None:
+def test_ranks_that_measure_differently_choose_the_same(world, monkeypatch, tmp_path):
     """What each rank found by itself would send some of them into a collective call and others not."""
     from fsdpx.core.state import tuning
 
@@ -160,7 +157,7 @@ def test_ranks_that_measure_differently_choose_the_same(world: Communicator, mon
     world.barrier().wait()
 
 
-def test_a_closed_trainer_gives_its_memory_back(world: Communicator) -> None:
+def test_a_closed_trainer_gives_its_memory_back(world):
     node = find_node_communicator(world)
     if node is None:
         pytest.skip("one rank shares nothing")

@@ -1,9 +1,5 @@
 """Ranks at their own speed as real processes, one of which is killed: the others train on, to the end."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from jobs_ulfm import job
 
@@ -50,7 +46,7 @@ fsdpx.finalize()
 
 
 @pytest.mark.parametrize("strategy", ["fsdpx.AsyncSGD(staleness=3)", "'gossip'"])
-def test_a_rank_killed_with_a_lock_costs_the_others_nothing(tmp_path: Path, strategy: str) -> None:
+def test_a_rank_killed_with_a_lock_costs_the_others_nothing(tmp_path, strategy):
     """They make all of their steps, the loss falls, they have one model in the end, and the job ends well."""
     done = job(tmp_path, PROGRAM, 3, strategy)
     assert done.status == 0, done.err

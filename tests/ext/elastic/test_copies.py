@@ -18,10 +18,10 @@ from savers import steps as train
 from threads import on_ranks
 
 import fsdpx
-from fsdpx import Mesh, Trainer, nn, optim
+from fsdpx import Mesh, nn, optim
 from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_local_state_shards
 from fsdpx.core.checkpoint.scalars import collect_checkpoint_scalars
-from fsdpx.core.comm import Communicator, RankDied
+from fsdpx.core.comm import RankDied
 from fsdpx.core.state.ledger import list_checkpoint_tensors
 from fsdpx.errors import RankLost
 from fsdpx.ext.elastic.copies import StateCopies, assign_copy_holders_to_each_rank, form_state_backup_groups
@@ -52,29 +52,29 @@ TO = {
 }
 
 
-def build(comm: Communicator, setting: tuple[Mesh, str, int], case: str, seed: int = 3) -> Trainer:
+def build(comm, setting, case, seed=3):
     mesh, strategy, _ = setting
     return make(comm, case, strategy, mesh=mesh, group_bytes=600, seed=seed)
 
 
-def allocated(trainer: Trainer) -> int:
+def allocated(trainer):
     return int(trainer.report().memory.get("copies for recovery", 0))
 
 
-def copies_of(comm: Communicator, trainer: Trainer, copies: int = 1) -> StateCopies:
+def copies_of(comm, trainer, copies=1):
     return StateCopies(comm.subgroup(range(comm.size)), trainer.inspect.engine.state, copies)
 
 
-def arrive(copies: StateCopies, comm: Communicator) -> None:
+def arrive(copies, comm):
     while not all(comm.all_gather_object(copies.progress_and_test_transfers())):
         pass
 
 
-def copied(parts: Any) -> list[LocalShard]:
+def copied(parts):
     return [replace(one, array=np.array(one.array)) for one in parts]
 
 
-def generation(copies: StateCopies, comm: Communicator, trainer: Trainer) -> None:
+def generation(copies, comm, trainer):
     copies.start_copying_to_buddies(collect_checkpoint_scalars(trainer.inspect.engine.state, None, None))
     arrive(copies, comm)
     copies.promote_generation()
@@ -90,10 +90,10 @@ class Left:
 
 
 @lru_cache
-def left_by(name: str, case: str, copies: int = 1) -> Left:
+def left_by(name, case, copies=1):
     """A step, a snapshot that travels during another one, which changes all that it was taken of."""
 
-    def body(comm: Communicator) -> Any:
+    def body(comm):
         trainer = build(comm, ALL[name], case)
         train(trainer, case, 0, 1)
         kept = copies_of(comm, trainer, copies)
@@ -112,16 +112,16 @@ def left_by(name: str, case: str, copies: int = 1) -> Left:
 
 
 @lru_cache
-def wanted_by(to: str, case: str) -> list[list[LocalShard]]:
+def wanted_by(to, case):
     """What each rank of a new trainer holds."""
 
-    def body(comm: Communicator) -> list[LocalShard]:
+    def body(comm):
         return copied(iterate_local_state_shards(build(comm, TO[to], case, seed=99).inspect.engine.state))
 
     return fsdpx.spawn(body, TO[to][2], timeout=60)
 
 
-def move(parts: list[list[LocalShard]], to: str, case: str) -> list[list[LocalShard]]:
+def move(parts, to, case):
     """The state of a new trainer on other ranks is what is left; ranks that it does not use only give."""
     want = [copied(some) for some in wanted_by(to, case)]
     have, takes = (some + [[] for _ in range(len(other) - len(some))] for some, other in ((parts, want), (want, parts)))
@@ -129,7 +129,7 @@ def move(parts: list[list[LocalShard]], to: str, case: str) -> list[list[LocalSh
     return want
 
 
-def demand_whole(name: str, case: str, dead: tuple[int, ...], to: str, copies: int = 1) -> None:
+def demand_whole(name, case, dead, to, copies=1):
     left = left_by(name, case, copies)
     survivors = [parts for rank, parts in enumerate(left.parts) if rank not in dead]
     assert missing(survivors, left.wanted) == []
@@ -138,45 +138,45 @@ def demand_whole(name: str, case: str, dead: tuple[int, ...], to: str, copies: i
 
 
 @pytest.mark.parametrize("name", few(FROM, 4))
-def test_any_rank_may_be_lost_and_any_mesh_goes_on(name: str) -> None:
+def test_any_rank_may_be_lost_and_any_mesh_goes_on(name):
     for dead, to in zip(range(FROM[name][2]), [*TO] * 2, strict=False):
         demand_whole(name, "wide", (dead,), to)
 
 
 @pytest.mark.parametrize("to", few(TO, 3))
-def test_nobody_lost(to: str) -> None:
+def test_nobody_lost(to):
     demand_whole("fsdp 4", "wide", (), to)
     demand_whole("pipe 2 tensor 2", "wide", (), to)
 
 
 @pytest.mark.parametrize("name", ["fsdp 4", "pipe 2 shard 2"])
-def test_one_rank_of_every_pair_may_be_lost(name: str) -> None:
+def test_one_rank_of_every_pair_may_be_lost(name):
     for dead in product(*form_state_backup_groups(["here"] * 4, 1)):
         demand_whole(name, "gpt", dead, "fsdp 3")
 
 
-def test_two_copies_outlast_any_two_losses() -> None:
+def test_two_copies_outlast_any_two_losses():
     for first in range(5):
         for second in range(first):
             demand_whole("zero2 5", "mlp", (first, second), "ddp 2", copies=2)
 
 
-def test_replicas_and_copies_together() -> None:
+def test_replicas_and_copies_together():
     """hybrid, two replicas: enough for one copy, not for two."""
     for dead in ((0, 1), (0, 2), (1, 3)):
         demand_whole("hybrid 4", "norms", dead, "fsdp 3", copies=2)
 
 
 @pytest.mark.parametrize("name", ["fsdp 2", "pipe 2 shard 2"])
-def test_running_statistics_are_those_of_the_stage_that_moves_them(name: str) -> None:
+def test_running_statistics_are_those_of_the_stage_that_moves_them(name):
     demand_whole(name, "norms", (0,), "one")
     assert np.abs(left_by(name, "norms").state["1.running_mean"]).max() > 0
 
 
-def test_each_stage_has_the_running_statistics_of_its_own_layers() -> None:
-    def body(comm: Communicator) -> list[str]:
+def test_each_stage_has_the_running_statistics_of_its_own_layers():
+    def body(comm):
         model = nn.Sequential(nn.BatchNorm(3), nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm(3))
-        options: dict[str, Any] = {"optimizer": optim.SGD(lr=0.1), "mesh": Mesh(pipe=2), "microbatches": 1}
+        options = {"optimizer": optim.SGD(lr=0.1), "mesh": Mesh(pipe=2), "microbatches": 1}
         trainer = model.as_distributed(loss=nn.MSELoss(), comm=comm, tune=False, **options)
         parts = iterate_up_to_date_shards(trainer.inspect.engine.state)
         return [part.name for part in parts if part.name.endswith("running_mean")]
@@ -185,7 +185,7 @@ def test_each_stage_has_the_running_statistics_of_its_own_layers() -> None:
 
 
 @pytest.mark.parametrize("name", ["fsdp 4", "tensor 2 shard 2", "pipe 2 tensor 2"])
-def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name: str) -> None:
+def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name):
     left, count = left_by(name, "wide"), FROM[name][2]
     (buddy,) = assign_copy_holders_to_each_rank(["here"] * count, 1)[0]
     survivors = [parts for rank, parts in enumerate(left.parts) if rank not in (0, buddy)]
@@ -198,8 +198,8 @@ def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REPLICATED)
-def test_replicas_are_the_copies(name: str) -> None:
-    def body(comm: Communicator) -> Any:
+def test_replicas_are_the_copies(name):
+    def body(comm):
         trainer = build(comm, REPLICATED[name], "mlp")
         kept = copies_of(comm, trainer)
         train(trainer, "mlp", 0, 1)
@@ -216,8 +216,8 @@ def test_replicas_are_the_copies(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fsdp 2", "zero1 3", "zero2 5"])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_memory_is_that_of_the_formula(name: str, copies: int) -> None:
-    def body(comm: Communicator) -> Any:
+def test_memory_is_that_of_the_formula(name, copies):
+    def body(comm):
         trainer = build(comm, FROM[name], "mlp")
         kept = copies_of(comm, trainer, copies)
         found = [allocated(trainer)]
@@ -235,22 +235,22 @@ def test_memory_is_that_of_the_formula(name: str, copies: int) -> None:
 
 
 @on_ranks(4, timeout=60, delays=1)
-def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
+def test_a_snapshot_under_way_harms_no_complete_one(comm):
     trainer = build(comm, FROM["fsdp 4"], "mlp")
     kept, then = copies_of(comm, trainer), {}
 
-    def demand(*steps: int) -> None:
+    def demand(*steps):
         found = kept.list_complete_snapshots()
         assert [one.step for one in found] == list(steps)
         for have, want in (pair for one in found for pair in zip(one.parts, then[one.step], strict=True)):
             assert describe_shard(have) == describe_shard(want)
             assert np.array_equal(bits(have.array), bits(want.array))
 
-    def step(number: int) -> None:
+    def step(number):
         train(trainer, "mlp", number, number + 1)
         kept.start_copying_to_buddies(collect_checkpoint_scalars(trainer.inspect.engine.state, None, None))
 
-    def complete() -> None:
+    def complete():
         arrive(kept, comm)
         kept.promote_generation()
         newest = kept.list_complete_snapshots()[0]
@@ -284,7 +284,7 @@ def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
+def test_calls_out_of_order_are_refused(comm):
     trainer = build(comm, FROM["fsdp 2"], "mlp")
     kept, state = copies_of(comm, trainer), collect_checkpoint_scalars(trainer.inspect.engine.state, None, None)
     assert kept.progress_and_test_transfers()
@@ -299,10 +299,10 @@ def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("dead", [0, 3])
-def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
+def test_a_rank_that_dies_while_copies_travel(dead):
     """The others hear of it, and go on from the generation before, in new hands."""
 
-    def body(comm: Any) -> Any:
+    def body(comm):
         trainer = build(comm, FROM["fsdp 4"], "mlp")
         kept = copies_of(comm, trainer)
         train(trainer, "mlp", 0, 1)
@@ -324,7 +324,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
         reshard_arrays(left, found.parts, want)
         return then + want
 
-    def snapshot(kept: StateCopies, trainer: Trainer, comm: Communicator) -> None:
+    def snapshot(kept, trainer, comm):
         kept.start_copying_to_buddies(collect_checkpoint_scalars(trainer.inspect.engine.state, None, None))
         while not kept.progress_and_test_transfers():
             pass
@@ -337,11 +337,11 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
         demand_equal(parts, state)
 
 
-def test_a_rank_that_dies_while_state_moves() -> None:
+def test_a_rank_that_dies_while_state_moves():
     """RankLost on all the others, and the next attempt without it succeeds from the same parts."""
     left = left_by("fsdp 4", "wide")
 
-    def body(comm: Any) -> Any:
+    def body(comm):
         have = left.parts[comm.rank]
         if comm.rank == 2:
             comm.all_gather_value(([describe_shard(one) for one in have], []))
@@ -359,18 +359,18 @@ def test_a_rank_that_dies_while_state_moves() -> None:
 HOSTS = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=24)
 
 
-def outlasts(placed: list[tuple[int, ...]], lost: tuple[int, ...]) -> bool:
+def outlasts(placed, lost):
     """Whether everything is still somewhere."""
     return all(rank not in lost or any(keeper not in lost for keeper in placed[rank]) for rank in range(len(placed)))
 
 
-def chance(placed: list[tuple[int, ...]], losses: int) -> float:
+def chance(placed, losses):
     every = list(combinations(range(len(placed)), losses))
     return sum(outlasts(placed, lost) for lost in every) / len(every)
 
 
 @given(hosts=HOSTS, copies=st.integers(0, 6))
-def test_copies_are_spread_evenly_over_other_ranks(hosts: list[str], copies: int) -> None:
+def test_copies_are_spread_evenly_over_other_ranks(hosts, copies):
     placed, wanted = assign_copy_holders_to_each_rank(hosts, copies), min(copies, len(hosts) - 1)
     assert len(placed) == len(hosts)
     for rank, holders in enumerate(placed):
@@ -380,7 +380,7 @@ def test_copies_are_spread_evenly_over_other_ranks(hosts: list[str], copies: int
 
 
 @given(hosts=HOSTS, copies=st.integers(0, 6))
-def test_groups_are_closed_and_as_small_as_can_be(hosts: list[str], copies: int) -> None:
+def test_groups_are_closed_and_as_small_as_can_be(hosts, copies):
     found, placed = form_state_backup_groups(hosts, copies), assign_copy_holders_to_each_rank(hosts, copies)
     assert sorted(rank for group in found for rank in group) == list(range(len(hosts)))
     assert all(len(group) == copies + 1 for group in found[:-1])
@@ -389,7 +389,7 @@ def test_groups_are_closed_and_as_small_as_can_be(hosts: list[str], copies: int)
 
 
 @given(hosts=HOSTS, copies=st.integers(1, 4))
-def test_a_group_has_two_ranks_of_a_host_only_if_there_is_no_other_way(hosts: list[str], copies: int) -> None:
+def test_a_group_has_two_ranks_of_a_host_only_if_there_is_no_other_way(hosts, copies):
     count = len(hosts) // (copies + 1)
     hosts = hosts[: count * (copies + 1)]
     many = Counter(hosts)
@@ -398,7 +398,7 @@ def test_a_group_has_two_ranks_of_a_host_only_if_there_is_no_other_way(hosts: li
 
 
 @given(hosts=st.integers(2, 6), each=st.integers(1, 5), copies=st.integers(1, 4))
-def test_a_host_may_be_lost_whole(hosts: int, each: int, copies: int) -> None:
+def test_a_host_may_be_lost_whole(hosts, each, copies):
     names = [str(k) for k in range(hosts) for _ in range(each)]
     placed = assign_copy_holders_to_each_rank(names, copies)
     if len(names) % (copies + 1) == 0 and each <= len(names) // (copies + 1):
@@ -407,13 +407,13 @@ def test_a_host_may_be_lost_whole(hosts: int, each: int, copies: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "losses"), [(8, 2), (8, 3), (8, 4), (16, 2), (16, 3), (16, 4)])
-def test_pairs_survive_as_the_formula_says(ranks: int, losses: int) -> None:
+def test_pairs_survive_as_the_formula_says(ranks, losses):
     formula = comb(ranks // 2, losses) * 2**losses / comb(ranks, losses)
     assert isclose(chance(assign_copy_holders_to_each_rank(["one"] * ranks, 1), losses), formula)
 
 
 @pytest.mark.parametrize(("ranks", "copies", "losses"), [(8, 1, 2), (16, 1, 3), (9, 2, 3), (15, 2, 4), (12, 3, 4)])
-def test_groups_survive_more_than_a_ring_of_all(ranks: int, copies: int, losses: int) -> None:
+def test_groups_survive_more_than_a_ring_of_all(ranks, copies, losses):
     ring = [tuple((rank + k) % ranks for k in range(1, copies + 1)) for rank in range(ranks)]
     placed = assign_copy_holders_to_each_rank(["one"] * ranks, copies)
     assert chance(placed, losses) > chance(ring, losses)

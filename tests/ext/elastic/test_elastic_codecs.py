@@ -1,9 +1,5 @@
 """What codecs keep on elastic ranks: moved when they leave and join, copied, and as it was where a step is repeated."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from bits import bits
@@ -12,10 +8,10 @@ from jobs_threads import BATCHES, Kill, Killer, make
 from fsdpx import ElasticConfig, Mesh, spawn
 from fsdpx.core.checkpoint.local_shards import CodecMemoryName, iterate_codec_memory_to_write
 
-OPTIONS: dict[str, Any] = {"compression": "int8", "reproducible_chunks": None, "precision": "float32"}
+OPTIONS = {"compression": "int8", "reproducible_chunks": None, "precision": "float32"}
 
 
-def owed(trainer: Any) -> float:
+def owed(trainer):
     """What codecs of all ranks owe, each element weighed by its place."""
     mine = 0.0
     for piece in iterate_codec_memory_to_write(trainer.inspect.engine.state) if trainer.call_runner.is_training else ():
@@ -28,10 +24,10 @@ def owed(trainer: Any) -> float:
 
 
 @pytest.mark.parametrize("mesh", [None, Mesh(replica=None, shard=2)])
-def test_ranks_leave_and_join_and_nothing_is_lost(mesh: Any) -> None:
+def test_ranks_leave_and_join_and_nothing_is_lost(mesh):
     """fsdp and hybrid: also on one rank alone, which pays back in its next step."""
 
-    def body(comm: Any) -> Any:
+    def body(comm):
         trainer = make(comm, "fsdp", mesh=mesh, elastic=ElasticConfig(ranks=2, every=1), **OPTIONS)
         found = []
         for number, (x, y) in enumerate(BATCHES):
@@ -53,12 +49,12 @@ def test_ranks_leave_and_join_and_nothing_is_lost(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "at"), [("fsdp", "UPDATE1"), ("ddp", "NORM")])
-def test_a_dead_rank_leaves_what_it_owed(strategy: str, at: str) -> None:
+def test_a_dead_rank_leaves_what_it_owed(strategy, at):
     """Rank 1 dies in the third step, after it counts or before. The others end with the bits of 4 ranks of which one
     left where they took up again: what was owed there is there, and nothing of the broken step. Under ddp there are no
     copies, and what rank 1 owed is lost."""
 
-    def body(comm: Any, kills: list[Kill], leave: int) -> Any:
+    def body(comm, kills, leave):
         trainer = make(comm, strategy, elastic=ElasticConfig(every=1), **OPTIONS)
         trainer.inspect.engine.add_observer(Killer(comm.rank, kills))
         for number, (x, y) in enumerate(BATCHES):

@@ -1,7 +1,5 @@
 """Elastic training with real ranks that are killed or stopped: the others end with the bits of an undisturbed run."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -11,7 +9,7 @@ from pathlib import Path
 import edges
 import pytest
 from jobs_ulfm import job, unable
-from trials_elastic import POINTS, SAVING, Death, Plan, Trial, demand, run
+from trials_elastic import POINTS, SAVING, Death, Plan, demand, run
 
 pytestmark = pytest.mark.jobs
 
@@ -37,30 +35,30 @@ def _ranks_survive_each_other():
         pytest.skip(reason)
 
 
-def trial(folder: Path, plan: Plan, **variables: str) -> Trial:
+def trial(folder, plan, **variables):
     found = run(plan, folder, **variables)
     demand(found)
     return found
 
 
-def test_one_rank_after_the_other_rank_0_first(tmp_path: Path) -> None:
+def test_one_rank_after_the_other_rank_0_first(tmp_path):
     found = trial(tmp_path, Plan(3, "fsdp", every=2, background=True, deaths=(Death(0, 100), Death(2, 500))))
     assert found.results[0]["lost"] == [[0], [2]]
     assert len(found.detections) == 2
     assert max(found.detections) < PATIENCE
 
 
-def test_ranks_are_lost_while_all_save_and_while_others_come_together(tmp_path: Path) -> None:
+def test_ranks_are_lost_while_all_save_and_while_others_come_together(tmp_path):
     deaths = (Death(1, SAVING, 0.002), Death(3, "recovery: the new trainer is there"))
     found = trial(tmp_path, Plan(4, "hybrid", every=3, deaths=deaths))
     assert sorted(rank for lost in found.results[0]["lost"] for rank in lost) == [1, 3]
 
 
-def test_a_save_in_the_background_is_given_up(tmp_path: Path) -> None:
+def test_a_save_in_the_background_is_given_up(tmp_path):
     trial(tmp_path, Plan(2, "zero1", every=1, background=True, deaths=(Death(1, SAVING, 0.002),)))
 
 
-def test_stopped_ranks_count_as_dead(tmp_path: Path) -> None:
+def test_stopped_ranks_count_as_dead(tmp_path):
     """In a step, while the others come together for that one, and again in a step."""
     deaths = Death(0, 300, kind="stop"), Death(2, POINTS[4], kind="stop"), Death(3, 500, kind="stop")
     found = trial(tmp_path, Plan(4, "fsdp", deaths=deaths), FSDPX_TIMEOUT=str(TIMEOUT))
@@ -80,20 +78,19 @@ def test_stopped_ranks_count_as_dead(tmp_path: Path) -> None:
         ("leave", r"rank 1 has come to the end of its script, after its call \d+, step, and rank [02] waits for it"),
         (
             "loop",
-            f"rank 1 does something else and all wait for it since {TIMEOUT:.0f} s: it counts as "
-            "dead. It was ",
+            f"rank 1 does something else and all wait for it since {TIMEOUT:.0f} s: it counts as dead. It was ",
         ),
         ("end", ""),
     ],
 )
-def test_a_rank_that_does_not_come_counts_as_dead(tmp_path: Path, kind: str, said: str) -> None:
+def test_a_rank_that_does_not_come_counts_as_dead(tmp_path, kind, said):
     found = trial(tmp_path, Plan(3, "fsdp", deaths=(Death(1, 300, kind=kind),)), FSDPX_TIMEOUT=str(TIMEOUT))
     assert re.search(said, found.done.err), found.done.err
     assert found.results[0]["lost"] == [[1]]
     assert max(found.detections) < TIMEOUT + PATIENCE
 
 
-def test_one_is_killed_and_another_stopped_at_once(tmp_path: Path) -> None:
+def test_one_is_killed_and_another_stopped_at_once(tmp_path):
     deaths = Death(3, 300), Death(0, 300, kind="stop")
     found = trial(tmp_path, Plan(4, "fsdp", deaths=deaths), FSDPX_TIMEOUT=str(TIMEOUT))
     assert sorted(rank for lost in found.results[0]["lost"] for rank in lost) == [0, 3]
@@ -101,17 +98,17 @@ def test_one_is_killed_and_another_stopped_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", edges.STAGES)
 @pytest.mark.parametrize("seed", range(4))
-def test_deaths_at_the_edges_of_a_job(tmp_path: Path, stage: str, seed: int) -> None:
+def test_deaths_at_the_edges_of_a_job(tmp_path, stage, seed):
     edges.demand(seed, stage, tmp_path / "job")
 
 
-def test_a_death_before_distribute_is_told_with_its_rank(tmp_path: Path) -> None:
+def test_a_death_before_distribute_is_told_with_its_rank(tmp_path):
     done = job(tmp_path, DEATH_BEFORE_DISTRIBUTE, 3)
     assert re.search(r"RankLost: opening a communicator on rank [02] of 3: rank 1 has died\n", done.err), done.err
     assert not done.out
 
 
-def test_the_script_for_many_kills_compares_with_what_jobs_compute() -> None:
+def test_the_script_for_many_kills_compares_with_what_jobs_compute():
     """Started by hand, it chooses no other BLAS library for the undisturbed run than its jobs have."""
     script = Path(__file__).parent / "chaos_elastic.py"
     kept = {name: value for name, value in os.environ.items() if name != "FSDPX_TUNE"}

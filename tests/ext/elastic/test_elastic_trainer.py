@@ -1,16 +1,12 @@
 """The elastic trainer beside deaths: ranks that are idle, leave and join; what it refuses; what it saves."""
 
-from __future__ import annotations
-
 import threading
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from amount import few, pairs
-from bits import Bits, bits
+from bits import bits
 from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
 
 import fsdpx
@@ -19,23 +15,23 @@ from fsdpx.core.comm import RankDied
 from fsdpx.errors import CheckpointError, ConfigError, DataError, MeshError, NumericsError, ShapeError, StateLost
 
 
-def run(ranks: int, body: Any, *args: Any) -> list[Any]:
+def run(ranks, body, *args):
     """Of the ranks that live."""
     return [r for r in spawn(body, ranks, *args, survive=True, timeout=30) if r is not None]
 
 
-def step_alone(comm: Any, options: dict[str, Any]) -> tuple[list[float], Bits]:
+def step_alone(comm, options):
     """One rank, not elastic."""
     trainer = make(comm, elastic=False, **options)
     return [trainer.step(x, y) for x, y in BATCHES], bits(trainer)
 
 
 @cache
-def plain() -> tuple[list[float], Bits]:
+def plain():
     return spawn(step_alone, 1, {})[0]
 
 
-def test_the_same_bits_as_a_trainer_that_is_not_elastic() -> None:
+def test_the_same_bits_as_a_trainer_that_is_not_elastic():
     losses, wanted = plain()
     for ranks in (1, 2, 3, 5):
         for got in train(ranks):
@@ -46,10 +42,10 @@ ALONE = {"precision": Precision("bf16", master="bf16", rounding="kahan")}
 
 
 @pytest.mark.parametrize("options", [{}, ALONE], ids=["float32", "16 bits alone"])
-def test_ranks_leave_and_join(options: dict[str, Any]) -> None:
+def test_ranks_leave_and_join(options):
     losses, wanted = spawn(step_alone, 1, options)[0]
 
-    def body(comm: Any) -> Any:
+    def body(comm):
         trainer = make(comm, elastic=ElasticConfig(ranks=2, every=1), **options)
         sizes, found = [], []
         for number, (x, y) in enumerate(BATCHES):
@@ -64,10 +60,10 @@ def test_ranks_leave_and_join(options: dict[str, Any]) -> None:
     assert run(4, body) == [(losses, wanted, [2, 4, 1, 3])] * 4
 
 
-def test_a_file_says_how_many_train(tmp_path: Path) -> None:
+def test_a_file_says_how_many_train(tmp_path):
     wanted = tmp_path / "ranks"
 
-    def body(comm: Any) -> Any:
+    def body(comm):
         trainer = make(comm, elastic=ElasticConfig(resize=wanted))
         sizes = []
         for (x, y), text in zip(BATCHES, (None, "2\n", None, "7"), strict=True):
@@ -83,7 +79,7 @@ def test_a_file_says_how_many_train(tmp_path: Path) -> None:
         assert got == ([3, 2, 2, 3], plain()[1])
 
 
-def test_ranks_that_the_mesh_cannot_use_follow_and_take_over() -> None:
+def test_ranks_that_the_mesh_cannot_use_follow_and_take_over():
     model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
     options = {
         "mesh": Mesh(pipe=2, tensor=2), "elastic": ElasticConfig(every=1, copies=2), "model": model,
@@ -96,12 +92,12 @@ def test_ranks_that_the_mesh_cannot_use_follow_and_take_over() -> None:
     assert [(one.losses, one.bits) for one in got] == [(got[0].losses, got[0].bits)] * 5
 
 
-def test_too_few_ranks_for_the_mesh() -> None:
+def test_too_few_ranks_for_the_mesh():
     with pytest.raises(MeshError, match=r"mesh .*pipe=2.* with strategy 'ddp': 1 ranks are left, which is too few"):
         train(2, [Kill(0, "F0.0", before=1)], "ddp", mesh=Mesh(pipe=2))
 
 
-def test_state_that_nobody_has() -> None:
+def test_state_that_nobody_has():
     """Both of a pair die at once."""
     kills = [Kill(0, "UPDATE0", before=2), Kill(2, "UPDATE0", before=2)]
     message = r"cannot continue from.*of step 2: 3\.weight: elements 0\.\.1024 of 3072.*ElasticConfig\(copies=2\)"
@@ -111,10 +107,10 @@ def test_state_that_nobody_has() -> None:
     assert got[0].bits == plain()[1]
 
 
-def test_the_whole_batch_on_every_rank() -> None:
+def test_the_whole_batch_on_every_rank():
     x, y = BATCHES[0]
 
-    def body(comm: Any, elastic: bool) -> Any:
+    def body(comm, elastic):
         trainer = make(comm, elastic=elastic)
         if elastic:
             with pytest.raises(DataError, match="whole batch"):
@@ -128,8 +124,8 @@ def test_the_whole_batch_on_every_rank() -> None:
         np.testing.assert_allclose(got[1], output, rtol=0, atol=1e-5 * np.abs(output).max())
 
 
-def test_errors_reach_those_who_follow() -> None:
-    def body(comm: Any) -> str:
+def test_errors_reach_those_who_follow():
+    def body(comm):
         trainer = make(comm, elastic=ElasticConfig(ranks=1))
         with pytest.raises(ShapeError) as caught:
             trainer.step(np.zeros((ROWS, 7)), np.zeros(ROWS, int))
@@ -140,8 +136,8 @@ def test_errors_reach_those_who_follow() -> None:
     assert others == [first] * 2
 
 
-def test_what_it_refuses() -> None:
-    def body(comm: Any) -> None:
+def test_what_it_refuses():
+    def body(comm):
         trainer = make(comm)
         x, y = BATCHES[0]
         for name, arguments in {"accumulate": (x, y), "forward": (x,), "backward": (x,), "update": ()}.items():
@@ -160,10 +156,10 @@ def test_what_it_refuses() -> None:
         make(fsdpx.FakeCommunicator(0, 2))
 
 
-def test_parameters_that_are_given(tmp_path: Path) -> None:
+def test_parameters_that_are_given(tmp_path):
     """They outlive a death right after, and checkpoints are those of any trainer."""
 
-    def body(comm: Any) -> Any:
+    def body(comm):
         trainer = make(comm, elastic=ElasticConfig(every=3))
         trainer.step(*BATCHES[0])
         values = {n: np.full_like(a, 0.25) for n, a in trainer.parameters().items()}
@@ -179,7 +175,7 @@ def test_parameters_that_are_given(tmp_path: Path) -> None:
             trainer.load(tmp_path / "nothing")
         return after, trainer.global_step
 
-    def alone(comm: Any) -> Any:
+    def alone(comm):
         trainer = make(comm, elastic=False)
         trainer.load(tmp_path / "saved")
         trainer.step(*BATCHES[1])
@@ -188,12 +184,12 @@ def test_parameters_that_are_given(tmp_path: Path) -> None:
     assert run(3, body) == spawn(alone, 1) * 2
 
 
-def test_fit_goes_on(tmp_path: Path) -> None:
+def test_fit_goes_on(tmp_path):
     """Deaths, a change of size, checkpoints and the end of the loop."""
     rng = np.random.default_rng(1)
     source = data.ArrayDataset(rng.standard_normal((18, 6)), rng.integers(0, 3, 18))
 
-    def body(comm: Any, folder: str, kills: list[Kill], ranks: int | None = None, background: bool = True) -> Any:
+    def body(comm, folder, kills, ranks=None, background=True):
         trainer = make(comm, elastic=ElasticConfig(every=2, ranks=ranks))
         trainer.inspect.engine.add_observer(Killer(comm.rank, kills))
         loader = data.DataLoader(source, ROWS, comm=trainer.data_group, shuffle=True, reproducible_chunks=ROWS)
@@ -216,7 +212,7 @@ DEATHS = [("LAMB", "COMMIT"), ("LAMB", "UPDATE1"), ("AdamW", "UPDATE1")]
 
 
 @pytest.mark.parametrize(("optimizer", "action"), few(DEATHS, 3))
-def test_a_rank_dies_when_all_have_agreed(optimizer: str, action: str) -> None:
+def test_a_rank_dies_when_all_have_agreed(optimizer, action):
     """LAMB still speaks then, so that some ranks meet the loss in the step and others after it."""
     options = {"optimizer": getattr(optim, optimizer)(lr=0.01), "mesh": Mesh(replica=2, shard=2)}
     wanted = train(4, **options)[0]
@@ -225,10 +221,10 @@ def test_a_rank_dies_when_all_have_agreed(optimizer: str, action: str) -> None:
         assert [(one.losses, one.bits) for one in got] == [(wanted.losses, wanted.bits)] * 3
 
 
-def test_a_rank_dies_in_the_last_step() -> None:
+def test_a_rank_dies_in_the_last_step():
     """Nobody is left waiting when the others have gone home."""
 
-    def body(comm: Any, kill: Kill) -> float:
+    def body(comm, kill):
         trainer = make(comm, elastic=ElasticConfig(every=1))
         trainer.inspect.engine.add_observer(Killer(comm.rank, [kill]))
         return [trainer.step(x, y) for x, y in BATCHES][-1]
@@ -237,16 +233,16 @@ def test_a_rank_dies_in_the_last_step() -> None:
         assert run(3, body, Kill(rank, action, before=len(BATCHES) - 1)) == [plain()[0][-1]] * 2
 
 
-def test_idle_ranks_keep_copies() -> None:
+def test_idle_ranks_keep_copies():
     got = train(3, [Kill(0, "NORM", before=2)], elastic=ElasticConfig(ranks=1, every=1))
     assert [one.bits for one in got] == [plain()[1]] * 2
 
 
-def test_a_file_that_asks_for_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_asks_for_too_few(tmp_path, capsys):
     wanted = tmp_path / "ranks"
     wanted.write_text("1")
 
-    def body(comm: Any) -> Any:
+    def body(comm):
         trainer = make(comm, mesh=Mesh(pipe=2), elastic=ElasticConfig(resize=wanted))
         return [trainer.step(x, y) for x, y in BATCHES], trainer.global_step, trainer.call_runner.training_ranks
 
@@ -255,11 +251,11 @@ def test_a_file_that_asks_for_too_few(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("ranks", [3, 2])
-def test_a_step_that_is_not_finite_is_refused_on_all_ranks_alike(ranks: int) -> None:
+def test_a_step_that_is_not_finite_is_refused_on_all_ranks_alike(ranks):
     """Idle ones too; training goes on as if it had not been asked for."""
     losses, wanted = plain()
 
-    def body(comm: Any) -> Any:
+    def body(comm):
         trainer = make(comm, elastic=ElasticConfig(ranks=ranks, every=1))
         found = []
         for number, (x, y) in enumerate(BATCHES):
@@ -275,10 +271,10 @@ def test_a_step_that_is_not_finite_is_refused_on_all_ranks_alike(ranks: int) -> 
     assert [([*found[:2], *found[3:]], last) for found, last in got] == [(losses, wanted)] * 3
 
 
-def test_counts_of_updates_outlive_a_death(tmp_path: Path) -> None:
+def test_counts_of_updates_outlive_a_death(tmp_path):
     """Of parameters that were frozen before the run that the checkpoint is of was made elastic."""
 
-    def before(comm: Any) -> Bits:
+    def before(comm):
         trainer = make(comm, elastic=False)
         trainer.freeze("0.*")
         for x, y in BATCHES[:2]:
@@ -289,7 +285,7 @@ def test_counts_of_updates_outlive_a_death(tmp_path: Path) -> None:
             trainer.step(x, y)
         return bits(trainer)
 
-    def after(comm: Any) -> Bits:
+    def after(comm):
         trainer = make(comm, elastic=ElasticConfig(every=1))
         trainer.load(tmp_path / "a")
         trainer.inspect.engine.add_observer(Killer(comm.rank, [Kill(1, "NORM", before=2)]))
@@ -301,8 +297,8 @@ def test_counts_of_updates_outlive_a_death(tmp_path: Path) -> None:
     assert run(3, after) == want * 2
 
 
-def test_a_batch_that_is_refused_is_forgotten() -> None:
-    def body(comm: Any) -> float:
+def test_a_batch_that_is_refused_is_forgotten():
+    def body(comm):
         trainer = make(comm)
         with pytest.raises(DataError, match="is a single number: dim 0 must be samples"):
             trainer.step(np.float64(3), BATCHES[0][1])
@@ -311,10 +307,10 @@ def test_a_batch_that_is_refused_is_forgotten() -> None:
     assert run(2, body) == [plain()[0][0]] * 2
 
 
-def test_a_refusal_and_a_death_at_once() -> None:
+def test_a_refusal_and_a_death_at_once():
     """An idle rank dies while the others are told that the batch is bad: they refuse it together."""
 
-    def body(comm: Any) -> list[float]:
+    def body(comm):
         trainer = make(comm, elastic=ElasticConfig(ranks=2))
         trainer.step(*BATCHES[0])
         if comm.rank == 2:
@@ -326,8 +322,8 @@ def test_a_refusal_and_a_death_at_once() -> None:
     assert run(3, body) == [plain()[0][1:3]] * 2
 
 
-def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
-    def body(comm: Any) -> Any:
+def test_idle_ranks_count_steps_after_a_load(tmp_path):
+    def body(comm):
         trainer = make(comm, elastic=ElasticConfig(ranks=1))
         trainer.step(*BATCHES[0])
         trainer.save(tmp_path / "one")
@@ -340,7 +336,7 @@ def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
     assert run(2, body) == [plain()[1]] * 2
 
 
-def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_is_given_up(tmp_path, monkeypatch):
     from fsdpx.core.checkpoint import save as saving
 
     # nothing is written before somebody asks what became of it
@@ -350,7 +346,7 @@ def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ask = getattr(saving.BackgroundSave, name)
         monkeypatch.setattr(saving.BackgroundSave, name, lambda save, ask=ask: (asked.set(), ask(save)))
 
-    def body(comm: Any, dies: bool) -> str:
+    def body(comm, dies):
         trainer = make(comm)
         trainer.step(*BATCHES[0])
         trainer.save(tmp_path / f"saved-{dies}", background=True)

@@ -1,7 +1,5 @@
 """What does not go together with elastic ranks, and the page that lists all pairs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -33,17 +31,17 @@ BESIDE = [
 PAGE = Path(__file__).parents[3] / "docs/reference/choices.md"
 
 
-def test_the_page_shows_the_lists() -> None:
+def test_the_page_shows_the_lists():
     shown = PAGE.read_text().partition("<!-- excluded -->\n")[2].partition("\n<!-- end -->")[0]
     assert shown == format_exclusion_lists()
 
 
-def test_no_pair_stands_twice() -> None:
+def test_no_pair_stands_twice():
     pairs = [(row.choice, row.other) for row in EXCLUSIONS]
     assert len(pairs) == len(set(pairs))
 
 
-def test_an_error_says_why_and_what_to_do() -> None:
+def test_an_error_says_why_and_what_to_do():
     rows = {row.other: row for row in EXCLUSIONS if row.choice == ELASTIC}
     assert rows.keys() == {other for other, *_ in BESIDE}
     for other, machinery, distribution in BESIDE:
@@ -53,7 +51,7 @@ def test_an_error_says_why_and_what_to_do() -> None:
         assert str(caught.value).endswith(f": {rows[other].why}; {rows[other].remedy}")
 
 
-def test_what_goes_together_is_taken() -> None:
+def test_what_goes_together_is_taken():
     require_compatible_options(
         ELASTIC, ChoiceContext(Recipe(TrainingChoices(nn.Linear(2, 2), nn.MSELoss(), optim.AdamW())))
     )

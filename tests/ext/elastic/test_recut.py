@@ -19,7 +19,6 @@ import fsdpx
 from fsdpx import Mesh
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_local_state_shards
-from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.communicator import CountingCommunicator, TrafficCounters
 from fsdpx.core.state.ledger import list_checkpoint_tensors
 from fsdpx.ext.elastic.reshard import (
@@ -44,7 +43,7 @@ class Case:
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> ParameterSpec:
+def specs(draw):
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     if not draw(st.booleans()):
         return ParameterSpec(tuple(shape))
@@ -54,7 +53,7 @@ def specs(draw: st.DrawFn) -> ParameterSpec:
 
 
 @st.composite
-def tilings(draw: st.DrawFn, name: str, spec: ParameterSpec, values: np.ndarray) -> list[LocalShard]:
+def tilings(draw, name, spec, values):
     """Parts that are all of a tensor together: cut over a tensor axis, then anywhere."""
     width, found = draw(st.integers(1, 3)), []
     for rank in range(width if spec.cut is not None else 1):
@@ -67,7 +66,7 @@ def tilings(draw: st.DrawFn, name: str, spec: ParameterSpec, values: np.ndarray)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw):
     ranks = draw(st.integers(1, 4))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     case = Case({}, [[] for _ in range(ranks)], [[] for _ in range(ranks)])
@@ -88,14 +87,14 @@ def cases(draw: st.DrawFn) -> Case:
     return case
 
 
-def bytes_sent(comm: Communicator, have: list[LocalShard], want: list[LocalShard], block: int) -> int:
+def bytes_sent(comm, have, want, block):
     counters = TrafficCounters()
     reshard_arrays(CountingCommunicator(comm, "here", counters), have, want, block)
     return counters.sum_counts(verb="send").bytes
 
 
 @given(case=cases(), block=st.sampled_from([8, 24, 64, 1 << 22]), delays=st.sampled_from([None, None, None, 1]))
-def test_everybody_gets_what_it_wants(case: Case, block: int, delays: int | None) -> None:
+def test_everybody_gets_what_it_wants(case, block, delays):
     sent = fsdpx.spawn(
         lambda comm: bytes_sent(comm, case.have[comm.rank], case.want[comm.rank], block),
         len(case.have), timeout=20, delays=delays,
@@ -105,7 +104,7 @@ def test_everybody_gets_what_it_wants(case: Case, block: int, delays: int | None
         demand_equal(wanted, case.values)
 
 
-def travels(case: Case) -> int:
+def travels(case):
     """Bytes of what is wanted somewhere and not there."""
     total = 0
     for have, want in zip(case.have, case.want, strict=True):
@@ -118,7 +117,7 @@ def travels(case: Case) -> int:
 
 
 @given(case=cases())
-def test_runs_and_words_are_those_of_elements_one_by_one(case: Case) -> None:
+def test_runs_and_words_are_those_of_elements_one_by_one(case):
     left, known = case.have[1:], defaultdict(set)
     parts = [part for have in case.have for part in have]
     shapes = {part.name: part.spec for part in parts}
@@ -133,11 +132,11 @@ def test_runs_and_words_are_those_of_elements_one_by_one(case: Case) -> None:
     assert said == [name for name, spec in shapes.items() if set(range(spec.size)) - known[name]]
 
 
-def flat(name: str, first: int, last: int, size: int = 48, kind: str = "float32") -> LocalShard:
+def flat(name, first, last, size=48, kind="float32"):
     return LocalShard(name, np.arange(first, last, dtype=kind), first, ParameterSpec((size,)), 0, 1)
 
 
-def test_what_is_missing_is_said_in_words() -> None:
+def test_what_is_missing_is_said_in_words():
     have = [[flat("a", 0, 12), flat("b", 0, 48)], [flat("a", 24, 40)], []]
     want = {name: ParameterSpec(shape) for name, shape in {"a": (48,), "b": (6, 8), "c": (3,), "none": (0,)}.items()}
     assert missing(have, want) == ["a: elements 12..24, 40..48 of 48", "c: elements 0..3 of 3"]
@@ -147,13 +146,13 @@ def test_what_is_missing_is_said_in_words() -> None:
     assert missing([every_other], a) == ["a: elements 1..2, 3..4, 5..6, 7..8 and 20 more runs of 48"]
 
 
-def test_a_cut_tensor_misses_its_rows() -> None:
+def test_a_cut_tensor_misses_its_rows():
     spec = ParameterSpec((3, 4), cut=ShardSpec(1))
     half = LocalShard("a", np.zeros(6), 0, spec, 0, 2)
     assert missing([[half]], {"a": spec}) == ["a: elements 2..4, 6..8, 10..12 of 12"]
 
 
-def test_descriptors_are_small() -> None:
+def test_descriptors_are_small():
     spec = ParameterSpec((1024, 1024), cut=ShardSpec(1, 1, 64))
     names = [f"m/blocks.{k}.mlp.up.weight" for k in range(1000)]
     parts = [describe_shard(LocalShard(n, np.zeros(8), 8 * k, spec, k % 4, 4)) for k, n in enumerate(names)]
@@ -161,10 +160,10 @@ def test_descriptors_are_small() -> None:
     assert pickle.loads(pickle.dumps(parts)) == parts
 
 
-def test_those_that_have_the_same_take_turns() -> None:
+def test_those_that_have_the_same_take_turns():
     """Four ranks have all, a fifth wants all: each sends a quarter."""
 
-    def body(comm: Communicator) -> int:
+    def body(comm):
         mine = [] if comm.rank == 4 else [flat("a", 0, 64, 64, "float64")]
         wanted = [LocalShard("a", np.zeros(64), 0, ParameterSpec((64,)), 0, 1)]
         sent = bytes_sent(comm, mine, wanted, block=64)
@@ -176,7 +175,7 @@ def test_those_that_have_the_same_take_turns() -> None:
 
 @pytest.mark.parametrize("here", [[(2, 3), (5, 6), (8, 10)], [(2, 3), (5, 7), (9, 10)], [(1, 3), (4, 40), (41, 42)]])
 @on_ranks(2, timeout=20)
-def test_pieces_at_irregular_distances(comm: Communicator, here: list[tuple[int, int]]) -> None:
+def test_pieces_at_irregular_distances(comm, here):
     """Rank 1 has a few elements; what it gets for the others is of one size, or nearly."""
     have = [flat("a", 0, 48)] if comm.rank == 0 else [flat("a", a, b) for a, b in here]
     want = [] if comm.rank == 0 else [LocalShard("a", np.zeros(48, "float32"), 0, ParameterSpec((48,)), 0, 1)]
@@ -186,7 +185,7 @@ def test_pieces_at_irregular_distances(comm: Communicator, here: list[tuple[int,
 
 
 @on_ranks(3, timeout=20)
-def test_what_nobody_has_is_said_by_all_and_nothing_moves(comm: Communicator) -> None:
+def test_what_nobody_has_is_said_by_all_and_nothing_moves(comm):
     have = [flat("a", 0, 12)] if comm.rank == 0 else []
     want = [flat("a", 8, 16)] if comm.rank == 2 else []
     with pytest.raises(AssertionError, match=r"no rank holds.*name='a', start=8"):
@@ -194,19 +193,19 @@ def test_what_nobody_has_is_said_by_all_and_nothing_moves(comm: Communicator) ->
 
 
 @on_ranks(2, timeout=20)
-def test_formats_are_not_mixed(comm: Communicator) -> None:
+def test_formats_are_not_mixed(comm):
     have = [flat("a", 0, 48)] if comm.rank == 0 else []
     want = [flat("a", 0, 48, kind="float64")] if comm.rank == 1 else []
     with pytest.raises(AssertionError, match="a is float32 and float64"):
         reshard_arrays(comm, have, want)
 
 
-def test_little_memory_is_needed_beside_the_arrays() -> None:
+def test_little_memory_is_needed_beside_the_arrays():
     """4 MiB in rows go to four ranks that want columns, through messages of 16 KiB."""
     spec = ParameterSpec((1024, 1024), cut=ShardSpec(1))
     values = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         rows = values[comm.rank * 256 : (comm.rank + 1) * 256].reshape(-1)
         have = [LocalShard("a", rows, comm.rank * 256 * 1024, spec, 0, 1)]
         want = [LocalShard("a", columns[comm.rank], 0, spec, comm.rank, 4)]
@@ -222,7 +221,7 @@ def test_little_memory_is_needed_beside_the_arrays() -> None:
     assert peak < 4 * MAX_MESSAGES_IN_FLIGHT * block + 4 * 64 * 4096  # indices of the edges of one part
 
 
-def test_the_whole_of_a_trainer_is_what_its_ranks_hold() -> None:
+def test_the_whole_of_a_trainer_is_what_its_ranks_hold():
     trainer = fsdpx.spawn(lambda comm: make(comm, "norms", "fsdp", mesh=Mesh(shard=1), frozen=["0.bias"]), 1)[0]
     found = assembled(iterate_local_state_shards(trainer.inspect.engine.state))
     wanted = list_checkpoint_tensors(trainer.inspect.placement)

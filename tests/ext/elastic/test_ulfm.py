@@ -1,9 +1,5 @@
 """Processes that are killed in the middle of each verb: the others hear of it, come together and go on."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from jobs_ulfm import ROOT, job
 
@@ -106,7 +102,7 @@ VICTIMS = ("0", "-1", "0,-1")
 
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("verbs", [VERBS[:4], VERBS[4:]], ids="first second".split())
-def test_survivors_of_kills_in_each_verb_go_on(tmp_path: Path, verbs: tuple[str, ...], turn: int) -> None:
+def test_survivors_of_kills_in_each_verb_go_on(tmp_path, verbs, turn):
     stages = [f"{verb}:{VICTIMS[(turn + i) % 3]}" for i, verb in enumerate(verbs)]
     dead = sum(stage.count(",") + 1 for stage in stages)
     done = job(tmp_path, PROGRAM, 2 + dead, *stages)
@@ -150,7 +146,7 @@ comm.close()
 """
 
 
-def test_revoke_reaches_who_waits_in_groups(tmp_path: Path) -> None:
+def test_revoke_reaches_who_waits_in_groups(tmp_path):
     """Rank 0 waits in a group of a group for rank 1, who has let go of it, and hears of rank 2."""
     done = job(tmp_path, STRAY, 3)
     assert done.status == 0, done.err
@@ -173,7 +169,7 @@ print("status", status, flush=True)
 """
 
 
-def test_the_contract_where_ranks_survive(tmp_path: Path) -> None:
+def test_the_contract_where_ranks_survive(tmp_path):
     done = job(tmp_path, CONTRACT, 3, str(ROOT))
     assert done.status == 0, done.err
     assert done.lines("status") == ["0"] * 3, done.out

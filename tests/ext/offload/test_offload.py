@@ -6,56 +6,52 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from amount import few
-from bits import Bits, bits
+from bits import bits
 from commands import shown
 from models import STRATEGIES
 
 import fsdpx
 from fsdpx import EMA, Mesh, OffloadConfig, nn, optim, spawn
-from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.init import open_world
-from fsdpx.core.program import Action
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.ext.offload import disk
-from fsdpx.ext.offload.disk import SpilledValue, extract_large_arrays
+from fsdpx.ext.offload.disk import extract_large_arrays
 
 BOTH = ("optimizer", "parameters")
 ALL = (*BOTH, "activations", "gradients")
 
 
 @pytest.fixture(autouse=True)
-def _small_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_activations(monkeypatch):
     """Those of these models are worth it, too."""
     monkeypatch.setattr(disk, "MIN_SPILLED_BYTES", 1)
 
 
-def network() -> nn.Layer:
+def network():
     return nn.Sequential(nn.Linear(6, 24), nn.BatchNorm(24), nn.ReLU(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3))
 
 
-OPTIONS: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, "tune": False}
+OPTIONS = {"loss": nn.MSELoss(), "optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, "tune": False}
 
 
-def make(comm: Communicator, folder: Path | None, what: Any = "optimizer", **options: Any) -> Any:
+def make(comm, folder, what="optimizer", **options):
     offload = None if folder is None else OffloadConfig(folder, what)
     return network().as_distributed(comm=comm, offload=offload, **(OPTIONS | options))
 
 
-def part(trainer: Any, seed: int) -> tuple[Any, Any]:
+def part(trainer, seed):
     rng, size = np.random.default_rng(seed), trainer.data_group.size
     x, y = rng.standard_normal((12, 6), np.float32), rng.standard_normal((12, 3), np.float32)
     mine = slice(12 * trainer.data_group.rank // size, 12 * (trainer.data_group.rank + 1) // size)
     return x[mine], y[mine]
 
 
-def trained(comm: Communicator, folder: Path | None, what: Any = "optimizer", steps: int = 2, **options: Any) -> Any:
+def trained(comm, folder, what="optimizer", steps=2, **options):
     """Fingerprint and losses of a few steps of every kind."""
     with make(comm, folder, what, **options) as trainer:
         seen = [trainer.step(*part(trainer, seed)) for seed in range(steps)]
@@ -67,13 +63,13 @@ def trained(comm: Communicator, folder: Path | None, what: Any = "optimizer", st
         return bits(trainer), seen
 
 
-def report_of_a_step(comm: Communicator, folder: Path, what: Any = "optimizer") -> Any:
+def report_of_a_step(comm, folder, what="optimizer"):
     with make(comm, folder, what) as trainer:
         trainer.step(*part(trainer, 0))
         return trainer.report()
 
 
-CASES: list[tuple[int, Any, dict[str, Any]]] = [
+CASES = [
     *((size, ALL, {"strategy": strategy}) for size in (1, 3) for strategy in STRATEGIES),
     *((2, what, {"strategy": "fsdp"}) for what in ALL),
     (4, BOTH, {"strategy": "hybrid", "average": EMA(0.5), "clip_norm": 0.1}),
@@ -86,7 +82,7 @@ CASES: list[tuple[int, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("size", "what", "options"), few(CASES, 4), ids=str)
-def test_the_same_bits_as_in_memory(size: int, what: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_same_bits_as_in_memory(size, what, options, tmp_path):
     there = spawn(lambda comm: trained(comm, tmp_path, what, **options), size)
     assert there == spawn(lambda comm: trained(comm, None, **options), size)
 
@@ -94,15 +90,15 @@ def test_the_same_bits_as_in_memory(size: int, what: Any, options: dict[str, Any
 @pytest.mark.world
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", ["node", "mpi"])
-def test_the_same_bits_as_in_memory_on_ranks_of_mpi(backend: str) -> None:
+def test_the_same_bits_as_in_memory_on_ranks_of_mpi(backend):
     with open_world(backend) as comm, tempfile.TemporaryDirectory() as own:
         folder = comm.all_gather_object(own)[0]
         assert trained(comm, folder, ALL, clip_norm=1.0) == trained(comm, None, clip_norm=1.0)
         comm.barrier().wait()
 
 
-def test_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
-    def run(comm: Communicator, offload: OffloadConfig | None) -> Bits:
+def test_one_hash_at_any_number_of_ranks(tmp_path):
+    def run(comm, offload):
         model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3))
         with model.as_distributed(comm=comm, offload=offload, reproducible_chunks=6, **OPTIONS) as trainer:
             trainer.step(*part(trainer, 0))
@@ -113,10 +109,10 @@ def test_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["optimizer", BOTH], ids=str)
-def test_checkpoints_go_there_and_back(what: Any, tmp_path: Path) -> None:
+def test_checkpoints_go_there_and_back(what, tmp_path):
     """Saved from disk on 3 ranks, taken into memory on 2, saved there and taken to disk on 1: the same training."""
 
-    def go_on(comm: Communicator, folder: Path | None, load: Path | None, save: Path | None) -> Any:
+    def go_on(comm, folder, load, save):
         with make(comm, folder, what) as trainer:
             if load is not None:
                 trainer.load(load)
@@ -125,7 +121,7 @@ def test_checkpoints_go_there_and_back(what: Any, tmp_path: Path) -> None:
                 trainer.save(save)
             return loss, bits(trainer)
 
-    def chain(folder: Path | None, place: Path) -> list[Any]:
+    def chain(folder, place):
         place.mkdir()
         first = spawn(go_on, 3, folder, None, place / "a")
         second = spawn(go_on, 2, None, place / "a", place / "b")
@@ -134,7 +130,7 @@ def test_checkpoints_go_there_and_back(what: Any, tmp_path: Path) -> None:
     assert chain(tmp_path, tmp_path / "with") == chain(None, tmp_path / "without")
 
 
-def test_the_report_says_what_lies_where(tmp_path: Path) -> None:
+def test_the_report_says_what_lies_where(tmp_path):
     """Bytes read and written are those predicted, memory that of the dry run, which needs no folder."""
     batch, what = (((6, 6), "float32"), ((6, 3), "float32")), (*BOTH, "gradients")
     real = spawn(report_of_a_step, 2, tmp_path, what)[0]
@@ -156,16 +152,16 @@ def test_the_report_says_what_lies_where(tmp_path: Path) -> None:
     assert f"on disk: optimizer {2 * own / 1024:.2f} KiB" in lines
 
 
-def test_the_report_says_how_long_the_disk_was_at_work(tmp_path: Path) -> None:
+def test_the_report_says_how_long_the_disk_was_at_work(tmp_path):
     report = spawn(report_of_a_step, 1, tmp_path)[0]
     assert 0 < report.disk_seconds < report.seconds
     assert str(report).endswith(f"disk: {report.disk_seconds:.3f} s busy")
 
 
-def test_memory_is_that_of_a_few_pages(tmp_path: Path) -> None:
+def test_memory_is_that_of_a_few_pages(tmp_path):
     """Of 12 pages of optimizer state three are in memory at a time: needed, fetched and on its way back."""
 
-    def run(comm: Communicator, offload: OffloadConfig | None) -> Any:
+    def run(comm, offload):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
         with model.as_distributed(comm=comm, offload=offload, **OPTIONS) as trainer:
             trainer.step(np.ones((2, 64), np.float32), np.ones((2, 64), np.float32))
@@ -176,17 +172,17 @@ def test_memory_is_that_of_a_few_pages(tmp_path: Path) -> None:
     assert saved == 12 * 2 * page - 3 * (2 * page + disk.ALIGN_BYTES)
 
 
-def test_show_counts_it_without_a_folder() -> None:
+def test_show_counts_it_without_a_folder():
     rows = [line.split() for line in shown("show mlp --ranks 2 --offload optimizer,parameters").splitlines()]
     optimizer, parameters = (float(row[3]) for what in BOTH for row in rows if row[:3] == ["on", "disk:", what])
     assert optimizer == pytest.approx(2 * parameters, rel=0.01)
     assert ["read,", "disk"] in [row[:2] for row in rows]
 
 
-def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_direct_io(tmp_path, monkeypatch):
     """Where a file system has none the page cache is used, with the same bits; who insists on it is told."""
 
-    def control(file: int, command: int, flags: int = 0) -> int:
+    def control(file, command, flags=0):
         if command == fcntl.F_SETFL and flags & os.O_DIRECT:
             raise OSError(22, "Invalid argument")
         return real(file, command, flags)
@@ -201,15 +197,15 @@ def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert spawn(trained, 1, tmp_path, ALL) == spawn(trained, 1, None)
 
 
-def test_activations_leave_memory(tmp_path: Path) -> None:
+def test_activations_leave_memory(tmp_path):
     """Their peak is that of a few units, in a dry run; the bytes are those predicted; in memory they are not kept."""
     batch = ((64, 32), "float32"), ((64, 32), "float32")
     options = OPTIONS | {"optimizer": optim.SGD(lr=0.1)}
 
-    def model() -> nn.Layer:
+    def model():
         return nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(32, 32), nn.Tanh())))
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         with model().as_distributed(comm=comm, offload=OffloadConfig(tmp_path, "activations"), **options) as trainer:
             trainer.step(np.ones((64, 32), np.float32), np.ones((64, 32), np.float32))
             return trainer.report()
@@ -228,12 +224,12 @@ def test_activations_leave_memory(tmp_path: Path) -> None:
     assert counted == predicted == dry_predicted
 
 
-def test_arrays_come_back_as_they_were() -> None:
+def test_arrays_come_back_as_they_were():
     """Views of one memory are views of one again, strides and all; what should stay, or is no array, stays."""
     whole, apart = np.arange(24.0).reshape(4, 6), np.arange(6)[::-1]
     staying, odd = np.ones(3), object()
     value = {"a": [whole[1:].T, (whole, apart)], "b": staying, "c": odd, "d": np.arange(100)[:3], "e": None}
-    made: SpilledValue = extract_large_arrays(value, lambda root: root is staying)
+    made = extract_large_arrays(value, lambda root: root is staying)
     assert [root.nbytes for root in made.roots] == made.sizes == [whole.nbytes, apart.nbytes]
     found = made.rebuild_value_from_memory([np.frombuffer(root.tobytes(), np.uint8).copy() for root in made.roots])
     view, (again, back) = found["a"]
@@ -248,10 +244,10 @@ def test_arrays_come_back_as_they_were() -> None:
 # -- folders that cannot be used ---------------------------------------------------------------------------------------
 
 
-def refused(size: int, folder: Path, what: Any = "optimizer") -> list[str]:
+def refused(size, folder, what="optimizer"):
     """What every rank is told."""
 
-    def run(comm: Communicator) -> str:
+    def run(comm):
         with pytest.raises(OffloadError) as caught:
             make(comm, folder, what)
         return str(caught.value)
@@ -259,7 +255,7 @@ def refused(size: int, folder: Path, what: Any = "optimizer") -> list[str]:
     return spawn(run, size)
 
 
-def test_a_missing_folder_is_named_on_all_ranks(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named_on_all_ranks(tmp_path):
     folder = tmp_path / "gone"
     assert refused(3, folder) == [f"offload: rank 0: {folder} does not exist: make it, or name another folder"] * 3
     file = tmp_path / "file"
@@ -267,13 +263,13 @@ def test_a_missing_folder_is_named_on_all_ranks(tmp_path: Path) -> None:
     assert refused(1, file) == [f"offload: {file} is no folder: name another folder"]
 
 
-def test_a_full_disk_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_found_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     (told,) = set(refused(2, tmp_path))
     assert re.fullmatch(rf"offload: rank 0: {tmp_path} has no room for .* bytes: No space left on device", told)
 
 
-def test_two_jobs_in_one_folder_are_refused(tmp_path: Path) -> None:
+def test_two_jobs_in_one_folder_are_refused(tmp_path):
     """While another process has it; once that is dead, its traces are none."""
     other = (
         "import sys\nfrom pathlib import Path\nfrom fsdpx.ext.offload.disk import lock_folder\n"
@@ -290,8 +286,8 @@ def test_two_jobs_in_one_folder_are_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["fsdpx.lock"]
 
 
-def test_a_broken_disk_is_named_with_the_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(comm: Communicator) -> None:
+def test_a_broken_disk_is_named_with_the_action(tmp_path, monkeypatch):
+    def run(comm):
         trainer, broken = make(comm, tmp_path), Mock(side_effect=OSError(5, "Input/output error"))
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", broken)
@@ -304,14 +300,14 @@ def test_a_broken_disk_is_named_with_the_action(tmp_path: Path, monkeypatch: pyt
     spawn(run, 1)
 
 
-def test_a_step_follows_one_that_failed(tmp_path: Path) -> None:
+def test_a_step_follows_one_that_failed(tmp_path):
     """What was here of the broken step is let go of; what is stored is whole."""
 
-    def stop(action: Action) -> None:
+    def stop(action):
         if action.op == "B":
             raise ValueError("stopped")
 
-    def run(comm: Communicator, folder: Path | None) -> Any:
+    def run(comm, folder):
         with make(comm, folder, ALL, strategy="fsdp") as trainer:
             trainer.step(*part(trainer, 0))
             engine = trainer.inspect.engine
@@ -334,7 +330,7 @@ def test_a_step_follows_one_that_failed(tmp_path: Path) -> None:
         ({"elastic": True, "offload": OffloadConfig("x")}, "offload: elastic ranks keep copies of each other's state"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+def test_what_cannot_be_is_refused(options, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
         nn.Linear(2, 2).as_distributed(**(OPTIONS | options))
 
@@ -348,7 +344,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
         ({"direct": "yes"}, "direct='yes'): choose True, False or None"),
     ],
 )
-def test_options_are_checked(given: dict[str, Any], text: str) -> None:
+def test_options_are_checked(given, text):
     with pytest.raises(ConfigError, match=re.escape(f"OffloadConfig({text}")):
         OffloadConfig(**{"folder": "x", **given})
 
@@ -392,7 +388,7 @@ MODEL = 16 * 720 * 720 * 4
 
 @pytest.mark.jobs
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on private memory is Linux's")
-def test_states_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
+def test_states_larger_than_the_memory_of_the_process(tmp_path):
     """The system lets the process have 2.5 times the model beside what every process takes: too little for the four
     of a step in memory; with the gradients and the optimizer's two on disk two are enough. The bits are those without a
     limit."""
