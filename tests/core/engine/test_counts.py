@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from bits import Bits
 from models import distributed, part
 from present import needs
 from ranks import from_rank_0
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -22,7 +24,6 @@ from fsdpx.testing import assert_close
 WIDTHS = (6, 9, 7, 3)
 X, Y = (np.random.default_rng(2).standard_normal((12, n)) for n in (WIDTHS[0], WIDTHS[-1]))
 NAMES = [f"{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")]
-STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,13 @@ def schedule(seed):
     """What is frozen in each step: something from the start, then anything."""
     rng = np.random.default_rng(seed)
     chosen = [["0.*", "4.bias"], ["2.weight"], ["*"], ["*.bias"], [], ["0.weight", "2.bias", "4.weight"]]
-    return [chosen[0]] * 2 + [chosen[int(rng.integers(len(chosen)))] for _ in range(STEPS - 2)]
-
-
-def model():
-    a, b, c, d = WIDTHS
-    return nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, c), nn.Tanh(), nn.Linear(c, d))
+    return [chosen[0]] * 2 + [chosen[int(rng.integers(len(chosen)))] for _ in range(4)]
 
 
 def make(comm, name, **options):
-    return distributed(model(), comm, **{"optimizer": OPTIMIZERS[name], "precision": "float64", "seed": 3, **options})
+    first, second, last = (nn.Linear(*ends) for ends in pairwise(WIDTHS))
+    model = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last)
+    return distributed(model, comm, **{"optimizer": OPTIMIZERS[name], "precision": "float64", "seed": 3, **options})
 
 
 def step(trainer, steps=1):
@@ -124,8 +122,8 @@ def one_by_one(name, seed):
 
 def compare(name, seed, ranks, **options):
     """On each rank the parameters are those of `one_by_one`."""
-    for found in spawn(lambda comm: train(make(comm, name, **options), schedule(seed)), ranks):
-        assert_close(found, one_by_one(name, seed), tolerance=1e-9)
+    found = spawn(lambda comm: train(make(comm, name, **options), schedule(seed)), ranks)
+    assert_close(found, [one_by_one(name, seed)] * ranks, tolerance=1e-9)
 
 
 PLACES = {
@@ -142,14 +140,11 @@ PLACES = {
 }
 
 
-CUTS = ("zero1", "zero2", "fsdp", "hybrid")
-
-
 def updating(at, place):
     """Return the optimizers whose rules differ where ranks have parts of parameters, in turns half of them elsewhere,
     and in turns one of the others, which update elements in the same way."""
     others, apart = ("adam", "lion", "sgd"), ("adamw", "lamb", "own", "muon")
-    return [others[at % 3], *(apart if place in CUTS else apart[at % 2 :: 2])]
+    return [others[at % 3], *(apart if place in ("zero1", "zero2", "fsdp", "hybrid") else apart[at % 2 :: 2])]
 
 
 @pytest.mark.parametrize(
@@ -191,22 +186,18 @@ def test_checkpoints_keep_the_counts(name, there, here, tmp_path):
         return train(trainer, frozen[3:])
 
     spawn(save, there)
-    for found in spawn(load, here):
-        assert_close(found, one_by_one(name, 4), tolerance=1e-9)
+    assert_close(spawn(load, here), [one_by_one(name, 4)] * here, tolerance=1e-9)
 
 
-def test_a_checkpoint_says_nothing_of_counts_that_are_equal(tmp_path):
+@on_ranks(1)
+def test_a_checkpoint_says_nothing_of_counts_that_are_equal(comm, tmp_path):
     """So those that were written before counts were kept still load, and each parameter has the count of all steps."""
-
-    def run(comm):
-        trainer = make(comm, "adamw")
-        train(trainer, [[]] * 2)
-        trainer.save(tmp_path / "a")
-        again = make(comm, "adamw")
-        again.load(tmp_path / "a")
-        assert_close(train(trainer, [[]] * 2), train(again, [[]] * 2))
-
-    spawn(run, 1)
+    trainer = make(comm, "adamw")
+    train(trainer, [[]] * 2)
+    trainer.save(tmp_path / "a")
+    again = make(comm, "adamw")
+    again.load(tmp_path / "a")
+    assert_close(train(trainer, [[]] * 2), train(again, [[]] * 2))
     assert b"missed" not in (tmp_path / "a" / "state.safetensors").read_bytes()
 
 
@@ -216,33 +207,32 @@ def test_counts_that_cannot_be_are_refused(missed):
 
     good = CheckpointScalars(2, 0, 0, 1.0, 0, False, (), "SGD", missed={"0.weight": 2})
     assert CheckpointScalars.from_json(good.to_json(), "here") == good
-    text = good.to_json().replace('{"0.weight":2}', json.dumps(missed))
     with pytest.raises(CheckpointError, match="here: this state cannot be read"):
-        CheckpointScalars.from_json(text, "here")
+        CheckpointScalars.from_json(good.to_json().replace('{"0.weight":2}', json.dumps(missed)), "here")
 
 
 def test_bits_with_chunks_and_16_bit_state_do_not_depend_on_ranks():
     def run(comm):
-        trainer = make(comm, "adamw", precision="bf16-true", reproducible_chunks=12)
-        return Bits(train(trainer, schedule(2)))
+        return Bits(train(make(comm, "adamw", precision="bf16-true", reproducible_chunks=12), schedule(2)))
 
     assert spawn(run, 1)[0] == spawn(run, 3)[0]
 
 
-def test_the_first_update_of_16_bit_state_is_a_full_one():
+def move_after(trainer, frozen, steps):
+    """How far each element of a parameter goes in some steps after others, in which it was frozen."""
+    trainer.freeze("0.weight")
+    step(trainer, frozen)
+    before = trainer.parameters()["0.weight"]
+    trainer.unfreeze("0.weight")
+    step(trainer, steps)
+    return np.abs(trainer.parameters()["0.weight"] - before)
+
+
+@on_ranks(2)
+def test_the_first_update_of_16_bit_state_is_a_full_one(comm):
     """Adam moves every element by the learning rate in the first update, however late that is."""
-
-    def run(comm):
-        trainer = make(comm, "adam", precision="bf16-true")
-        trainer.freeze("0.weight")
-        step(trainer, 10)
-        before = trainer.parameters()["0.weight"]
-        trainer.unfreeze("0.weight")
-        step(trainer)
-        moved = np.abs(trainer.parameters()["0.weight"] - before)
-        assert abs(moved.mean() / 0.02 - 1) < 0.05
-
-    spawn(run, 2)
+    moved = move_after(make(comm, "adam", precision="bf16-true"), 10, 1)
+    assert abs(moved.mean() / 0.02 - 1) < 0.05
 
 
 @needs("asynchronous")
@@ -258,27 +248,16 @@ def test_ranks_at_their_own_speed_count_as_well(name, tmp_path):
         again.load(tmp_path / "a")
         return train(again, schedule(3)[3:])
 
-    for found in spawn(run, 2):
-        assert_close(found, one_by_one(name, 3), tolerance=1e-9)
+    assert_close(spawn(run, 2), [one_by_one(name, 3)] * 2, tolerance=1e-9)
 
 
 @needs("asynchronous")
-def test_an_outer_step_counts_rounds():
+@pytest.mark.parametrize("rounds", [0, 2])
+@on_ranks(2)
+def test_an_outer_step_counts_rounds(comm, rounds):
     """A parameter that was frozen for two rounds of two steps is moved by as much as in the first round of another."""
-
-    def moved(comm, rounds):
-        strategy = fsdpx.LocalSGD(sync_every=2, outer_optimizer=optim.Adam(lr=0.01))
-        trainer = make(comm, "sgd", strategy=strategy)
-        trainer.freeze("0.weight")
-        step(trainer, 2 * rounds)
-        before = trainer.parameters()["0.weight"]
-        trainer.unfreeze("0.weight")
-        step(trainer, 2)
-        return np.abs(trainer.parameters()["0.weight"] - before)
-
-    for rounds in (0, 2):
-        for found in spawn(partial(moved, rounds=rounds), 2):
-            np.testing.assert_allclose(found, 0.01, rtol=1e-3)
+    strategy = fsdpx.LocalSGD(sync_every=2, outer_optimizer=optim.Adam(lr=0.01))
+    np.testing.assert_allclose(move_after(make(comm, "sgd", strategy=strategy), 2 * rounds, 2), 0.01, rtol=1e-3)
 
 
 def by_torch(name, seed):
@@ -288,22 +267,19 @@ def by_torch(name, seed):
         "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.2),
         "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
     }
-    p = {n: torch.nn.Parameter(torch.tensor(a)) for n, a in initial().items()}
-    optimizer = kinds[name](list(p.values()))
-    x, y = torch.tensor(X), torch.tensor(Y)
+    first, second, last = (torch.nn.Linear(*ends) for ends in pairwise(WIDTHS))
+    theirs = torch.nn.Sequential(first, torch.nn.Tanh(), second, torch.nn.Tanh(), last).double()
+    theirs.load_state_dict({n: torch.tensor(one) for n, one in initial().items()})
+    optimizer = kinds[name](theirs.parameters())
     for frozen in schedule(seed):
         still = matching(frozen)
-        for n, one in p.items():
+        for n, one in theirs.named_parameters():
             one.requires_grad_(n not in still)
-        h = x
-        for i in (0, 2, 4):
-            h = h @ p[f"{i}.weight"].T + p[f"{i}.bias"]
-            h = h if i == 4 else torch.tanh(h)
         optimizer.zero_grad()
-        if len(still) < len(p):
-            ((h - y) ** 2).mean().backward()
+        if len(still) < len(NAMES):
+            torch.nn.functional.mse_loss(theirs(torch.tensor(X)), torch.tensor(Y)).backward()
         optimizer.step()
-    return {n: one.detach().numpy() for n, one in p.items()}
+    return {n: one.detach().numpy() for n, one in theirs.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
@@ -311,8 +287,8 @@ def by_torch(name, seed):
 def test_schedules_of_freezing_do_as_torch(name, seed, monkeypatch):
     if name == "adamw":
         monkeypatch.setitem(OPTIMIZERS, name, optim.AdamW(lr=0.02, weight_decay=0.2))
-    for found in spawn(lambda comm: train(make(comm, name), schedule(seed)), 2):
-        assert_close(found, by_torch(name, seed), tolerance=1e-9)
+    found = spawn(lambda comm: train(make(comm, name), schedule(seed)), 2)
+    assert_close(found, [by_torch(name, seed)] * 2, tolerance=1e-9)
 
 
 @pytest.mark.world
