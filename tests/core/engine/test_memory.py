@@ -9,7 +9,7 @@ from amount import examples, few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import train
-from models import CASES, STRATEGIES, Same, distributed, make, own_part
+from models import CASES, STRATEGIES, Same, distributed, make, report_a_second_step
 from threads import on_ranks
 
 import fsdpx
@@ -35,34 +35,28 @@ def held(comm, strategy, steps):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "params", "grads"),
-    [("ddp", 1, 1), ("zero1", 1, 1), ("zero2", 1, 1 / N), ("fsdp", 1 / N, 1 / N)],
+    ("strategy", "params", "grads"), [("ddp", 1, 1), ("zero1", 1, 1), ("zero2", 1, 1 / N), ("fsdp", 1 / N, 1 / N)]
 )
 def test_model_states_follow_the_formulas(strategy, params, grads):
     """Rajbhandari et al. 2020 in fp32: parameters, gradients and two Adam moments, each whole or 1/N."""
-    slots = 1 if strategy == "ddp" else 1 / N
     for before, after, trainer in spawn(lambda comm: held(comm, strategy, 2), N):
         P = trainer.inspect.placement.layout.size * F32
         assert before.get("working set", 0) == 0, "initialization needs no more than what stays"
         states = sum(n for kind, n in after.items() if kind != "working set")
-        assert states == pytest.approx(P * (params + grads + 2 * slots), rel=0.01)
+        assert states == pytest.approx(P * (params + grads + 2 * (1 if strategy == "ddp" else 1 / N)), rel=0.01)
         assert sum(before.values()) == states
         page = max(s.page.size for s in trainer.inspect.placement.pages.values()) * F32
-        full_pages, full_grads = 2 * (params < 1), 2 * (grads < 1)
-        assert after.get("working set", 0) == (full_pages + full_grads) * page, (
-            "two pages ahead, two gradients on their way"
-        )
+        pages = 2 * (params < 1) + 2 * (grads < 1)
+        assert after.get("working set", 0) == pages * page, "two pages ahead, two gradients on their way"
 
 
-def test_buffers_do_not_move_once_training():
-    def run(comm):
-        trainer = held(comm, "fsdp", 1)[2]
-        generation, memory = trainer.inspect.engine.state.arena.generation, trainer.report().memory
-        for _ in range(2):
-            trainer.step(np.ones((2, 64), np.float32), np.ones((2, 64), np.float32))
-        return generation == trainer.inspect.engine.state.arena.generation and memory == trainer.report().memory
-
-    assert spawn(run, 2) == [True, True]
+@on_ranks(2)
+def test_buffers_do_not_move_once_training(comm):
+    trainer = held(comm, "fsdp", 1)[2]
+    generation, memory = trainer.inspect.engine.state.arena.generation, trainer.report().memory
+    for _ in range(2):
+        trainer.step(np.ones((2, 64), np.float32), np.ones((2, 64), np.float32))
+    assert (trainer.inspect.engine.state.arena.generation, trainer.report().memory) == (generation, memory)
 
 
 @st.composite
@@ -138,26 +132,22 @@ VALUE = ROWS * WIDTH * 4
 
 
 @pytest.mark.parametrize(("sequence", "time"), few([("parallel", 7), (None, 12), ("ulysses", 1), ("ring", 7)], 2))
-def test_counted_bytes_equal_predicted_bytes(sequence, time):
+@on_ranks(8)
+def test_counted_bytes_equal_predicted_bytes(comm, sequence, time):
     """Along the axes that the program moves data over; layers' own messages over tensor are counted alone."""
-
-    def one(comm):
-        mesh = Mesh(shard=2, pipe=2, tensor=2)
-        trainer = train(comm, "wide", mesh, "fsdp", sizes=(), sequence=sequence, microbatches=2)[2]
-        x = np.random.default_rng(0).integers(0, 31, (3, time))
-        trainer.inspect.reset_counters()
-        trainer.step(x, x)
-        report = trainer.report()
-        return report.traffic, report.predicted
-
-    for traffic, predicted in fsdpx.spawn(one, 8):
-        assert {key for key in predicted if key[0] in ("pipe", "peers", "shard")} <= set(traffic)
-        assert any(axis == "peers" for axis, _ in predicted), "the tied embedding is on both stages"
-        for key, count in predicted.items():
-            if key[0] != "tensor":
-                assert traffic[key] == count, key
-            else:
-                assert traffic[key].bytes >= count.bytes
+    mesh = Mesh(shard=2, pipe=2, tensor=2)
+    trainer = train(comm, "wide", mesh, "fsdp", sizes=(), sequence=sequence, microbatches=2)[2]
+    x = np.random.default_rng(0).integers(0, 31, (3, time))
+    trainer.inspect.reset_counters()
+    trainer.step(x, x)
+    report = trainer.report()
+    assert {key for key in report.predicted if key[0] in ("pipe", "peers", "shard")} <= set(report.traffic)
+    assert any(axis == "peers" for axis, _ in report.predicted), "the tied embedding is on both stages"
+    for key, count in report.predicted.items():
+        if key[0] != "tensor":
+            assert report.traffic[key] == count, key
+        else:
+            assert report.traffic[key].bytes >= count.bytes
 
 
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-h2"], 2))
@@ -212,15 +202,11 @@ ITEM = 8  # float64
 
 
 def moved(size, strategy, m=1):
-    """Counts of one step, the second one: the first may differ in what is resident. They are as predicted."""
+    """Counts of the second step, and pages. They are as predicted."""
 
     def run(comm):
         trainer = make(comm, "mlp", strategy, microbatches=m, group_bytes=0, clip_norm=0.5)
-        batch = own_part(comm, "mlp", 18)
-        trainer.step(*batch)
-        trainer.inspect.reset_counters()
-        trainer.step(*batch)
-        return trainer.report(), [s.page.size for s in trainer.inspect.placement.pages.values()]
+        return report_a_second_step(trainer, n=18), [s.page.size for s in trainer.inspect.placement.pages.values()]
 
     found = spawn(run, size)
     for rank, (report, _) in enumerate(found):

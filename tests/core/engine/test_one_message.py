@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from amount import pairs
-from models import CASES, make, own_part, part
+from models import CASES, make, own_part, part, report_a_second_step
 from rates import LATE, rated
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
@@ -34,12 +35,7 @@ def test_one_exchange_of_all_ranks_in_a_step(choice, strategy):
     ranks, options = CHOICES[choice]
 
     def run(comm):
-        trainer = make(comm, "mlp", strategy, **options)
-        batch = own_part(trainer.data_group, "mlp", 12)
-        trainer.step(*batch)
-        trainer.inspect.reset_counters()
-        trainer.step(*batch)
-        report = trainer.report()
+        report = report_a_second_step(make(comm, "mlp", strategy, **options))
         return report.traffic["world", "all_gather"].calls, {op: row[2] for op, row in report.times.items()}
 
     for calls, times in spawn(run, ranks):
@@ -48,25 +44,20 @@ def test_one_exchange_of_all_ranks_in_a_step(choice, strategy):
         assert told == ({"MEAN": 0, "SCALE": 0, "NORM": 1} if "clip" in choice else {"MEAN": 1, "SCALE": 1, "NORM": 0})
 
 
-def test_the_message_is_on_its_way_during_backward():
+@on_ranks(2)
+def test_the_message_is_on_its_way_during_backward(comm):
     """Nobody waits for it before all gradients are there."""
+    trainer, waited = make(comm, "mlp", "fsdp", group_bytes=0), []
 
-    def run(comm):
-        trainer = make(comm, "mlp", "fsdp", group_bytes=0)
-        waited = []
+    def look(action):
+        if action.op in ("MEAN", "B"):
+            mean = trainer.inspect.engine.state.store[Slot("mean")]
+            waited.append(not (hasattr(mean, "handle") and mean.handle is not COMPLETED))
 
-        def look(action):
-            if action.op in ("MEAN", "B"):
-                mean = trainer.inspect.engine.state.store[Slot("mean")]
-                waited.append(not (hasattr(mean, "handle") and mean.handle is not COMPLETED))
-
-        trainer.inspect.engine.add_observer(look)
-        trainer.step(*own_part(comm, "mlp", 12))
-        return waited
-
-    for waited in spawn(run, 2):
-        assert len(waited) > 2
-        assert not any(waited)
+    trainer.inspect.engine.add_observer(look)
+    trainer.step(*own_part(comm, "mlp", 12))
+    assert len(waited) > 2
+    assert not any(waited)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
@@ -91,16 +82,11 @@ def test_gradients_of_several_calls_are_weighed_together(clip_norm):
         assert all(np.allclose(got[name], whole[name], rtol=1e-12) for name in whole), how
 
 
-def test_an_overflow_is_seen_in_the_same_message():
-    def run(comm):
-        trainer = make(comm, "mlp", "fsdp", precision=Precision(param="float16", loss_scale="dynamic"))
-        batch = own_part(comm, "mlp", 12)
-        trainer.step(*batch)
-        trainer.inspect.reset_counters()
-        trainer.step(*batch)
-        return trainer.report().traffic["world", "all_gather"].calls, trainer.report().times["NORM"][2]
-
-    assert spawn(run, 2) == [(2, 1)] * 2
+@on_ranks(2)
+def test_an_overflow_is_seen_in_the_same_message(comm):
+    trainer = make(comm, "mlp", "fsdp", precision=Precision(param="float16", loss_scale="dynamic"))
+    report = report_a_second_step(trainer)
+    assert (report.traffic["world", "all_gather"].calls, report.times["NORM"][2]) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from bits import bits
 from meshes import reference
 from meshes import train as train_on_mesh
-from models import HYBRID, STRATEGIES, make, own_part, train
+from models import HYBRID, STRATEGIES, make, report_a_second_step, train
 from present import needs
 from ranks import from_rank_0
 
@@ -57,16 +57,14 @@ def by_themselves(comm):
 @needs("asynchronous")
 def test_replicas_by_themselves(world):
     """Local training, fragments under way from step to step, as on thread ranks."""
-    want = from_rank_0(world, spawn, by_themselves, world.size)
-    assert_close(by_themselves(world), want[world.rank], 1e-12)
+    assert_close(by_themselves(world), from_rank_0(world, spawn, by_themselves, world.size)[world.rank], 1e-12)
 
 
 def in_chunks(comm, how):
     options = {"reproducible_chunks": 8, "clip_norm": 0.2, "precision": "float32"}
     losses, _, trainer = train(comm, "gpt", how, sizes=(8, 8), **options)
-    digest = bits(trainer)
-    trainer.close()
-    return losses, digest
+    with trainer:
+        return losses, bits(trainer)
 
 
 @EACH
@@ -78,11 +76,7 @@ def test_one_hash(world, strategy):
 @EACH
 def test_counted_equals_predicted(world, strategy):
     trainer = make(world, "mlp", strategy, microbatches=2)
-    batch = own_part(world, "mlp", 10)
-    trainer.step(*batch)
-    trainer.inspect.reset_counters()
-    trainer.step(*batch)
-    report = trainer.report()
+    report = report_a_second_step(trainer, n=10)
     assert {k: c for k, c in report.traffic.items() if k[0] != "world"} == report.predicted
     trainer.close()
 
@@ -97,9 +91,8 @@ def test_half_precision_is_the_same_on_all_ranks(world, precision):
 
 def test_bad_batch_on_one_rank_is_an_error_on_all(world):
     trainer = make(world, "mlp")
-    width = 13 if world.rank == world.size - 1 else 12
     with pytest.raises((DataError, ValueError)) as caught:
-        trainer.step(np.ones((2, width)), np.ones((2, 5)))
+        trainer.step(np.ones((2, 13 if world.rank == world.size - 1 else 12)), np.ones((2, 5)))
     assert len(set(world.all_gather_object(str(caught.value)))) == 1
     trainer.close()
 
@@ -154,10 +147,9 @@ def test_sequences_equal_one_process(world, sequence):
 
 
 def hashed(comm, mesh):
-    trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(8, 4), reproducible_chunks=4, precision="float32")[2]
-    digest = bits(trainer)
-    trainer.close()
-    return digest
+    options = {"sizes": (8, 4), "reproducible_chunks": 4, "precision": "float32"}
+    with train_on_mesh(comm, "wide", mesh, "ddp", **options)[2] as trainer:
+        return bits(trainer)
 
 
 def test_one_hash_on_axes(world):
@@ -168,13 +160,11 @@ def test_one_hash_on_axes(world):
 
 
 def frozen(comm, mesh):
-    trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(6, 6), frozen=["embed.*"], microbatches=2)[2]
     x = np.random.default_rng(0).integers(0, 31, (3, 12))
-    trainer.evaluate(x, x)
-    trainer.step(x, x)
-    found = trainer.parameters()
-    trainer.close()
-    return found
+    with train_on_mesh(comm, "wide", mesh, "ddp", sizes=(6, 6), frozen=["embed.*"], microbatches=2)[2] as trainer:
+        trainer.evaluate(x, x)
+        trainer.step(x, x)
+        return trainer.parameters()
 
 
 def test_ranks_with_and_without_frozen_parameters_bind_alike(world):
