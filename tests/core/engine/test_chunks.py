@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from amount import few
-from bits import bits
+from bits import bits, demand_same
 from models import CASES, make, own_part, placed, train
 from present import needs
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import optim, spawn
@@ -39,17 +40,15 @@ def test_one_hash_at_any_world_size_and_strategy(case):
 
 
 def test_groups_and_prefetch_do_not_change_bits():
-    seen = {
+    demand_same(
         spawn(lambda comm, g=g, a=a: run(comm, "mlp", "fsdp", group_bytes=g, prefetch=a), 3)[0][1]
         for g, a in ((0, 0), (0, 2), (1 << 20, 2))
-    }
-    assert len(seen) == 1
+    )
 
 
 def test_lamb_sees_whole_parameters_in_one_order():
     lamb = optim.LAMB(lr=1e-2)
-    seen = {spawn(lambda comm: run(comm, "mlp", "fsdp", optimizer=lamb), size)[0][1] for size in (1, 2, 5)}
-    assert len(seen) == 1
+    demand_same(spawn(lambda comm: run(comm, "mlp", "fsdp", optimizer=lamb), size)[0][1] for size in (1, 2, 5))
 
 
 def test_other_chunks_are_other_bits():
@@ -67,10 +66,9 @@ def test_batch_must_divide():
 
 def test_parts_must_hold_whole_chunks():
     def uneven(comm):
-        trainer = make(comm, "mlp", reproducible_chunks=4)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
         mine = slice(0, 3) if comm.rank == 0 else slice(3, 8)
-        trainer.step(x[mine], y[mine])
+        make(comm, "mlp", reproducible_chunks=4).step(x[mine], y[mine])
 
     with pytest.raises(DataError, match=r"reproducible_chunks=4 needs \[4, 4\] samples on ranks 0 to 1, not \[3, 5\]"):
         spawn(uneven, 2)
@@ -86,23 +84,19 @@ def test_accumulate_is_refused():
         spawn(lambda comm: make(comm, "mlp", reproducible_chunks=4).accumulate(None, None), 1)
 
 
-def test_memory_does_not_grow_with_steps():
-    def go(comm):
-        trainer = make(comm, "mlp", reproducible_chunks=8, group_bytes=0)
-        seen = []
-        for _ in range(4):
-            trainer.step(*own_part(comm, "mlp", 8, chunks=8))
-            views = trainer.inspect.engine._views
-            seen.append(sum(map(len, (views._pages, views._entries, views._params, views._grads, views._leaves))))
-        return seen
-
-    for seen in spawn(go, 2):
-        assert len(set(seen)) == 1
+@on_ranks(2)
+def test_memory_does_not_grow_with_steps(comm):
+    trainer = make(comm, "mlp", reproducible_chunks=8, group_bytes=0)
+    seen = []
+    for _ in range(4):
+        trainer.step(*own_part(comm, "mlp", 8, chunks=8))
+        views = trainer.inspect.engine._views
+        seen.append(sum(map(len, (views._pages, views._entries, views._params, views._grads, views._leaves))))
+    assert len(set(seen)) == 1
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size", "chunks"),
-    [("ddp", 2, 3), ("ddp", 5, 8), ("fsdp", 3, 8), ("fsdp", 4, 7), ("hybrid", 4, 7)],
+    ("strategy", "size", "chunks"), [("ddp", 2, 3), ("ddp", 5, 8), ("fsdp", 3, 8), ("fsdp", 4, 7), ("hybrid", 4, 7)]
 )
 def test_counted_equals_predicted(strategy, size, chunks):
     def go(comm):
@@ -114,12 +108,11 @@ def test_counted_equals_predicted(strategy, size, chunks):
         assert {k: c for k, c in report.traffic.items() if k[0] != "world"} == report.predicted
 
 
-def test_predict_and_evaluate_take_any_batch():
-    def go(comm):
-        trainer, (x, y) = make(comm, "mlp", reproducible_chunks=4), CASES["mlp"].batch(np.random.default_rng(0), 5)
-        return trainer.predict(x).shape, trainer.evaluate(x, y) == pytest.approx(make(comm, "mlp").evaluate(x, y))
-
-    assert spawn(go, 2) == [((5, 5), True)] * 2
+@on_ranks(2)
+def test_predict_and_evaluate_take_any_batch(comm):
+    trainer, (x, y) = make(comm, "mlp", reproducible_chunks=4), CASES["mlp"].batch(np.random.default_rng(0), 5)
+    assert trainer.predict(x).shape == (5, 5)
+    assert trainer.evaluate(x, y) == pytest.approx(make(comm, "mlp").evaluate(x, y))
 
 
 @needs("plan")

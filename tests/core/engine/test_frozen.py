@@ -93,30 +93,25 @@ def count_products(monkeypatch, *names):
 
 @pytest.mark.parametrize("how", ["frozen", "freeze", "container"])
 @pytest.mark.parametrize("group_bytes", [0, 1 << 20])
-def test_products_of_a_frozen_trunk(monkeypatch, how, group_bytes):
+@on_ranks(1)
+def test_products_of_a_frozen_trunk(comm, monkeypatch, how, group_bytes):
     """Four layers, of which the third one is trained: forward makes 4 products, backward one gradient of an input, of
     the last layer, and one of parameters."""
     names = ["0.*", "1.*", "3.*"]
-
-    def run(comm):
-        widths = itertools.pairwise((6, 7, 6, 7, 6) if group_bytes else (6,) * 5)
-        model = nn.Sequential(*(nn.Linear(*ends) for ends in widths), frozen=names if how == "container" else ())
-        frozen = names if how == "frozen" else ()
-        trainer = distributed(model, comm, precision="float64", group_bytes=group_bytes, frozen=frozen)
-        if how == "freeze":
-            trainer.freeze(*names)
-        calls = count_products(monkeypatch, "linear_forward", "linear_backward_params", "linear_backward")
-        trainer.step(np.ones((4, 6)), np.ones((4, 6)))
-        return calls
-
-    (calls,) = spawn(run, 1)
+    widths = itertools.pairwise((6, 7, 6, 7, 6) if group_bytes else (6,) * 5)
+    model = nn.Sequential(*(nn.Linear(*ends) for ends in widths), frozen=names if how == "container" else ())
+    frozen = names if how == "frozen" else ()
+    trainer = distributed(model, comm, precision="float64", group_bytes=group_bytes, frozen=frozen)
+    if how == "freeze":
+        trainer.freeze(*names)
+    calls = count_products(monkeypatch, "linear_forward", "linear_backward_params", "linear_backward")
+    trainer.step(np.ones((4, 6)), np.ones((4, 6)))
     assert calls == ["linear_forward"] * 4 + ["linear_backward", "linear_backward_params"]
 
 
 @on_ranks(2)
 def test_freezing_changes_the_program(comm):
     """`freeze` and `distribute(frozen=...)` run the same step; after `unfreeze` it is the first one again."""
-    names = ["0.*", "2.bias"]
     trainer = make(comm, "mlp", "fsdp", group_bytes=0)
     batch = own_part(comm, "mlp", 8)
     first = str(trainer.program)
@@ -124,7 +119,7 @@ def test_freezing_changes_the_program(comm):
     trainer.freeze("0.*")
     assert str(trainer.program) == str(make(comm, "mlp", "fsdp", group_bytes=0, frozen=["0.*"]).program) != first
     trainer.step(*batch)
-    trainer.freeze(*names)
+    trainer.freeze("0.*", "2.bias")
     trainer.accumulate(*batch)
     assert not trainer.inspect.engine.state.list_indices_of_filled_slots("saved")
     found = trainer.gradients()
@@ -140,24 +135,21 @@ def test_freezing_changes_the_program(comm):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_a_model_without_anything_to_train(strategy):
-    def run(comm):
-        trainer = make(comm, "untied", strategy, frozen=["*"])
-        batch = own_part(comm, "untied", 8)
-        before = trainer.parameters()
-        losses = [trainer.step(*batch) for _ in range(2)]
-        assert Slot("part", 0) not in trainer.inspect.engine.state.store
-        assert not [a for a in trainer.program.actions if a.op in ("B", "REDUCE", "UPDATE")]
-        return losses[0] == losses[1] and all(np.array_equal(before[n], p) for n, p in trainer.parameters().items())
-
-    assert all(spawn(run, 2))
+@on_ranks(2)
+def test_a_model_without_anything_to_train(comm, strategy):
+    trainer = make(comm, "untied", strategy, frozen=["*"])
+    before = trainer.parameters()
+    first, second = (trainer.step(*own_part(comm, "untied", 8)) for _ in range(2))
+    assert Slot("part", 0) not in trainer.inspect.engine.state.store
+    assert not [a for a in trainer.program.actions if a.op in ("B", "REDUCE", "UPDATE")]
+    assert first == second
+    assert_close(trainer.parameters(), before)
 
 
 def test_the_gradient_of_the_inputs_passes_through_what_is_frozen():
     def run(comm, frozen):
         trainer = make(comm, "mlp", "fsdp", group_bytes=0, frozen=frozen)
-        y = trainer.forward(own_part(comm, "mlp", 8)[0])
-        return trainer.backward(np.ones_like(y))
+        return trainer.backward(np.ones_like(trainer.forward(own_part(comm, "mlp", 8)[0])))
 
     want, got = (spawn(run, 2, frozen) for frozen in ([], ["*"]))
     assert all(np.array_equal(a, b) for a, b in zip(want, got, strict=True))
@@ -271,10 +263,9 @@ class Idle(nn.Composite):
 
 
 def model_with_idle(idle):
-    nodes = {"up": (nn.Linear(6, 6), "x"), "act": (nn.Tanh(), "up"), "out": (nn.Linear(6, 4), "act")}
-    if idle:
-        branch = {"side": (nn.Linear(6, 5), "up"), "end": (nn.Linear(5, 5), "side"), "z": (nn.Linear(6, 2), "x")}
-        nodes = {"up": nodes["up"], **branch, "act": nodes["act"], "out": nodes["out"]}
+    branch = {"side": (nn.Linear(6, 5), "up"), "end": (nn.Linear(5, 5), "side"), "z": (nn.Linear(6, 2), "x")}
+    nodes = {"up": (nn.Linear(6, 6), "x"), **(branch if idle else {})}
+    nodes |= {"act": (nn.Tanh(), "up"), "out": (nn.Linear(6, 4), "act")}
     return nn.Graph(nodes, inputs=("x", "w") if idle else ("x",), outputs=("out",))
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from models import alike, distributed, part
 from present import needs
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
@@ -68,14 +69,13 @@ SPOILT = ("input", np.nan), ("target", np.nan), ("target", np.inf)
 def test_a_step_of_a_bad_batch_changes_nothing(place, what, value):
     """All ranks hear which one has it; training goes on as if it had not been."""
     ranks, options = PLACES[place]
-    x, y = spoilt(what, value)
 
     def run(comm):
         trainer, other = make(comm, **options), make(comm, **options)
         for one in (trainer, other):
             one.step(*batch(one))
         with pytest.raises(NumericsError) as caught:
-            trainer.step(*batch(trainer, x, y))
+            trainer.step(*batch(trainer, *spoilt(what, value)))
         assert_close(trainer.parameters(), other.parameters())
         assert trainer.global_step == other.global_step == 1
         if place != "compressed":  # error feedback has seen the batch
@@ -120,28 +120,23 @@ def test_a_gradient_that_is_not_finite_is_named(strategy, clip_norm):
     assert text == f"step 1: {what}, and nothing is updated with it"
 
 
-def test_a_gradient_of_the_caller_is_looked_at():
-    def run(comm):
-        trainer = make(comm)
-        before = trainer.parameters()
-        out = trainer.forward(X)
-        trainer.backward(np.full_like(out, np.nan))
-        with pytest.raises(NumericsError, match=r"step 1: a gradient is not finite, and nothing is .*: rank 0"):
-            trainer.update()
-        after = trainer.parameters()
-        assert all(np.array_equal(after[n], before[n]) for n in after if "running" not in n)
-
-    spawn(run, 1)
+@on_ranks(1)
+def test_a_gradient_of_the_caller_is_looked_at(comm):
+    trainer = make(comm)
+    before = trainer.parameters()
+    trainer.backward(np.full_like(trainer.forward(X), np.nan))
+    with pytest.raises(NumericsError, match=r"step 1: a gradient is not finite, and nothing is .*: rank 0"):
+        trainer.update()
+    after = trainer.parameters()
+    assert all(np.array_equal(after[n], before[n]) for n in after if "running" not in n)
 
 
 def test_accumulate_refuses_and_forgets():
-    x, y = spoilt("input", np.nan)
-
     def run(comm):
         trainer = make(comm)
         trainer.accumulate(*batch(trainer))
         with pytest.raises(NumericsError) as caught:
-            trainer.accumulate(*batch(trainer, x, y))
+            trainer.accumulate(*batch(trainer, *spoilt("input", np.nan)))
         assert trainer.inspect.engine.state.gradient_source == ""
         other = make(comm)
         other.accumulate(*batch(other))
@@ -157,28 +152,22 @@ def test_accumulate_refuses_and_forgets():
 
 
 @needs("asynchronous")
-def test_ranks_at_their_own_speed_push_nothing_of_it():
-    x, y = spoilt("input", np.nan)
-
-    def run(comm):
-        trainer = make(comm, norm=False, strategy=fsdpx.AsyncSGD())
-        before = trainer.parameters()
-        with pytest.raises(NumericsError, match=r"step 1: the loss is nan, and nothing is .*: rank 0: input"):
-            trainer.step(x, y)
-        assert_close(trainer.parameters(), before)
-        assert np.isfinite(trainer.step(X, Y))
-
-    spawn(run, 1)
+@on_ranks(1)
+def test_ranks_at_their_own_speed_push_nothing_of_it(comm):
+    trainer = make(comm, norm=False, strategy=fsdpx.AsyncSGD())
+    before = trainer.parameters()
+    with pytest.raises(NumericsError, match=r"step 1: the loss is nan, and nothing is .*: rank 0: input"):
+        trainer.step(*spoilt("input", np.nan))
+    assert_close(trainer.parameters(), before)
+    assert np.isfinite(trainer.step(X, Y))
 
 
 def test_a_step_that_is_skipped_leaves_running_statistics_alone():
-    x, y = spoilt("input", np.inf)
-
     def run(comm):
         trainer = make(comm, precision=Precision(loss_scale="dynamic"))
         trainer.step(*batch(trainer))
         before = trainer.parameters()
-        trainer.step(*batch(trainer, x, y))
+        trainer.step(*batch(trainer, *spoilt("input", np.inf)))
         assert trainer.inspect.last_update.skipped
         assert_close(trainer.parameters(), before)
 
@@ -187,8 +176,7 @@ def test_a_step_that_is_skipped_leaves_running_statistics_alone():
 
 
 def test_evaluation_gives_what_it_finds():
-    x, y = spoilt("input", np.nan)
-    assert np.isnan(spawn(lambda comm: make(comm).evaluate(x, y), 1)).all()
+    assert np.isnan(spawn(lambda comm: make(comm).evaluate(*spoilt("input", np.nan)), 1)).all()
 
 
 @needs("fields")

@@ -59,10 +59,8 @@ def test_an_observer_is_told_everything_in_order():
     trainer = make()
     seen = trainer.inspect.engine.add_observer(Everything())
     trainer.step(X, Y)
-    actions = [str(action) for action in trainer.program.actions]
-    each = [(what, action) for action in actions for what in ("begin", "look", "acted")]
-    names = [row for row in seen.told if row[0] in ("begin", "look", "acted")]
-    assert names == each
+    each = [(what, str(action)) for action in trainer.program.actions for what in ("begin", "look", "acted")]
+    assert [row for row in seen.told if row[0] in ("begin", "look", "acted")] == each
     assert seen.told[0] == ("enter", "step")
     assert [row[0] for row in seen.told[:4]] == ["enter", "outside", "begin_program", "timed"]
     trainer.inspect.reset_counters()

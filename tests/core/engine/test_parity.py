@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from meshes import reference
 from meshes import train as train_on_mesh
 from models import CASES, HYBRID, STRATEGIES, distributed, make, own_part, own_parts, part, placed, train
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Sharding, nn, optim
@@ -76,18 +77,15 @@ def accumulated(comm, strategy, local):
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize(("strategy", "size"), few(placed([1, 3], [4]), 5))
 def test_accumulation_equals_one_batch(strategy, size, local):
-    for got in spawn(accumulated, size, strategy, local, delays=1):
-        assert_close(got, reference("mlp")[1], 1e-12)
+    assert_close(spawn(accumulated, size, strategy, local, delays=1), [reference("mlp")[1]] * size, 1e-12)
 
 
-def test_no_sync_moves_no_gradients():
-    def run(comm):
-        trainer = make(comm, "mlp", "zero2")
-        with trainer.no_sync():
-            trainer.accumulate(*CASES["mlp"].batch(np.random.default_rng(0), 4))
-        return {verb for axis, verb, _, _ in trainer.inspect.placement.axes.counters if axis == "shard"}
-
-    assert spawn(run, 2) == [{"all_gather"}] * 2
+@on_ranks(2)
+def test_no_sync_moves_no_gradients(comm):
+    trainer = make(comm, "mlp", "zero2")
+    with trainer.no_sync():
+        trainer.accumulate(*CASES["mlp"].batch(np.random.default_rng(0), 4))
+    assert {verb for axis, verb, _, _ in trainer.inspect.placement.axes.counters if axis == "shard"} == {"all_gather"}
 
 
 def own_loop(comm, strategy):
@@ -101,17 +99,15 @@ def own_loop(comm, strategy):
 
 @pytest.mark.parametrize(("strategy", "size"), placed([3], [4]))
 def test_the_three_calls_equal_step(strategy, size):
-    for got in spawn(own_loop, size, strategy):
-        assert_close(got, reference("mlp")[1], 1e-12)
+    assert_close(spawn(own_loop, size, strategy), [reference("mlp")[1]] * size, 1e-12)
 
 
 def test_gradients_are_those_of_the_global_mean():
     def run(comm, strategy):
         trainer, found = make(comm, "gpt", strategy, microbatches=2), []
-        batch = own_part(comm, "gpt", 7, 1)
         for local in (False, True):
             with trainer.no_sync() if local else nullcontext():
-                trainer.accumulate(*batch)
+                trainer.accumulate(*own_part(comm, "gpt", 7, 1))
             found.append(trainer.gradients())
             assert_close(trainer.gradients(), found[-1])  # "reading gradients must not change them"
             trainer.zero_grad()
@@ -119,9 +115,7 @@ def test_gradients_are_those_of_the_global_mean():
 
     want = spawn(run, 1, "ddp")[0][0]
     for strategy, size in placed([3], [4]):
-        for found in spawn(run, size, strategy):
-            for got in found:
-                assert_close(got, want, 1e-12)
+        assert_close(spawn(run, size, strategy), [[want, want]] * size, 1e-12)
 
 
 def test_initialization_does_not_see_the_layout():
@@ -132,8 +126,8 @@ def test_initialization_does_not_see_the_layout():
 
 
 def test_seed_changes_the_initialization():
-    prints = {spawn(lambda comm, s=s: bits(make(comm, "mlp", seed=s)), 1)[0] for s in (0, 1)}
-    assert len(prints) == 2
+    one, other = (spawn(lambda comm, s=s: bits(make(comm, "mlp", seed=s)), 1) for s in (0, 1))
+    assert one != other
 
 
 @given(
@@ -172,32 +166,27 @@ def test_dropout_does_not_see_how_a_batch_is_accumulated(strategy):
 
     want = spawn(run, 1, (0, 7))[0]
     for size in (1, 2):
-        for got in spawn(run, size, (0, 3, 7)):
-            assert_close(got, want, 1e-12)
+        assert_close(spawn(run, size, (0, 3, 7)), [want] * size, 1e-12)
 
 
-def test_backward_of_an_evaluating_forward_is_its_own_gradient():
+@on_ranks(1)
+def test_backward_of_an_evaluating_forward_is_its_own_gradient(comm):
     """BatchNorm with frozen statistics: checked against a finite difference, with an evaluation in between."""
-
-    def run(comm):
-        trainer = make(comm, "norms", "ddp")
-        x, y = CASES["norms"].batch(np.random.default_rng(5), 8)
-        trainer.step(x, y)
-        out = trainer.forward(x, training=False)
-        trainer.evaluate(x[:3], y[:3])
-        trainer.backward(np.ones_like(out) / 8)
-        got = trainer.gradients()["0.weight"][3, 4]
-        here, eps = trainer.parameters(), 1e-6
-        sums = []
-        for sign in (1, -1):
-            moved = {k: v.copy() for k, v in here.items()}
-            moved["0.weight"][3, 4] += sign * eps
-            trainer.load_parameters(moved)
-            sums.append(trainer.predict(x).sum() / 8)
-        return got, (sums[0] - sums[1]) / (2 * eps)
-
-    got, want = spawn(run, 1)[0]
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    trainer = make(comm, "norms", "ddp")
+    x, y = CASES["norms"].batch(np.random.default_rng(5), 8)
+    trainer.step(x, y)
+    out = trainer.forward(x, training=False)
+    trainer.evaluate(x[:3], y[:3])
+    trainer.backward(np.ones_like(out) / 8)
+    got = trainer.gradients()["0.weight"][3, 4]
+    here, eps = trainer.parameters(), 1e-6
+    sums = []
+    for sign in (1, -1):
+        moved = {k: v.copy() for k, v in here.items()}
+        moved["0.weight"][3, 4] += sign * eps
+        trainer.load_parameters(moved)
+        sums.append(trainer.predict(x).sum() / 8)
+    np.testing.assert_allclose(got, (sums[0] - sums[1]) / (2 * eps), rtol=1e-6)
 
 
 def test_backward_twice_adds_up():
@@ -272,9 +261,8 @@ def configurations(draw):
     widths = {"replica": data, "shard": 1} if strategy == "ddp" else {"replica": 1, "shard": data}
     if strategy == "hybrid":
         widths = {"replica": draw(st.sampled_from([n for n in range(1, data + 1) if data % n == 0])), "shard": None}
-    case = draw(st.sampled_from(["wide", "gpt", "deep", "mlp", "graph", "untied"]))
     found = {
-        "case": case,
+        "case": draw(st.sampled_from(["wide", "gpt", "deep", "mlp", "graph", "untied"])),
         "mesh": Mesh(pipe=pipe, tensor=tensor, **widths).resolve_open_axis(pipe * tensor * data),
         "strategy": strategy,
         "schedule": draw(st.sampled_from([*SCHEDULES])),
@@ -345,9 +333,6 @@ def test_a_layer_that_adds_in_place(microbatches):
         trainer = distributed(model, comm, precision="float64", microbatches=microbatches)
         x, y = np.random.default_rng(1).normal(size=(2, 6, 12))
         trainer.step(x[part(comm, 6)], y[part(comm, 6)])
-        return [a.copy() for a in trainer.parameters().values()]
+        return trainer.parameters()
 
-    alone = fsdpx.spawn(go, 1)[0]
-    for mine in fsdpx.spawn(go, 2):
-        for a, b in zip(mine, alone, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14, equal_nan=False)
+    assert_close(spawn(go, 2), spawn(go, 1) * 2, 1e-14)

@@ -9,6 +9,7 @@ from bits import bits
 from meshes import OPTIONS, compare, train
 from models import CASES, KNOWN, Same, alike, distributed, make
 from present import needs
+from threads import on_ranks
 
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.array import kernels
@@ -35,8 +36,7 @@ def test_every_placement_under_a_pipe_equals_one_process(strategy, schedule):
 @pytest.mark.parametrize("case", CASES)
 def test_every_model_in_two_stages(case):
     """Values that skip stages, layers without parameters, statistics over the batch."""
-    microbatches = 1 if case == "norms" else 3
-    compare(case, Mesh(shard=2, pipe=2), "fsdp", microbatches=microbatches)
+    compare(case, Mesh(shard=2, pipe=2), "fsdp", microbatches=1 if case == "norms" else 3)
 
 
 def test_a_value_may_skip_stages():
@@ -204,13 +204,13 @@ def test_pipes_that_cannot_work_are_refused(options, text):
         spawn(lambda comm: make(comm, "mlp", "ddp", **given), given["mesh"].size)
 
 
-def test_costs_decide_where_a_model_is_cut():
-    def starts(comm, **options):
-        return make(comm, "mlp", "ddp", mesh=PIPE, **options).inspect.placement.layout.spread.starts
-
-    assert spawn(lambda comm: starts(comm, costs={"0": 100.0, "*": 1.0}), 2) == [(0, 1)] * 2
-    assert spawn(lambda comm: starts(comm, costs={"4": 100.0, "*": 1.0}), 2) == [(0, 4)] * 2
-    assert spawn(lambda comm: starts(comm, stages=[3, 2]), 2) == [(0, 3)] * 2
+@pytest.mark.parametrize(
+    ("options", "second"),
+    [({"costs": {"0": 100.0, "*": 1.0}}, 1), ({"costs": {"4": 100.0, "*": 1.0}}, 4), ({"stages": [3, 2]}, 3)],
+)
+@on_ranks(2)
+def test_costs_decide_where_a_model_is_cut(comm, options, second):
+    assert make(comm, "mlp", "ddp", mesh=PIPE, **options).inspect.placement.layout.spread.starts == (0, second)
 
 
 @pytest.mark.parametrize(
@@ -317,8 +317,7 @@ def test_a_schedule_of_ones_own(tmp_path):
 def test_a_schedule_that_cannot_run_is_shown(lines, text):
     """Before any communication, on all ranks alike, with the place."""
     options = {"mesh": PIPE, "schedule": lambda ranks, microbatches, per_rank: lines, "microbatches": 1}
-    said = alike(2, lambda comm: make(comm, "mlp", "ddp", **options))
-    assert re.search(f"^ProgramError: (.|\n)*{text}", said)
+    assert re.search(f"^ProgramError: (.|\n)*{text}", alike(2, lambda comm: make(comm, "mlp", "ddp", **options)))
 
 
 def test_the_other_calls_of_a_trainer():
@@ -342,43 +341,37 @@ def test_the_other_calls_of_a_trainer():
         np.testing.assert_allclose(got[4], want[4], rtol=1e-10, atol=1e-12)
 
 
-def test_measured_steps_are_what_ran():
-    def run(comm):
-        trainer = make(comm, "deep", "ddp", mesh=PIPE, schedule="zb-h1", microbatches=3, **OPTIONS)
-        x, y = KNOWN["deep"].batch(np.random.default_rng(5), 6)
-        return trainer.inspect.measure(x, y, steps=2)
-
-    for measured in spawn(run, 2):
-        for rank, program in enumerate(measured.programs):
-            assert [e.action for e in measured.events if e.rank == rank] == list(program.actions)
-        assert 0 <= measured.idle_share < 1
-        took = {(e.rank, e.action): e.end - e.start for e in measured.events}
-        for event in measured.simulate_again():
-            if event.action.op in "FIW":
-                assert event.end - event.start == pytest.approx(took[event.rank, event.action])
-        costs = measured.stage_costs
-        for some in (costs.forward, costs.backward_input, costs.backward_params):
-            assert len(some) == 2
-            assert min(some) > 0
+@on_ranks(2)
+def test_measured_steps_are_what_ran(comm):
+    trainer = make(comm, "deep", "ddp", mesh=PIPE, schedule="zb-h1", microbatches=3, **OPTIONS)
+    x, y = KNOWN["deep"].batch(np.random.default_rng(5), 6)
+    measured = trainer.inspect.measure(x, y, steps=2)
+    for rank, program in enumerate(measured.programs):
+        assert [e.action for e in measured.events if e.rank == rank] == list(program.actions)
+    assert 0 <= measured.idle_share < 1
+    took = {(e.rank, e.action): e.end - e.start for e in measured.events}
+    for event in measured.simulate_again():
+        if event.action.op in "FIW":
+            assert event.end - event.start == pytest.approx(took[event.rank, event.action])
+    costs = measured.stage_costs
+    for some in (costs.forward, costs.backward_input, costs.backward_params):
+        assert len(some) == 2
+        assert min(some) > 0
 
 
-def test_a_pipe_is_cut_by_measured_layers(tmp_path):
-    def run(comm):
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8))
-        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "tune": False}
-        x = np.ones((4, 8), np.float32)
-        with model.as_distributed(comm=comm, trace=tmp_path / "traced", **options) as first:
-            first.step(x, x)
-            layers = first.report().layers
-        costs = {path: one.forward + one.backward for path, one in layers.items()}
-        assert list(costs) == ["0", "1", "2", "3"]
-        assert min(costs.values()) > 0
-        cut = costs | {"0": 9.0, "1": 1.0, "2": 1.0, "3": 1.0}  # as if the first were slow, so that nothing is chance
-        with model.as_distributed(comm=comm, mesh=Mesh(pipe=2), costs=cut, **options) as trainer:
-            units = trainer.inspect.placement.layout.units
-            return [tuple(node.path for unit in units if unit.stage == s for node in unit.nodes) for s in range(2)]
-
-    assert spawn(run, 2) == [[("0",), ("1", "2", "3")]] * 2
+@on_ranks(2)
+def test_a_pipe_is_cut_by_measured_layers(comm, tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8))
+    x = np.ones((4, 8), np.float32)
+    with distributed(model, comm, tune=False, trace=tmp_path / "traced") as first:
+        first.step(x, x)
+        costs = {path: one.forward + one.backward for path, one in first.report().layers.items()}
+    assert list(costs) == ["0", "1", "2", "3"]
+    assert min(costs.values()) > 0
+    cut = costs | {"0": 9.0, "1": 1.0, "2": 1.0, "3": 1.0}  # as if the first were slow, so that nothing is chance
+    units = distributed(model, comm, tune=False, mesh=Mesh(pipe=2), costs=cut).inspect.placement.layout.units
+    found = [[node.path for unit in units if unit.stage == stage for node in unit.nodes] for stage in range(2)]
+    assert found == [["0"], ["1", "2", "3"]]
 
 
 def test_messages_are_planned_once_for_each_shape_of_a_batch(monkeypatch):
@@ -393,8 +386,7 @@ def test_messages_are_planned_once_for_each_shape_of_a_batch(monkeypatch):
     monkeypatch.setattr(ValueShapes, "shape_of", counted)
 
     def main(comm):
-        trainer = make(comm, "deep", "ddp", mesh=Mesh(shard=1, pipe=2), microbatches=2)
-        seen = []
+        trainer, seen = make(comm, "deep", "ddp", mesh=PIPE, microbatches=2), []
         for rows in (8, 8, 8, 4, 4, 8):  # the second step is another one: it may share memory with the first
             x, y = KNOWN["deep"].batch(np.random.default_rng(5), rows)
             comm.barrier().wait()

@@ -44,8 +44,7 @@ def begun():
 
 @cache
 def by_torch():
-    start = begun()
-    p = {k: torch.tensor(v, requires_grad=True) for k, v in start.items()}
+    p = {k: torch.tensor(v, requires_grad=True) for k, v in begun().items()}
     decayed = [v for v in p.values() if v.ndim > 1]
     plain = [v for v in p.values() if v.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
