@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from models import part
+from models import distributed, part
 from present import needs
 from threads import on_ranks
 
@@ -19,8 +19,7 @@ from fsdpx.core.array.shapes.array import ShapeArray, call_without_metering_temp
 from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.checkpoint.local_shards import iterate_local_state_shards, iterate_shards_to_write
 from fsdpx.core.comm.local import make_single_rank_communicator
-from fsdpx.core.state import footprint as module_of_footprint
-from fsdpx.core.state import ledger
+from fsdpx.core.state import footprint
 from fsdpx.core.state.flat_parameters import ElementRange
 from fsdpx.core.state.footprint import Footprint, ProcessBytes
 from fsdpx.core.state.ledger import LEDGER_KINDS, Ledger, LedgerKey, LedgerRow
@@ -35,7 +34,7 @@ def model():
 
 def make(comm, strategy="fsdp", **options):
     options = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, **options}
-    return model().as_distributed(loss=nn.MSELoss(), comm=comm, strategy=strategy, **options)
+    return distributed(model(), comm, strategy=strategy, **options)
 
 
 def step(trainer, seed=0):
@@ -100,9 +99,8 @@ def test_a_row_inside_another_has_no_memory_of_its_own(comm):
 def test_the_bytes_of_the_ledger_are_those_of_the_arena():
     for strategy in ("ddp", "zero2", "fsdp"):
         state = spawn(lambda comm, s=strategy: make(comm, s), 1)[0].inspect.engine.state
-        assert sum(state.ledger.count_bytes_by_kind().values()) == sum(
-            array.nbytes for array in state.arena.kept.values()
-        )
+        held = sum(array.nbytes for array in state.arena.kept.values())
+        assert sum(state.ledger.count_bytes_by_kind().values()) == held
 
 
 @needs("asynchronous", "compression", "elastic")
@@ -114,10 +112,8 @@ def test_every_kind_has_a_row_somewhere():
         return {row.key.kind for row in trainer.inspect.engine.state.ledger}
 
     def apart(comm):
-        plain = nn.Sequential(nn.Linear(6, 3))
         strategies = fsdpx.LocalSGD(compression="int8", delay=2), fsdpx.AsyncSGD(staleness=0)
-        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "comm": comm}
-        trainers = [plain.as_distributed(strategy=strategy, **options) for strategy in strategies]
+        trainers = [distributed(nn.Sequential(nn.Linear(6, 3)), comm, strategy=strategy) for strategy in strategies]
         return {row.key.kind for trainer in trainers for row in trainer.inspect.engine.state.ledger}
 
     assert set.union(*spawn(run, 2, survive=True), *spawn(apart, 2)) == set(LEDGER_KINDS)
@@ -177,10 +173,9 @@ def test_averages_survive_the_death_of_a_rank():
     from fsdpx.core.comm.local import RankDied
 
     def run(comm, dies):
-        trainer = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)).as_distributed(
-            loss=nn.MSELoss(), comm=comm, optimizer=optim.AdamW(lr=1e-2), elastic=fsdpx.ElasticConfig(every=1),
-            reproducible_chunks=6, average=fsdpx.EMA(0.5),
-        )  # fmt: skip
+        options = {"elastic": fsdpx.ElasticConfig(every=1), "reproducible_chunks": 6, "average": fsdpx.EMA(0.5)}
+        plain = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
+        trainer = distributed(plain, comm, optimizer=optim.AdamW(lr=1e-2), **options)
 
         def die(action):
             if dies and comm.rank == 1 and trainer.global_step == 3 and getattr(action, "op", "") == "NORM":
@@ -200,7 +195,7 @@ def test_averages_survive_the_death_of_a_rank():
 
 
 def test_kinds_are_counted_under_words():
-    assert all(kind.memory for kind in ledger.LEDGER_KINDS.values())
+    assert all(kind.memory for kind in LEDGER_KINDS.values())
     saved = {"master", "slot", "memory", "statistic", "average", "outer", "velocity", "sum"}
     assert {name for name, kind in LEDGER_KINDS.items() if kind.saved} == saved
 
@@ -209,14 +204,13 @@ MIB = 1 << 20
 
 
 def test_a_footprint_is_the_sum_of_its_parts_and_keeps_a_budget_by_its_share():
-    footprint = Footprint(
-        {"arena": ProcessBytes(3 * MIB, 3 * MIB), "shared windows": ProcessBytes(8 * MIB, 2 * MIB)}, 4
-    )
-    assert (footprint.rss, footprint.pss, footprint.host_bytes) == (11 * MIB, 5 * MIB, 20 * MIB)
-    assert footprint.is_within("5MiB")
-    assert footprint.is_within(5 * MIB)
-    assert not footprint.is_within("4.9MiB")
-    assert str(footprint).splitlines() == [
+    parts = {"arena": ProcessBytes(3 * MIB, 3 * MIB), "shared windows": ProcessBytes(8 * MIB, 2 * MIB)}
+    made = Footprint(parts, 4)
+    assert (made.rss, made.pss, made.host_bytes) == (11 * MIB, 5 * MIB, 20 * MIB)
+    assert made.is_within("5MiB")
+    assert made.is_within(5 * MIB)
+    assert not made.is_within("4.9MiB")
+    assert str(made).splitlines() == [
         "memory of the process         RSS        PSS",
         "--------------------------------------------",
         "arena                    3.00 MiB   3.00 MiB",
@@ -225,7 +219,7 @@ def test_a_footprint_is_the_sum_of_its_parts_and_keeps_a_budget_by_its_share():
         "4 such ranks on a host             20.00 MiB",
     ]
     with pytest.raises(ConfigError, match=r"memory='much': a number of bytes is needed, such as 1048576, '1MiB'"):
-        footprint.is_within("much")
+        made.is_within("much")
 
 
 def test_a_kernel_counts_by_what_it_leaves():
@@ -256,18 +250,13 @@ def test_a_report_tells_what_the_process_holds():
     now = int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
     assert report.footprint.rss == pytest.approx(now, rel=0.02)
     assert 0.98 * now <= report.peak_rss  # the system counts peaks now and then
-    text = str(report)
     for word in ("memory of the process", "RSS", "PSS", "code of libraries", "arena: large buffers", "in all"):
-        assert word in text, word
+        assert word in str(report), word
 
 
 def test_memory_is_read_when_somebody_asks_in_the_process_that_the_report_is_about(monkeypatch):
-    model = nn.Sequential(nn.Linear(4, 4))
-    trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(), comm=make_single_rank_communicator())
-    read = []
-    monkeypatch.setattr(
-        module_of_footprint, "_parse_kilobyte_lines", lambda file: read.append(file.name) or {"RssAnon": 0}
-    )
+    trainer, read = make(make_single_rank_communicator()), []
+    monkeypatch.setattr(footprint, "_parse_kilobyte_lines", lambda file: read.append(file.name) or {"RssAnon": 0})
     report = trainer.report()
     assert "smaps_rollup" not in read
     sent = pickle.dumps(report)

@@ -23,9 +23,8 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 @pytest.fixture(scope="module")
 def world():
-    comm = open_world("gloo" if OVER_GLOO else "node")
-    yield comm
-    comm.close()
+    with open_world("gloo" if OVER_GLOO else "node") as comm:
+        yield comm
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +34,8 @@ def cluster():
 
     messages = carrier(60)
     size = messages.size
-    comm = NodeCommunicator(messages, [r % (size // 2) if size % 2 == 0 else r // 2 for r in range(size)])
-    yield comm
-    comm.close()
+    with NodeCommunicator(messages, [r % (size // 2) if size % 2 == 0 else r // 2 for r in range(size)]) as comm:
+        yield comm
 
 
 @pytest.fixture(params=[*STRATEGIES, "hybrid"])
@@ -70,8 +68,7 @@ def test_hybrid_shards_inside_machines_and_joins_between_them(cluster):
     if cluster.size != 4:
         pytest.skip("four ranks make two machines of two")
     for replicas in (2, 4, 1):
-        sharding = fsdpx.Sharding(replica=replicas, shard=4 // replicas)
-        _, got, trainer = train(cluster, "mlp", sharding, clip_norm=0.3)
+        _, got, trainer = train(cluster, "mlp", fsdpx.Sharding(replica=replicas, shard=4 // replicas), clip_norm=0.3)
         assert_close(got, from_rank_0(cluster, reference, "mlp")[1], 1e-12)
         trainer.close()
 
@@ -80,19 +77,17 @@ def test_ranks_out_of_step_do_not_see_half_updated_parameters(world):
     """Shards lie in memory that all read: a rank that updates early must not change what others still compute with."""
 
     def run(delay):
-        trainer = make(world, "mlp", "fsdp", group_bytes=0, clip_norm=None)
-        for step in range(5):
-            x, y = own_part(world, "mlp", 4 * world.size, step)
-            if world.rank == step % world.size:
-                time.sleep(delay)
-            trainer.step(x, y)
-            if step % 2:
-                trainer.predict(x)
-            if step == 1:
-                trainer.load_parameters(trainer.parameters())
-        digest = bits(trainer)
-        trainer.close()
-        return digest
+        with make(world, "mlp", "fsdp", group_bytes=0, clip_norm=None) as trainer:
+            for step in range(5):
+                x, y = own_part(world, "mlp", 4 * world.size, step)
+                if world.rank == step % world.size:
+                    time.sleep(delay)
+                trainer.step(x, y)
+                if step % 2:
+                    trainer.predict(x)
+                if step == 1:
+                    trainer.load_parameters(trainer.parameters())
+            return bits(trainer)
 
     assert run(0.0) == run(0.02)
 
