@@ -14,6 +14,7 @@ from amount import few
 from bits import bits
 from commands import shown
 from models import STRATEGIES
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import EMA, Mesh, OffloadConfig, nn, optim, spawn
@@ -92,8 +93,8 @@ def test_the_same_bits_as_in_memory(size, what, options, tmp_path):
 @pytest.mark.parametrize("backend", ["node", "mpi"])
 def test_the_same_bits_as_in_memory_on_ranks_of_mpi(backend):
     with open_world(backend) as comm, tempfile.TemporaryDirectory() as own:
-        folder = comm.all_gather_object(own)[0]
-        assert trained(comm, folder, ALL, clip_norm=1.0) == trained(comm, None, clip_norm=1.0)
+        there = trained(comm, comm.all_gather_object(own)[0], ALL, clip_norm=1.0)
+        assert there == trained(comm, None, clip_norm=1.0)
         comm.barrier().wait()
 
 
@@ -197,22 +198,17 @@ def test_without_direct_io(tmp_path, monkeypatch):
     assert spawn(trained, 1, tmp_path, ALL) == spawn(trained, 1, None)
 
 
-def test_activations_leave_memory(tmp_path):
+@on_ranks(1)
+def test_activations_leave_memory(comm, tmp_path):
     """Their peak is that of a few units, in a dry run; the bytes are those predicted; in memory they are not kept."""
     batch = ((64, 32), "float32"), ((64, 32), "float32")
     options = OPTIONS | {"optimizer": optim.SGD(lr=0.1)}
-
-    def model():
-        return nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(32, 32), nn.Tanh())))
-
-    def run(comm):
-        with model().as_distributed(comm=comm, offload=OffloadConfig(tmp_path, "activations"), **options) as trainer:
-            trainer.step(np.ones((64, 32), np.float32), np.ones((64, 32), np.float32))
-            return trainer.report()
-
-    report = spawn(run, 1)[0]
+    model = nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(32, 32), nn.Tanh())))
+    with model.as_distributed(comm=comm, offload=OffloadConfig(tmp_path, "activations"), **options) as trainer:
+        trainer.step(np.ones((64, 32), np.float32), np.ones((64, 32), np.float32))
+        report = trainer.report()
     dry, without = (
-        fsdpx.dry_run(model(), *batch, ranks=1, offload=offload, **options)
+        fsdpx.dry_run(model, *batch, ranks=1, offload=offload, **options)
         for offload in (OffloadConfig("/nowhere", "activations"), None)
     )
     assert dry.activations < without.activations / 3
@@ -286,18 +282,16 @@ def test_two_jobs_in_one_folder_are_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["fsdpx.lock"]
 
 
-def test_a_broken_disk_is_named_with_the_action(tmp_path, monkeypatch):
-    def run(comm):
-        trainer, broken = make(comm, tmp_path), Mock(side_effect=OSError(5, "Input/output error"))
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", broken)
-            words = f"{tmp_path}: offloaded state cannot be read: Input/output error"
-            with pytest.raises(OffloadError, match=words) as caught:
-                trainer.step(*part(trainer, 0))
-        assert caught.value.__notes__ == ["on rank 0, in action UPDATE3 (page '5.weight..5.bias')"]
-        trainer.close()
-
-    spawn(run, 1)
+@on_ranks(1)
+def test_a_broken_disk_is_named_with_the_action(comm, tmp_path, monkeypatch):
+    trainer = make(comm, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", Mock(side_effect=OSError(5, "Input/output error")))
+        words = f"{tmp_path}: offloaded state cannot be read: Input/output error"
+        with pytest.raises(OffloadError, match=words) as caught:
+            trainer.step(*part(trainer, 0))
+    assert caught.value.__notes__ == ["on rank 0, in action UPDATE3 (page '5.weight..5.bias')"]
+    trainer.close()
 
 
 def test_a_step_follows_one_that_failed(tmp_path):
