@@ -76,10 +76,7 @@ def test_stopped_ranks_count_as_dead(tmp_path):
     ("kind", "said"),
     [
         ("leave", r"rank 1 has come to the end of its script, after its call \d+, step, and rank [02] waits for it"),
-        (
-            "loop",
-            f"rank 1 does something else and all wait for it since {TIMEOUT:.0f} s: it counts as dead. It was ",
-        ),
+        ("loop", f"rank 1 does something else and all wait for it since {TIMEOUT:.0f} s: it counts as dead. It was "),
         ("end", ""),
     ],
 )

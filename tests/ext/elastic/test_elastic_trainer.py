@@ -20,10 +20,14 @@ def run(ranks, body, *args):
     return [r for r in spawn(body, ranks, *args, survive=True, timeout=30) if r is not None]
 
 
+def make_steps(trainer):
+    """Losses and bits."""
+    return [trainer.step(x, y) for x, y in BATCHES], bits(trainer)
+
+
 def step_alone(comm, options):
     """One rank, not elastic."""
-    trainer = make(comm, elastic=False, **options)
-    return [trainer.step(x, y) for x, y in BATCHES], bits(trainer)
+    return make_steps(make(comm, elastic=False, **options))
 
 
 @cache
@@ -103,8 +107,7 @@ def test_state_that_nobody_has():
     message = r"cannot continue from.*of step 2: 3\.weight: elements 0\.\.1024 of 3072.*ElasticConfig\(copies=2\)"
     with pytest.raises(StateLost, match=message):
         train(4, kills, elastic=ElasticConfig(every=1))
-    got = train(4, kills, elastic=ElasticConfig(every=1, copies=2))
-    assert got[0].bits == plain()[1]
+    assert train(4, kills, elastic=ElasticConfig(every=1, copies=2))[0].bits == plain()[1]
 
 
 def test_the_whole_batch_on_every_rank():
@@ -122,18 +125,6 @@ def test_the_whole_batch_on_every_rank():
     for got in run(3, body, True):
         assert got[0] == loss
         np.testing.assert_allclose(got[1], output, rtol=0, atol=1e-5 * np.abs(output).max())
-
-
-def test_errors_reach_those_who_follow():
-    def body(comm):
-        trainer = make(comm, elastic=ElasticConfig(ranks=1))
-        with pytest.raises(ShapeError) as caught:
-            trainer.step(np.zeros((ROWS, 7)), np.zeros(ROWS, int))
-        trainer.step(*BATCHES[0])
-        return str(caught.value)
-
-    first, *others = run(3, body)
-    assert others == [first] * 2
 
 
 def test_what_it_refuses():
@@ -281,30 +272,30 @@ def test_counts_of_updates_outlive_a_death(tmp_path):
             trainer.step(x, y)
         trainer.save(tmp_path / "a")
         trainer.unfreeze("*")
-        for x, y in BATCHES:
-            trainer.step(x, y)
-        return bits(trainer)
+        return make_steps(trainer)[1]
 
     def after(comm):
         trainer = make(comm, elastic=ElasticConfig(every=1))
         trainer.load(tmp_path / "a")
         trainer.inspect.engine.add_observer(Killer(comm.rank, [Kill(1, "NORM", before=2)]))
-        for x, y in BATCHES:
-            trainer.step(x, y)
-        return bits(trainer)
+        return make_steps(trainer)[1]
 
     want = spawn(before, 1)
     assert run(3, after) == want * 2
 
 
-def test_a_batch_that_is_refused_is_forgotten():
+@pytest.mark.parametrize("ranks", [None, 1])
+def test_a_batch_that_is_refused_is_told_to_all_and_forgotten(ranks):
     def body(comm):
-        trainer = make(comm)
+        trainer = make(comm, elastic=ElasticConfig(ranks=ranks))
         with pytest.raises(DataError, match="is a single number: dim 0 must be samples"):
             trainer.step(np.float64(3), BATCHES[0][1])
-        return trainer.step(*BATCHES[0])
+        with pytest.raises(ShapeError) as caught:
+            trainer.step(np.zeros((ROWS, 7)), BATCHES[0][1])
+        return str(caught.value), trainer.step(*BATCHES[0])
 
-    assert run(2, body) == [plain()[0][0]] * 2
+    found = run(3, body)
+    assert found == [(found[0][0], plain()[0][0])] * 3
 
 
 def test_a_refusal_and_a_death_at_once():

@@ -7,6 +7,7 @@ from amount import CHECK, THOROUGH, examples, few, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs_threads import STEPS, Kill, calm, train
+from trials_elastic import POINTS as ANNOUNCED
 
 from fsdpx import ElasticConfig, optim
 from fsdpx.core.program import VERBS
@@ -34,9 +35,8 @@ def test_every_rank_at_every_action(strategy):
     assert {"COMMIT", "NORM", "REDUCE0"} <= set(each)
     assert all(wanted[0].actions.count(a) >= STEPS for a in each)
     tried = each if THOROUGH else of_outer_pages(each)
-    kills = pairs(few(tried, 4), range(RANKS[strategy]))
     leading = [(action, 0) for action in tried] if strategy == "fsdp" and not CHECK else []  # the others are the same
-    for action, rank in dict.fromkeys(kills + leading):
+    for action, rank in dict.fromkeys(pairs(few(tried, 4), range(RANKS[strategy])) + leading):
         got = train(RANKS[strategy], [Kill(rank, action, before=2)], strategy)
         where = f"rank {rank} died after {action} of step 3"
         assert len(got) == RANKS[strategy] - 1, where
@@ -68,10 +68,7 @@ def test_a_partly_updated_state_is_not_gone_on_with():
     assert got.bits == train(2, **options)[0].bits
 
 
-POINTS = [
-    "recovery: the others are found", "recovery: all ranks have said what they hold",
-    "recovery: the new trainer is there", "recovery: state has moved",
-]  # fmt: skip
+POINTS = list(ANNOUNCED[1:-1])
 
 
 @pytest.mark.parametrize("point", few(POINTS, 3))

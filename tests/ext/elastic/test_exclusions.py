@@ -49,9 +49,3 @@ def test_an_error_says_why_and_what_to_do():
         with pytest.raises(ConfigError) as caught:
             require_compatible_options(ELASTIC, ChoiceContext(recipe))
         assert str(caught.value).endswith(f": {rows[other].why}; {rows[other].remedy}")
-
-
-def test_what_goes_together_is_taken():
-    require_compatible_options(
-        ELASTIC, ChoiceContext(Recipe(TrainingChoices(nn.Linear(2, 2), nn.MSELoss(), optim.AdamW())))
-    )

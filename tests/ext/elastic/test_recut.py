@@ -4,8 +4,8 @@ import math
 import pickle
 import tracemalloc
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,25 +21,9 @@ from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_local_state_shards
 from fsdpx.core.comm.communicator import CountingCommunicator, TrafficCounters
 from fsdpx.core.state.ledger import list_checkpoint_tensors
-from fsdpx.ext.elastic.reshard import (
-    MAX_MESSAGES_IN_FLIGHT,
-    describe_shard,
-    find_element_runs_of_shard,
-    reshard_arrays,
-)
+from fsdpx.ext.elastic.reshard import MAX_MESSAGES_IN_FLIGHT, describe_shard, find_element_runs_of_shard, reshard_arrays
 from fsdpx.nn.layer import ParameterSpec
 from fsdpx.nn.shard_specs import ShardSpec
-
-FORMATS = ("float32", "float64", "uint8", "bfloat16")
-
-
-@dataclass
-class Case:
-    """values: flat tensors. have, want: of each rank."""
-
-    values: dict[str, np.ndarray]
-    have: list[list[LocalShard]]
-    want: list[list[LocalShard]]
 
 
 @st.composite
@@ -67,12 +51,13 @@ def tilings(draw, name, spec, values):
 
 @st.composite
 def cases(draw):
+    """values: flat tensors. have, want: of each rank."""
     ranks = draw(st.integers(1, 4))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    case = Case({}, [[] for _ in range(ranks)], [[] for _ in range(ranks)])
+    case = SimpleNamespace(values={}, have=[[] for _ in range(ranks)], want=[[] for _ in range(ranks)])
     for k in range(draw(st.integers(1, 3))):
         name, spec = f"tensor {k}", draw(specs())
-        kind = parse_dtype(draw(st.sampled_from(FORMATS)))
+        kind = parse_dtype(draw(st.sampled_from(("float32", "float64", "uint8", "bfloat16"))))
         values = case.values[name] = np.frombuffer(rng.bytes(spec.size * kind.itemsize), kind)
         several = st.lists(st.integers(0, ranks - 1), min_size=1, max_size=3, unique=True)
         for _ in range(draw(st.integers(1, 2))):
@@ -160,17 +145,13 @@ def test_descriptors_are_small():
     assert pickle.loads(pickle.dumps(parts)) == parts
 
 
-def test_those_that_have_the_same_take_turns():
+@on_ranks(5, timeout=20)
+def test_those_that_have_the_same_take_turns(comm):
     """Four ranks have all, a fifth wants all: each sends a quarter."""
-
-    def body(comm):
-        mine = [] if comm.rank == 4 else [flat("a", 0, 64, 64, "float64")]
-        wanted = [LocalShard("a", np.zeros(64), 0, ParameterSpec((64,)), 0, 1)]
-        sent = bytes_sent(comm, mine, wanted, block=64)
-        np.testing.assert_array_equal(wanted[0].array, np.arange(64.0))
-        return sent
-
-    assert fsdpx.spawn(body, 5, timeout=20) == [128, 128, 128, 128, 0]
+    mine = [] if comm.rank == 4 else [flat("a", 0, 64, 64, "float64")]
+    wanted = [LocalShard("a", np.zeros(64), 0, ParameterSpec((64,)), 0, 1)]
+    assert bytes_sent(comm, mine, wanted, block=64) == (0 if comm.rank == 4 else 128)
+    np.testing.assert_array_equal(wanted[0].array, np.arange(64.0))
 
 
 @pytest.mark.parametrize("here", [[(2, 3), (5, 6), (8, 10)], [(2, 3), (5, 7), (9, 10)], [(1, 3), (4, 40), (41, 42)]])
@@ -184,20 +165,18 @@ def test_pieces_at_irregular_distances(comm, here):
         np.testing.assert_array_equal(part.array, np.arange(48))
 
 
+@pytest.mark.parametrize(
+    ("have", "want", "text"),
+    [
+        (flat("a", 0, 12), flat("a", 8, 16), r"no rank holds.*name='a', start=8"),
+        (flat("a", 0, 48), flat("a", 0, 48, kind="float64"), "a is float32 and float64"),
+    ],
+    ids=["missing", "formats"],
+)
 @on_ranks(3, timeout=20)
-def test_what_nobody_has_is_said_by_all_and_nothing_moves(comm):
-    have = [flat("a", 0, 12)] if comm.rank == 0 else []
-    want = [flat("a", 8, 16)] if comm.rank == 2 else []
-    with pytest.raises(AssertionError, match=r"no rank holds.*name='a', start=8"):
-        reshard_arrays(comm, have, want)
-
-
-@on_ranks(2, timeout=20)
-def test_formats_are_not_mixed(comm):
-    have = [flat("a", 0, 48)] if comm.rank == 0 else []
-    want = [flat("a", 0, 48, kind="float64")] if comm.rank == 1 else []
-    with pytest.raises(AssertionError, match="a is float32 and float64"):
-        reshard_arrays(comm, have, want)
+def test_what_cannot_move_is_said_by_all(comm, have, want, text):
+    with pytest.raises(AssertionError, match=text):
+        reshard_arrays(comm, [have] if comm.rank == 0 else [], [want] if comm.rank == 2 else [])
 
 
 def test_little_memory_is_needed_beside_the_arrays():

@@ -104,8 +104,7 @@ VICTIMS = ("0", "-1", "0,-1")
 @pytest.mark.parametrize("verbs", [VERBS[:4], VERBS[4:]], ids="first second".split())
 def test_survivors_of_kills_in_each_verb_go_on(tmp_path, verbs, turn):
     stages = [f"{verb}:{VICTIMS[(turn + i) % 3]}" for i, verb in enumerate(verbs)]
-    dead = sum(stage.count(",") + 1 for stage in stages)
-    done = job(tmp_path, PROGRAM, 2 + dead, *stages)
+    done = job(tmp_path, PROGRAM, 2 + sum(stage.count(",") + 1 for stage in stages), *stages)
     print(done.out)
     assert done.status == 0, done.err
     assert "Traceback" not in done.err

@@ -263,12 +263,9 @@ def _gone_on(comm: Any, step: int, saved: Path) -> str:
     return str(trainer.inspect.compute_fingerprint())
 
 
-def p95(values: list[float]) -> float:
-    return sorted(values)[min(int(0.95 * len(values)), len(values) - 1)]
-
-
 def summary(what: str, seconds: list[float]) -> str:
     if not seconds:
         return f"{what}: none"
-    middle, late, last = (1000 * s for s in (median(seconds), p95(seconds), max(seconds)))
+    p95 = sorted(seconds)[int(0.95 * len(seconds))]
+    middle, late, last = (1000 * s for s in (median(seconds), p95, max(seconds)))
     return f"{what}: {len(seconds)}, median {middle:.0f} ms, p95 {late:.0f} ms, most {last:.0f} ms"
