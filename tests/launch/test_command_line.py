@@ -13,6 +13,7 @@ from trials import ROOT, job
 import fsdpx
 from fsdpx import nn
 from fsdpx.__main__ import main, make_parser
+from fsdpx.core.base import messages
 from fsdpx.errors import install_hint
 from fsdpx.plan import predict
 
@@ -309,7 +310,10 @@ def test_ranks_of_one_line_have_the_same_batch() -> None:
         ("rum", "fsdpx: argument COMMAND: invalid choice: 'rum' (choose from "),
     ],
 )  # fmt: skip
-def test_mistakes_are_explained_in_one_line(own: None, line: str, text: str) -> None:
+def test_mistakes_are_explained_in_one_line(
+    own: None, monkeypatch: pytest.MonkeyPatch, line: str, text: str
+) -> None:
+    monkeypatch.setattr(messages, "SILENCE_SECONDS", 1000)  # prints no progress on a busy machine
     fsdpx.finalize()
     said = refused(line)
     assert said.startswith(text if text.startswith("fsdpx") else f"fsdpx {line.split()[0]}")

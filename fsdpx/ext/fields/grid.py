@@ -503,10 +503,8 @@ class Grid(Domain):
         tuple of int, or None
             None in a dry run
         """
-        if self.comm is None:
-            return None
-        theirs = self.all_gather_value(rank)
-        return tuple(int(theirs[r]) for r in self._ranks)
+        theirs = None if self.comm is None else self.all_gather_value(rank)
+        return None if theirs is None else tuple(int(theirs[r]) for r in self._ranks)
 
     def take_local(self, array_or_index: Any) -> Any:
         """Return this rank's part of an array for the full field, or convert an index into the full field to an index
@@ -565,7 +563,13 @@ class Grid(Domain):
         -------
         list
             the values in rank order
+
+        Raises
+        ------
+        ConfigError : if the grid was made by `from_shape`, and so has no communicator
         """
+        if self.comm is None:
+            raise ConfigError(f"{self}: only sizes are known; pass it to a plan or a dry run")
         return all_gather_plain_value(self.comm, value)
 
     def all_gather(self, array: Any) -> Any:

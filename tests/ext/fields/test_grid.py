@@ -1,5 +1,7 @@
 """Where cells of a whole field lie in the arrays of the ranks of a grid."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,8 @@ from trainings import demand_error
 import fsdpx
 from fsdpx import spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.errors import DataError
+from fsdpx.data import FieldDataset
+from fsdpx.errors import ConfigError, DataError
 
 
 @given(st.data())
@@ -46,3 +49,11 @@ def test_an_index_of_the_field_is_one_of_each_part(data: st.DataObject) -> None:
 def test_indices_that_no_field_has(index: tuple[object, ...], message: str) -> None:
     grid = fsdpx.Grid.from_shape((4, 6), (1, 1))
     demand_error(DataError, lambda: grid.take_local(index), message)
+
+
+@pytest.mark.parametrize(
+    "gather", [lambda grid: grid.all_gather(np.zeros((4, 3))), lambda grid: FieldDataset("a.npy", grid)]
+)
+def test_a_grid_without_ranks_gathers_nothing(gather: Callable[[fsdpx.Grid], object]) -> None:
+    grid = fsdpx.Grid.from_shape((4, 6), (1, 2))
+    demand_error(ConfigError, lambda: gather(grid), f"{grid}: only sizes are known; pass it to a plan or a dry run")
