@@ -114,9 +114,11 @@ def test_zeros_stay_zeros(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["int32", "float16", "uint8"])
 def test_other_numbers_are_refused(name: str, dtype: str) -> None:
     codec = FEEDBACK[name]()
-    words = f"g: codec {type(codec).__name__} carries gradients of float32 or float64, not {dtype}"
-    with pytest.raises(ConfigError, match=words):
+    words = f"codec {type(codec).__name__} carries gradients of float32 or float64, not {dtype}"
+    with pytest.raises(ConfigError, match=f"^g: {words}"):
         steps(codec, 2, 1, True, lambda rank, step: np.ones(N, dtype))
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        codec.check(dtype)
 
 
 def test_bytes_of_few_elements() -> None:
