@@ -104,9 +104,10 @@ def test_norms_weighted_by_volumes(make: Any, channels: tuple[int, ...], dims: t
     np.testing.assert_allclose(found.g["weight"], (dy * normal).sum((0, 2, 3)), rtol=1e-11)
     parts = cuts_of(shape, dims, seed)
     ran = run_over(lambda at: make(weights=part(volumes, parts.cuts, at, volumes.ndim - 2)), p, x, dy, dims, parts)
-    wanted = {"y": found.y, "dx": found.dx, **found.g}
-    for name, got in {"y": ran.y, "dx": ran.dx, **ran.g}.items():
-        np.testing.assert_allclose(got, wanted[name], rtol=1e-12, atol=1e-12, err_msg=name)
+    assert ran.outputs == parts
+    got = {"y": ran.y, "dx": ran.dx, **ran.g}
+    for name, want in {"y": found.y, "dx": found.dx, **found.g}.items():
+        np.testing.assert_allclose(got[name], want, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("unit", [1e6, 1e-6])

@@ -71,7 +71,7 @@ def test_gradients_are_those_of_pytorch(pushforward: int, detach: bool) -> None:
     formula = partial(torch_rollout, pytest.importorskip("torch"), pushforward, detach)
     layer = rollout(pushforward=pushforward, detach=detach)
     saved = demand_like_torch(layer, INPUTS, LATER, formula)
-    kept = [state[0].shape for state in saved[0][pushforward:]]
+    kept = [a.shape for (a,) in saved[0][pushforward:]]
     assert kept == [(ROWS, CHANNELS, *SHAPE)] * (STATES + STEPS - 1 - pushforward)  # the states alone
 
 
