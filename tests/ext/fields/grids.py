@@ -54,8 +54,8 @@ def bounds(cuts: Cuts, place: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def grid_at(comm: Any, dims: Sequence[int], cuts: Cuts, **more: Any) -> fsdpx.Grid:
-    """The grid of a rank that has its part of the cuts. Of more ranks, each so many neighbors are a member of an
-    ensemble. more: arguments of `fsdpx.Grid`."""
+    """The grid of a rank that has its part of the cuts. If there are more ranks, each so many neighbors are a
+    member of an ensemble. more: arguments of `fsdpx.Grid`."""
     place = place_of(comm.rank % int(np.prod(dims)), dims)
     return fsdpx.Grid(comm, [b - a for a, b in bounds(cuts, place)], dims=dims, **more)
 

@@ -23,7 +23,8 @@ FIELDS = np.where(MASK[..., None], RNG.standard_normal((ROWS, *SHAPE, 2)), np.na
 
 def trained(comm: Communicator, grid: Any = None, mesh: Mesh | None = None, samples: slice = slice(None)) -> Any:
     """Losses, metrics and parameters of two steps, twice, on this rank's parts, or on whole fields."""
-    mask, u, more = MASK, np.moveaxis(FIELDS[samples], -1, 1), dict[str, Any](comm=comm)
+    mask, u = MASK, np.moveaxis(FIELDS[samples], -1, 1)
+    more: dict[str, Any] = {"comm": comm}
     if grid is not None:
         mask, u = grid.take_local(MASK), grid.take_local(FIELDS[samples])
         more |= {"mesh": mesh, "strategy": "fsdp", "microbatches": 2}

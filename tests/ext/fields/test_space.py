@@ -276,11 +276,8 @@ def test_arrays_are_as_the_solver_holds_them(layout: str) -> None:
 
     def run(comm: Communicator) -> list[bool]:
         grid = fsdpx.Grid(comm, ((2, first - 2)[comm.rank], second), dims=(2, 1), layout=layout)
-        mine, here, trainer = (
-            grid.take_local(whole),
-            grid.take_local(mask),
-            nn.Conv2d(channels, channels, 1).as_distributed(domain=grid),
-        )
+        mine, here = grid.take_local(whole), grid.take_local(mask)
+        trainer = nn.Conv2d(channels, channels, 1).as_distributed(domain=grid)
         assert trainer.predict(mine).shape == mine.shape
         assert trainer.predict(np.stack([mine] * 3)).shape == (3, *mine.shape)
         cut = np.array_equal(here, (mask[:2], mask[2:])[comm.rank])
