@@ -14,10 +14,12 @@ from fsdpx.__main__ import main
 
 __all__ = ["command", "refused", "shown", "start"]
 
+Stream = Callable[[], io.StringIO]
 
-def command(words: str | Sequence[str], stream: Callable[[], io.StringIO] = io.StringIO) -> tuple[int, str, str]:
-    """Status, output and errors of a command. stream: makes what it prints to."""
-    out, err = stream(), stream()
+
+def command(words: str | Sequence[str], out: Stream = io.StringIO, err: Stream = io.StringIO) -> tuple[int, str, str]:
+    """Status, output and errors of a command. out, err: make what it prints to."""
+    out, err = out(), err()
     with redirect_stdout(out), redirect_stderr(err):
         try:
             status = main(shlex.split(words) if isinstance(words, str) else words)
@@ -26,9 +28,9 @@ def command(words: str | Sequence[str], stream: Callable[[], io.StringIO] = io.S
     return status, out.getvalue(), err.getvalue()
 
 
-def shown(words: str | Sequence[str], stream: Callable[[], io.StringIO] = io.StringIO) -> str:
+def shown(words: str | Sequence[str], stream: Stream = io.StringIO) -> str:
     """What a command prints that ends well."""
-    status, out, err = command(words, stream)
+    status, out, err = command(words, out=stream)
     assert status == 0, err
     return out
 
@@ -45,5 +47,5 @@ def start(ranks: int, *arguments: str, folder: Path = ROOT, **variables: str) ->
     environ = environment(OPENBLAS_NUM_THREADS="1", **variables)  # on a busy machine its threads would only wait
     words = [*([str(MPIEXEC), "-n", str(ranks)] if ranks > 1 else []), sys.executable, *arguments]
     return subprocess.run(
-        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
+        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=250, stdin=subprocess.DEVNULL
     )

@@ -310,9 +310,7 @@ def test_ranks_of_one_line_have_the_same_batch() -> None:
         ("rum", "fsdpx: argument COMMAND: invalid choice: 'rum' (choose from "),
     ],
 )  # fmt: skip
-def test_mistakes_are_explained_in_one_line(
-    own: None, monkeypatch: pytest.MonkeyPatch, line: str, text: str
-) -> None:
+def test_mistakes_are_explained_in_one_line(own: None, monkeypatch: pytest.MonkeyPatch, line: str, text: str) -> None:
     monkeypatch.setattr(messages, "SILENCE_SECONDS", 1000)  # prints no progress on a busy machine
     fsdpx.finalize()
     said = refused(line)

@@ -112,7 +112,7 @@ def test_a_file_gets_whole_lines_and_a_launcher_those_of_a_terminal(monkeypatch:
 @pytest.mark.parametrize("line", ["inf", "bench", "plan gpt-tiny", "compile", "plan gpt-tiny --ranks 4"])
 def test_errors_fit(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    status, _, text = command(line, Terminal)
+    status, _, text = command(line, err=Terminal)  # whatever its output goes to
     assert status == 2
     require_narrow(text)
     said = " ".join(text.split())
