@@ -61,13 +61,8 @@ def make(split):
     """The second Both has a result that nothing reads."""
     if not split:
         return nn.Graph({"a": (Both(), "x"), "b": (Both(), "a.1"), "c": (Times(), "b.1")}, outputs=("a.0", "c"))
-    nodes = {
-        "a": (Times(), "x"),
-        "t": (nn.Tanh(), "a"),
-        "b": (Times(), "t"),
-        "s": (nn.Tanh(), "b"),
-        "c": (Times(), "s"),
-    }
+    nodes = {"a": (Times(), "x"), "t": (nn.Tanh(), "a"), "b": (Times(), "t")}
+    nodes |= {"s": (nn.Tanh(), "b"), "c": (Times(), "s")}
     return nn.Graph(nodes, outputs=("a", "c"))
 
 

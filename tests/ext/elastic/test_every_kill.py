@@ -68,7 +68,7 @@ def test_a_partly_updated_state_is_not_gone_on_with():
     assert got.bits == train(2, **options)[0].bits
 
 
-POINTS = list(ANNOUNCED[1:-1])
+POINTS = list(ANNOUNCED[1:-1])  # of a recovery itself: neither its begin nor the copies that follow it
 
 
 @pytest.mark.parametrize("point", few(POINTS, 3))
