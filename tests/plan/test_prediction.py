@@ -356,9 +356,10 @@ def test_activations_over_a_step_reach_what_is_predicted(mesh):
 
 def test_a_million_ranks():
     """As many classes as the pipe has ranks, whatever the other axes have."""
-    options = {"mesh": fsdpx.Mesh(pipe=2, tensor=2, shard=128, replica=2048), "strategy": "fsdp", "microbatches": 2}
-    found = predict(gpt(), batch(262144 * 2), ranks=1 << 20, machine="a100-dgx-200g", **options)
-    assert [one.rank for one in found.classes] == [(1 << 19) - 2, (1 << 20) - 2]
+    options = {"mesh": fsdpx.Mesh(pipe=4, tensor=2, replica=2048), "strategy": "fsdp", "microbatches": 2}
+    found = predict(gpt(), batch(131072 * 2), ranks=1 << 20, machine="a100-dgx-200g", **options)
+    assert [one.rank for one in found.classes] == [n * (1 << 18) - 2 for n in (1, 2, 3, 4)]
+    assert found.mesh.width_of("shard") == 64
     assert found.bytes_sent["replica"] > 0
 
 

@@ -96,10 +96,10 @@ def test_the_line_of_python_is_the_same_in_several_lines(plans):
 
 
 def test_words_of_a_table_go_below_rows_where_they_are_too_long():
+    assert format_table([("a", "with"), ("x", "")], text=True).splitlines() == ["a  with", "-------", "x"]
     long = " ".join(["words"] * 20)
     found = format_table([("a", "b", "with"), ("x", "1", long), ("yy", "10", "few")], text=True).splitlines()
-    rows = [line.split() for line in found if not line.startswith("    ")]
-    assert rows == [["a", "b"], ["------"], ["x", "1"], ["yy", "10"]]
+    assert [line.split() for line in found if line[:4].strip()] == [["a", "b"], ["------"], ["x", "1"], ["yy", "10"]]
     assert max(map(len, found)) <= COLUMNS
     assert " ".join(" ".join(found).split()).count("words") == 20
 

@@ -89,8 +89,7 @@ def test_dropout_in_training_leaves_views_valid_in_evaluation():
     torch.manual_seed(1)
     net = Encoder(0.5, (False, ""), (False, ""))
     result = plain(net.eval(), 0)[1]
-    predicted = train(from_torch(net.train(), TOKENS), 0)[2]
-    np.testing.assert_allclose(predicted, result, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(train(from_torch(net.train(), TOKENS), 0)[2], result, rtol=1e-5, atol=1e-5)
 
 
 @cache
