@@ -50,15 +50,16 @@ def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         cache.cache_clear()
 
 
-def close(got: Any, want: Any, bound: float) -> None:
+def close(got: Any, want: Any, bound: float, name: str) -> None:
     if isinstance(want, tuple):
         for one, other in zip(got, want, strict=True):
-            close(one, other, bound)
+            close(one, other, bound, name)
     elif isinstance(want, np.ndarray):
-        assert got.dtype == want.dtype
-        np.testing.assert_allclose(np.asarray(got.get(), float), np.asarray(want, float), rtol=bound, atol=3 * bound)
+        assert got.dtype == want.dtype, name
+        found, wanted = np.asarray(got.get(), float), np.asarray(want, float)
+        np.testing.assert_allclose(found, wanted, rtol=bound, atol=3 * bound, err_msg=name)
     else:
-        assert want is got is None or got == pytest.approx(want, rel=bound)
+        assert want is got is None or got == pytest.approx(want, rel=bound), name
 
 
 OF_HOSTS = {
@@ -70,22 +71,20 @@ attention over neighborhoods and Fourier transforms run array code."""
 
 
 def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> None:
-    """One call on the stand-in and the same, plain, on NumPy: results, and what is changed in place."""
+    """One call on CuPy and the same, plain, on NumPy: results, and what is changed in place."""
     if name == "correlate" and len(arguments) == 6 and dtype == "bfloat16":
         return  # plain code rounds after each place of the window, and no layer adds to 16 bits
     kernel = kernel_of(name)
     host = arguments_of(name, arguments, dtype)
     there = [each(cupy.asarray, a) for a in host]
-    assert find_gpu_kernel(name, tuple(there)) is not None
+    assert find_gpu_kernel(name, tuple(there)) is not None, name
     with kernels.use_mode("plain"):
         want = kernel(np, *host)
     got = kernel(cupy, *there)
-    close(got, want, BOUNDS[dtype])
-    close(
-        tuple(a for one in there for a in (one if type(one) is tuple else [one]) if is_on_gpu(a)),
-        tuple(a for one in host for a in (one if type(one) is tuple else [one]) if isinstance(a, np.ndarray)),
-        BOUNDS[dtype],
-    )
+    close(got, want, BOUNDS[dtype], name)
+    changed = tuple(a for one in there for a in (one if type(one) is tuple else [one]) if is_on_gpu(a))
+    wanted = tuple(a for one in host for a in (one if type(one) is tuple else [one]) if isinstance(a, np.ndarray))
+    close(changed, wanted, BOUNDS[dtype], name)
 
 
 @everywhere
@@ -234,7 +233,9 @@ def test_attention_in_tiles(cupy: Any, monkeypatch: pytest.MonkeyPatch, tiles: A
     launch = Mock(wraps=cuda._launch_attention_kernel)
     monkeypatch.setattr(cuda, "_launch_attention_kernel", launch)
     in_tiles(cupy, *tiles)
-    assert [call.args[0] for call in launch.call_args_list] == ["flash", "flash_sums", "flash_queries", "flash_keys"]
+    has_units = int(cupy.cuda.Device().compute_capability) >= cuda.AMPERE
+    wanted = ["flash", "flash_sums", "flash_queries", "flash_keys"] if has_units else []
+    assert [call.args[0] for call in launch.call_args_list] == wanted
 
 
 def test_a_gpu_without_units_for_bfloat16_computes_whole_matrices(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
