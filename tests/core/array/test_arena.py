@@ -110,9 +110,7 @@ def test_addresses_of_arrays_with_gaps_and_of_others(name: str) -> None:
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("rows", [7, 0])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_the_same_as_gelu_and_its_gradient(
-    mode: str, dtype: np.dtype, rows: int, approximate: str, layout: str
-) -> None:
+def test_the_same_as_gelu_and_its_gradient(mode, dtype, rows, approximate, layout) -> None:
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(0, 3, (rows, 37)).astype(dtype) for _ in range(2))
     changed = lay(dy, layout)

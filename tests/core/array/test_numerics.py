@@ -1,6 +1,7 @@
 """Kernels have the values of exact references, and keep their accuracy at the ends of the formats."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import lay
-from references import BF16, F16, FAMILIES, KERNELS, TOLERANCE, agree, cases
+from references import BF16, F16, FAMILIES, KERNELS, TOLERANCE, agree, cases, layer_norm, lookups, sums
 
 from fsdpx.core.array import kernels
 from fsdpx.errors import ShapeError
@@ -138,10 +139,8 @@ X = np.zeros((3, 4), np.float32)
     ("name", "arguments", "kind", "words"),
     [
         ("cross_entropy", (np.array([0, 4, 1]),), IndexError, r"target 4 of row 1 is not in \[0, 4\)"),
-        (
-            "cross_entropy_backward", (np.array([0, 3, -1]), X[:, 0], 1.0), IndexError,
-            r"target -1 of row 2 is not in \[0, 4\)",
-        ),
+        ("cross_entropy_backward", (np.array([0, 3, -1]), X[:, 0], 1.0), IndexError,
+         r"target -1 of row 2 is not in \[0, 4\)"),
         ("embedding_backward", (np.array([0, 9]), X[:2]), IndexError, "index 9 at 1 is out of range for 3 rows"),
         ("cross_entropy", (np.array([0, 1]),), ShapeError, "3 rows of logits, and targets of shape"),
         ("squared_error", (X[:2],), ShapeError, r"of one shape are needed, got \(3, 4\) and \(2, 4\)"),
@@ -205,6 +204,15 @@ def compare(family, mode, dtype, x, dy, layout="rows"):
 def test_against_float64(family, rows, columns, scale, mode, dtype, layout, seed):
     rng = np.random.default_rng(seed)
     compare(family, mode, dtype, rng.normal(size=(rows, columns)) * scale, rng.normal(size=(rows, columns)), layout)
+
+
+@pytest.mark.parametrize("family", [layer_norm, lookups, sums])
+@pytest.mark.parametrize("layout", ["rows", "columns", "every second"])
+def test_sums_into_16_bits(family, mode, layout):
+    """In every layout, which the few examples of a property do not all meet."""
+    for dtype, rows in product((BF16, F16), (0, 1, 33)):
+        x, dy = np.random.default_rng(rows).normal(size=(2, rows, 71))
+        compare(family, mode, dtype, x, dy, layout)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.__name__ not in ("gelu", "products")])
