@@ -32,18 +32,17 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
     at, other = chance.randrange(len(data)), chance.randrange(len(data))
     first, last = min(at, other), max(at, other)
     digit = chance.choice([i for i, byte in enumerate(data[:2000]) if 48 <= byte < 58] or [at])
-    start, stop, new = chance.choice(
-        [
-            (at, at + 1, bytes([data[at] ^ 1 << chance.randrange(8)])),
-            (at, len(data), b""),
-            (len(data), len(data), chance.randbytes(chance.randrange(1, 20))),
-            (first, last, b""),
-            (first, last, bytes(last - first)),
-            (at, at, chance.randbytes(chance.randrange(1, 9))),
-            (last, last, data[first:last]),
-            (digit, digit + 1, str(chance.randrange(10)).encode()),
-        ]
-    )
+    ways = [
+        (at, at + 1, bytes([data[at] ^ 1 << chance.randrange(8)])),
+        (at, len(data), b""),
+        (len(data), len(data), chance.randbytes(chance.randrange(1, 20))),
+        (first, last, b""),
+        (first, last, bytes(last - first)),
+        (at, at, chance.randbytes(chance.randrange(1, 9))),
+        (last, last, data[first:last]),
+        (digit, digit + 1, str(chance.randrange(10)).encode()),
+    ]
+    start, stop, new = chance.choice(ways)
     return data[:start] + new + data[stop:]
 
 

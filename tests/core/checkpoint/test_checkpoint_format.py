@@ -43,9 +43,8 @@ def test_a_header_is_that_of_the_library(tensors: dict[str, Any], named: bool) -
     arrays = {name: np.zeros(shape, dtype) for name, (dtype, shape) in tensors.items() if name != "__metadata__"}
     metadata = {"format": "pt"} if named else None
     data = safetensors.numpy.save(arrays, metadata)
-    made = layout.make_file_header(
-        {name: (layout.dtype_to_code(a.dtype), a.shape) for name, a in arrays.items()}, metadata
-    )
+    entries = {name: (layout.dtype_to_code(a.dtype), a.shape) for name, a in arrays.items()}
+    made = layout.make_file_header(entries, metadata)
     assert made.header == data[: len(made.header)]
     assert made.size == len(data)
     assert parsed(data).tensors == made.tensors
