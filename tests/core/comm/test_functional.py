@@ -118,6 +118,8 @@ def test_without_a_launcher_there_is_one_rank():
     assert fsdpx.init() is default_communicator()
     with pytest.raises(ConfigError, match=r"initialized already: call finalize\(\)"):
         fsdpx.init("local")
+    fsdpx.finalize()
+    assert fsdpx.init("local").size == 1
 
 
 def test_a_communicator_of_the_user_is_taken_as_it_is():

@@ -86,7 +86,8 @@ def test_what_no_mesh_has_is_named(call, words):
 @on_ranks(8)
 def test_axes_join_the_right_ranks(comm, check):
     mesh = Mesh(pipe=2, replica=2, shard=1, tensor=2)
-    axes, place = connect_axes(mesh, comm, check=check), mesh.coordinates_of(comm.rank)
+    axes = connect_axes(Mesh(pipe=2, replica=None, shard=1, tensor=2), comm, check=check)
+    place = mesh.coordinates_of(comm.rank)
     joined = {name: getattr(axes, name).all_gather_object(comm.rank) for name in ("world", "data", *AXES)}
     assert joined["world"] == list(range(8))
     assert joined["data"] == joined["replica"] == mesh.ranks_along(place, ("replica", "shard"))
@@ -205,6 +206,5 @@ def test_sums_and_differences():
 
 def test_ranks_that_do_not_exist_are_no_peers_also_inside_wrappers() -> None:
     fake = counted(FakeCommunicator(1, 4))
-    alone = fake, fake.subgroup([1, 2]), make_single_rank_communicator()
-    assert [comm.has_peers for comm in alone] == [False] * 3
+    assert [comm.has_peers for comm in (fake, fake.subgroup([1, 2]), make_single_rank_communicator())] == [False] * 3
     assert spawn(lambda comm: (counted(comm).has_peers, comm.split(comm.rank).has_peers), 2) == [(True, False)] * 2

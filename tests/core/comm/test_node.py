@@ -115,8 +115,7 @@ def test_many_calls_in_flight_with_ranks_out_of_step(world, cluster, machines, c
             handle.wait()
         for i, (buf, full) in enumerate(zip(bufs, fulls, strict=True)):
             assert (buf == sum(range(comm.size)) + i * comm.size).all()
-            want = np.repeat([1000 * i + r for r in range(comm.size)], split_evenly(n, comm.size))
-            assert (full == want).all()
+            assert (full == np.repeat([1000 * i + r for r in range(comm.size)], split_evenly(n, comm.size))).all()
 
     together(world, world, body)
     world.free_shared(shared)

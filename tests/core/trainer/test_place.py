@@ -241,6 +241,9 @@ def test_a_value_and_its_fields_by_name_are_the_same_choice() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     assert units() == 1
     assert units(runtime=RuntimeOptions(group_bytes=0)) == units(group_bytes="0MiB") == 3
+    for choose in (RuntimeOptions, units):
+        with pytest.raises(ConfigError, match="prefetch=-1: a number of pages"):
+            choose(prefetch=-1)
     both = {"runtime": RuntimeOptions(group_bytes=0, check_finite=True), "group_bytes": 1 << 20}
     assert units(**both) == 1
     with pytest.raises(fsdpx.errors.NumericsError, match="input 'x'"):
@@ -267,7 +270,6 @@ def test_a_call_has_few_parameters_and_each_choice_is_declared_once() -> None:
         ({"strategy": "hybird"}, r"did you mean 'hybrid'\?"),
         ({"group_byte": 0}, r"distribute\(group_byte=\.\.\.\): no such option; did you mean"),
         ({"runtime": {"tune": False}}, r"runtime=\{'tune': False\}: say fsdpx.RuntimeOptions\(...\)"),
-        ({"prefetch": -1}, "prefetch=-1: a number of pages"),
     ],
 )
 def test_unknown_names_and_values_are_told_what_is_meant(given: dict[str, Any], line: str) -> None:

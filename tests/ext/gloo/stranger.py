@@ -56,8 +56,7 @@ def main() -> int:
         own["FSDPX_SECRET"] = sys.argv[2]
     victim = subprocess.Popen([sys.executable, "-c", VICTIM], env={**os.environ, **own}, stderr=subprocess.PIPE)
     threading.Thread(target=claim, args=(port, pickle.dumps(Bad())), daemon=True).start()
-    said = victim.communicate()[1].decode()
-    print(said, end="", file=sys.stderr, flush=True)
+    print(victim.communicate()[1].decode(), end="", file=sys.stderr, flush=True)
     os._exit(int(mark.exists()))  # the stranger's thread may wait for ever
 
 

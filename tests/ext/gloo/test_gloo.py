@@ -182,8 +182,7 @@ def test_gpt_has_the_hash_of_one_process_under_torchrun(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = [job(tmp_path, 1, *words, by=("-B",)), job(tmp_path, 2, *words, by=torchrun)]
     assert [one.returncode for one in done] == [0, 0], "\n".join(one.stderr for one in done)
-    hashes = {one.stdout.split("sha256 ")[1].split()[0] for one in done}
-    assert len(hashes) == 1
+    assert len({one.stdout.split("sha256 ")[1].split()[0] for one in done}) == 1
 
 
 @in_jobs
