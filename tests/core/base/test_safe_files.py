@@ -13,6 +13,7 @@ import pytest
 
 from fsdpx.core.base import safe_files
 from fsdpx.core.base.safe_files import Untrusted
+from fsdpx.errors import ConfigError
 
 OTHER = 65534
 posix = pytest.mark.skipif(os.name != "posix", reason="there are no owners and modes")
@@ -103,6 +104,8 @@ def test_what_is_there_is_read_and_what_is_not_is_none(tmp_path: Path) -> None:
     assert safe_files.read_if_trusted(tmp_path / "none") is None
     with pytest.raises(Untrusted, match="has 6 bytes, more than 5"):
         safe_files.read_file(tmp_path / "file", 5)
+    with pytest.raises(ConfigError, match=r"^3 is not a path: give a string or a "):
+        safe_files.expanduser(3)
 
 
 @as_root

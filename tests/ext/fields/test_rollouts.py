@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import Cuts, cuts_of, env_of, even, grid_at, part_with_ghosts, sum_over_ranks
+from grids import Cuts, cuts_of, env_of, even, grid_at, noise, part_with_ghosts, sum_over_ranks
 from layers_on_parts import demand_like_torch
 from trainings import demand_error, demand_like, demand_like_alone, demand_refused, make_trainer
 
@@ -21,6 +21,7 @@ from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.data import DataLoader, FieldDataset
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.shard_specs import Replicated, ShardingContext
+from fsdpx.testing import assert_close
 
 SHAPE, ROWS, STEPS, STATES, CHANNELS = (6, 8), 3, 3, 2, 2
 RNG = np.random.default_rng(0)
@@ -73,6 +74,18 @@ def test_gradients_are_those_of_pytorch(pushforward: int, detach: bool) -> None:
     saved = demand_like_torch(layer, INPUTS, LATER, formula)
     kept = [a.shape for (a,) in saved[0][pushforward:]]
     assert kept == [(ROWS, CHANNELS, *SHAPE)] * (STATES + STEPS - 1 - pushforward)  # the states alone
+
+
+def test_gradients_of_inputs_and_of_weights_come_apart() -> None:
+    """As a schedule of pipes asks for them that puts off those of weights."""
+    layer = nn.Rollout(nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 2, 1)), 3)
+    p, env = {name: noise(*spec.shape) for name, spec in layer.specs().items()}, env_of(None)
+    y, saved = layer.forward(env, p, noise(2, 2, 6))
+    g, late = ({name: np.zeros_like(a) for name, a in p.items()} for _ in range(2))
+    dx = layer.backward(env, p, g, saved, y)
+    early, kept = layer.backward_input(env, p, saved, y)
+    layer.backward_params(env, late, kept)
+    assert_close({"dx": early, **late}, {"dx": dx, **g}, 1e-13)
 
 
 KINDS: dict[str, dict[str, Any]] = {

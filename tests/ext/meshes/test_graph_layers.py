@@ -365,6 +365,7 @@ class Doubled(nn.Layer):
     [
         (lambda: nn.BatchNorm(3), "reads the nodes of a part of a mesh of 23 nodes"),
         (lambda: nn.Sequential(nn.GraphConv(3, 3), nn.Aggregate()), "needs values of edges"),
+        (lambda: nn.GatherNodes("edge"), "GatherNodes: end='edge': choose \"sender\" or \"receiver\""),
         (lambda: nn.GatherNodes("sender"), "outputs must be values of nodes, or scalars"),
         (
             lambda: nn.Graph({"e": (nn.GatherNodes("sender"), "x"), "s": (nn.Add(), "x", "e")}, ("x",), ("s",)),

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import namedtuple
 from unittest.mock import Mock
 
 import numpy as np
@@ -220,17 +221,20 @@ def test_activations_leave_memory(comm, tmp_path):
     assert counted == predicted == dry_predicted
 
 
+Pair = namedtuple("Pair", ["first", "second"])  # a layer may keep one
+
+
 def test_arrays_come_back_as_they_were():
     """Views of one memory are views of one again, strides and all; what should stay, or is no array, stays."""
     whole, apart = np.arange(24.0).reshape(4, 6), np.arange(6)[::-1]
     staying, odd = np.ones(3), object()
-    value = {"a": [whole[1:].T, (whole, apart)], "b": staying, "c": odd, "d": np.arange(100)[:3], "e": None}
+    value = {"a": [whole[1:].T, Pair(whole, apart)], "b": staying, "c": odd, "d": np.arange(100)[:3], "e": None}
     made = extract_large_arrays(value, lambda root: root is staying)
     assert [root.nbytes for root in made.roots] == made.sizes == [whole.nbytes, apart.nbytes]
     found = made.rebuild_value_from_memory([np.frombuffer(root.tobytes(), np.uint8).copy() for root in made.roots])
-    view, (again, back) = found["a"]
-    assert np.shares_memory(view, again)
-    for new, old in ((view, whole[1:].T), (again, whole), (back, apart), (found["d"], np.arange(3))):
+    view, pair = found["a"]
+    assert np.shares_memory(view, pair.first)
+    for new, old in ((view, whole[1:].T), (pair.first, whole), (pair.second, apart), (found["d"], np.arange(3))):
         assert np.array_equal(new, old)
         assert new.strides == old.strides
     assert found["b"] is staying
