@@ -241,7 +241,7 @@ def test_characters_that_end_lines_elsewhere_are_of_the_text(tmp_path, before):
         ('{"prompt": "é'.encode("latin-1"), 13, "0xe9 is not UTF-8: unexpected end of data"),
         (b"\xef\xbb\xbf{}", 1, "Unexpected UTF-8 BOM"),
         (b'{"prompt": "\\\\ud800 \\ud83d\\ude00 \\udc00"}', 34, r"'\udc00' in it is not valid text"),
-        ('{"é": 1,}'.encode(), 10, ""),
+        ('{"é" 1}'.encode(), 7, "Expecting ':' delimiter"),
         ("[1]".encode("utf-16"), 1, "0xff is not UTF-8: invalid start byte"),
         (b'{"prompt": "a", "prompt": "b"}', 1, "the name 'prompt' occurs twice"),
         (b"[" * 100_000, 1, "lists and objects in it are nested more than 64 deep"),
