@@ -503,8 +503,9 @@ class Grid(Domain):
         tuple of int, or None
             None in a dry run
         """
-        theirs = None if self.comm is None else self.all_gather_value(rank)
-        return None if theirs is None else tuple(int(theirs[r]) for r in self._ranks)
+        if self.comm is None:
+            return None
+        return tuple(np.take(self.all_gather_value(rank), self._ranks).tolist())
 
     def take_local(self, array_or_index: Any) -> Any:
         """Return this rank's part of an array for the full field, or convert an index into the full field to an index
